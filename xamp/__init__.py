@@ -1,0 +1,91 @@
+"""Mixed precision in one call, the same on NVIDIA and AMD GPUs, Ascend NPUs and CPUs.
+
+::
+
+    model, optimizer = xamp.initialize(model, optimizer, level="O1")
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+Importing xamp imports no torch and no backend and changes nothing; each name is fetched from its module on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xamp._device import device, device_type, distributed_backend, is_available
+    from xamp._initialize import initialize
+    from xamp._registry import available_backends, register_backend
+    from xamp._session import Session, StepOutcome, clip_grad_norm_, loss_scale, master_params, scale_loss, session
+    from xamp.errors import (
+        BackendUnavailable,
+        CheckpointError,
+        LossScaleCollapsed,
+        PolicyError,
+        StateError,
+        UnsupportedPolicy,
+        XampError,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "_device": ("device", "device_type", "distributed_backend", "is_available"),
+    "_initialize": ("initialize",),
+    "_registry": ("available_backends", "register_backend"),
+    "_session": ("Session", "StepOutcome", "clip_grad_norm_", "loss_scale", "master_params", "scale_loss", "session"),
+    "errors": (
+        "BackendUnavailable",
+        "CheckpointError",
+        "LossScaleCollapsed",
+        "PolicyError",
+        "StateError",
+        "UnsupportedPolicy",
+        "XampError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BackendUnavailable",
+    "CheckpointError",
+    "LossScaleCollapsed",
+    "PolicyError",
+    "Session",
+    "StateError",
+    "StepOutcome",
+    "UnsupportedPolicy",
+    "XampError",
+    "__version__",
+    "available_backends",
+    "clip_grad_norm_",
+    "device",
+    "device_type",
+    "distributed_backend",
+    "initialize",
+    "is_available",
+    "loss_scale",
+    "master_params",
+    "register_backend",
+    "scale_loss",
+    "session",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'xamp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"xamp.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

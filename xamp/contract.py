@@ -1,0 +1,168 @@
+"""What a backend is written against.
+
+A backend is one class derived from :class:`Backend` and one :class:`BackendSpec` that names it; nothing in xamp changes
+for it. Every method has a default that is right for a device on which torch's own operators work, so most backends
+override two or three. The core calls them in this order::
+
+    probe            once a process, before the backend is used or reported
+    capabilities     when a level is chosen, when a policy is checked, by tests and by ``doctor``
+    before_backward  on entering ``scale_loss``
+    unscale_         on leaving ``scale_loss``
+    make_overflow_   never in training: how a test makes this device overflow
+
+This module imports no torch, so that a spec can be read where torch is missing or broken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities"]
+
+ALL_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendSpec:
+    """Where a backend is and what it claims: cheap to read, names no class that needs importing.
+
+    Attributes:
+        name: what ``backend=`` and ``XAMP_BACKEND`` call it.
+        device_types: the ``torch.device`` types it serves, such as ``("cuda",)``.
+        target: ``"package.module:Class"`` of the :class:`Backend`, imported only when the backend is probed.
+        priority: among backends that serve a device type, and for the best device of a machine, the highest wins.
+        install_hint: what to do where the backend's framework is missing, shown in errors and by ``doctor``.
+        tested: whether the project that ships the backend runs its tests on such a device.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    target: str
+    priority: int = 0
+    install_hint: str = ""
+    tested: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a backend declares for one device. Errors, selection, tests and ``doctor`` all read this one record.
+
+    Attributes:
+        levels: the levels the device can run.
+        dtypes: names of the lower dtypes it computes in (``"float16"``, ``"bfloat16"``).
+        fast_dtypes: those of ``dtypes`` that its hardware runs natively; what ``level="auto"`` goes by.
+        fused_optimizers: names of the ``torch.optim`` classes whose ``fused=True`` form honours ``found_inf`` there.
+        overflow: ``"inf"`` where an overflow shows as inf or nan in the gradient, ``"flag"`` where the chip saturates
+            and raises a flag instead.
+        process_group: the ``torch.distributed`` backend for this device.
+        op_policies: the op policies it can run under.
+        delegates: whether ``initialize(..., delegate=True)`` has something to hand over to.
+    """
+
+    levels: tuple[str, ...] = ALL_LEVELS
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    fast_dtypes: tuple[str, ...] = ()
+    fused_optimizers: tuple[str, ...] = ()
+    overflow: str = "inf"
+    process_group: str = "gloo"
+    op_policies: tuple[str, ...] = ("native",)
+    delegates: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendReport:
+    """What is known of one registered backend after its probe.
+
+    Attributes:
+        name: the backend's name.
+        device_types: the device types it serves.
+        usable: whether its probe passed.
+        reason: why not, one line; empty where usable.
+        hint: what to do about it; empty where usable.
+        devices: names of the devices found, in index order.
+        versions: framework, driver and library versions, by name.
+        capabilities: of the first device; None where not usable.
+        source: ``"xamp"`` or the distribution (or call) that registered it.
+        tested: see :attr:`BackendSpec.tested`.
+        priority: see :attr:`BackendSpec.priority`.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    usable: bool
+    reason: str = ""
+    hint: str = ""
+    devices: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    capabilities: Capabilities | None = None
+    source: str = "xamp"
+    tested: bool = True
+    priority: int = 0
+
+
+class Backend:
+    """The device side of a training step, with defaults that are right wherever torch's operators work.
+
+    Attributes:
+        spec: the record it was registered with; set when the registry makes the object.
+    """
+
+    spec: BackendSpec
+
+    def __init__(self, spec: BackendSpec) -> None:
+        self.spec = spec
+
+    @property
+    def name(self) -> str:
+        """The name it is registered under."""
+        return self.spec.name
+
+    @property
+    def device_type(self) -> str:
+        """The ``torch.device`` type of the first device it serves."""
+        return self.spec.device_types[0]
+
+    def probe(self) -> None:
+        """Use the device for something small.
+
+        Raises:
+            BackendUnavailable: with the cause and the cure. Any other exception is kept as the reason too.
+        """
+
+    def devices(self) -> Sequence[str]:
+        """Names of the devices present, in index order."""
+        return (self.device_type,)
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the framework, driver and libraries that matter on this device, by name."""
+        import torch
+
+        return {"torch": torch.__version__}
+
+    def capabilities(self, device: torch.device | None = None) -> Capabilities:
+        """What ``device`` (None: the current one) can do."""
+        return Capabilities()
+
+    def before_backward(self, device: torch.device) -> None:
+        """Called on entering ``scale_loss``: a chip with an overflow flag clears it here."""
+
+    def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """Multiply ``grads`` in place by ``inv_scale`` and set ``found_inf`` to 1.0 where one is not finite.
+
+        Args:
+            grads: dense floating gradients of any dtypes, all on the device of ``found_inf``.
+            found_inf: fp32, one element; only ever raised from 0.0 to 1.0 here.
+            inv_scale: fp32, one element, 1 / loss scale.
+        """
+        import torch
+
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+    def make_overflow_(self, grad: torch.Tensor) -> None:
+        """Make the device overflow as it does in training, writing the result into ``grad``. For tests."""
+        grad.fill_(float("inf"))
