@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xamp._device import device, device_type, distributed_backend, is_available
     from xamp._initialize import initialize
     from xamp._registry import available_backends, register_backend
-    from xamp._session import Session, StepOutcome, clip_grad_norm_, loss_scale, master_params, scale_loss, session
+    from xamp._session import StepOutcome, clip_grad_norm_, loss_scale, master_params, scale_loss, session
     from xamp.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -39,7 +39,7 @@ _HOMES = {
     "_device": ("device", "device_type", "distributed_backend", "is_available"),
     "_initialize": ("initialize",),
     "_registry": ("available_backends", "register_backend"),
-    "_session": ("Session", "StepOutcome", "clip_grad_norm_", "loss_scale", "master_params", "scale_loss", "session"),
+    "_session": ("StepOutcome", "clip_grad_norm_", "loss_scale", "master_params", "scale_loss", "session"),
     "errors": (
         "BackendUnavailable",
         "CheckpointError",
@@ -50,6 +50,7 @@ _HOMES = {
         "XampError",
     ),
 }
+_WITHOUT_TORCH = ("_registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -57,7 +58,6 @@ __all__ = [
     "CheckpointError",
     "LossScaleCollapsed",
     "PolicyError",
-    "Session",
     "StateError",
     "StepOutcome",
     "UnsupportedPolicy",
@@ -82,10 +82,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'xamp' has no attribute {name!r}")
+    if home not in _WITHOUT_TORCH:
+        from xamp._torch import require_torch
+
+        require_torch(f"xamp.{name}")  # a typed error that says what to install, in place of an ImportError
     value = getattr(importlib.import_module(f"xamp.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -130,8 +130,12 @@ class Backend:
     def probe(self) -> None:
         """Use the device for something small.
 
+        Called once a process, before any other method, with torch imported.
+
         Raises:
-            BackendUnavailable: with the cause and the cure. Any other exception is kept as the reason too.
+            BackendUnavailable: its first line is the cause, the lines after it are the cure; they become ``reason`` and
+                ``hint`` of the report. Any other exception, SystemExit included, is kept as the reason too, with the
+                spec's ``install_hint`` as the cure.
         """
 
     def devices(self) -> Sequence[str]:

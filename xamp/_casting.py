@@ -1,0 +1,180 @@
+"""Lowers a model's parameters and buffers, and puts its modules into the regions that the policy means.
+
+:func:`plan` looks and refuses and changes nothing; :meth:`Plan.apply` changes, and leaves on an exit stack how to take
+every change back, which serves a failed ``initialize`` and ``session.close()`` alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xamp import _masters
+from xamp._forward import Region, enter_policy
+from xamp.errors import PolicyError
+from xamp.policy import Policy
+
+__all__ = ["Plan", "plan"]
+
+
+class Plan:
+    """What will be done to the models of one session.
+
+    Attributes:
+        lowered: parameters to cast.
+        islands: modules that stay fp32 in a model that does not; the outermost of each subtree.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
+        self.models = models
+        self.policy = policy
+        self.device_type = device_type
+        self.islands = _islands(models, policy.keep_fp32)
+        self.lowered: list[nn.Parameter] = []
+        self._buffers: list[tuple[nn.Module, str]] = []
+        self._originals: dict[int, torch.Tensor] = {}  # by id of the parameter or buffer that took its place
+        if policy.casts_parameters and policy.dtype != torch.float32:
+            self._find_lowered()
+        # Made here, where running out of memory has changed nothing yet.
+        self._values = [p.detach().to(policy.dtype) for p in self.lowered]
+
+    def _find_lowered(self) -> None:
+        kept = {id(m) for island in self.islands for m in island.modules()}
+        if self.policy.keep_batchnorm_fp32:
+            kept |= {id(m) for model in self.models for m in model.modules() if isinstance(m, _BatchNorm)}
+        modules = {id(m): m for model in self.models for m in model.modules()}
+        kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
+        seen: set[int] = set()
+        for module in (m for key, m in modules.items() if key not in kept):
+            for param in module._parameters.values():
+                if param is not None and param.dtype == torch.float32 and id(param) not in kept_params | seen:
+                    seen.add(id(param))
+                    self.lowered.append(param)
+            self._buffers += [
+                (module, name) for name, b in module._buffers.items() if b is not None and b.dtype == torch.float32
+            ]
+
+    def apply(self, undo: contextlib.ExitStack) -> None:
+        """Cast, and enter the regions."""
+        if self.lowered or self._buffers:
+            self._lower(undo)
+        for model in self.models:
+            if self.policy.casts_parameters:
+                undo.callback(_masters.watch_state_dicts(model))
+            kept_whole = any(model is island for island in self.islands)
+            undo.callback(enter_policy(model, self._island_region() if kept_whole else self._region()))
+        for island in self.islands:
+            if not any(island is model for model in self.models):
+                undo.callback(enter_policy(island, self._island_region()))
+
+    def commit(self) -> None:
+        """Nothing can fail any more: let go of the fp32 values that only a failure would have needed."""
+        self._originals = {}
+
+    def _region(self) -> Region:
+        policy = self.policy
+        return Region(
+            device_type=self.device_type,
+            autocast_dtype=policy.dtype if policy.autocast else None,
+            input_dtype=None if policy.autocast else policy.dtype,
+            output_dtype=policy.output_dtype,
+            methods=policy.methods,
+        )
+
+    def _island_region(self) -> Region:
+        back = self.policy.dtype if self.policy.casts_parameters else None
+        return Region(self.device_type, None, torch.float32, back)
+
+    def _lower(self, undo: contextlib.ExitStack) -> None:
+        grads = [p.grad for p in self.lowered]
+        undo.callback(self._raise_again)
+        for param, value, grad in zip(self.lowered, self._values, grads, strict=True):
+            param.grad = None  # of the old dtype, which the new one does not admit
+            self._originals[id(param)] = param.data
+            if self.policy.master_weights:
+                _masters.set_master(param, nn.Parameter(param.data))
+            param.data = value
+            if grad is not None:
+                _give_grad(param, grad)
+        for module, name in self._buffers:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = lowered = buffer.to(self.policy.dtype)
+            self._originals[id(lowered)] = buffer
+        self._values = []
+        for model in self.models:
+            _flatten_rnns(model)
+
+    def _raise_again(self) -> None:
+        """Give each lowered parameter its fp32 values and gradient back, and each buffer its values."""
+        for param in self.lowered:
+            master, grad = _masters.master_of(param), param.grad
+            if master is not None:
+                grad = master.grad
+                _masters.set_master(param, None)
+            param.grad = None
+            param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
+            if grad is not None:
+                param.grad = grad.to(param.dtype)
+        for module, name in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.dtype in _masters.LOWER:
+                module._buffers[name] = self._originals.get(id(buffer), buffer.float())
+        for model in self.models:
+            _flatten_rnns(model)
+
+
+def plan(models: Sequence[nn.Module], policy: Policy, device_type: str) -> Plan:
+    """Look at ``models`` and say what the policy does to them; changes nothing.
+
+    Raises:
+        PolicyError: ``keep_fp32`` names something that is not there.
+    """
+    return Plan(models, policy, device_type)
+
+
+def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+    """The outermost modules that ``keep`` matches."""
+    unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
+    found: dict[int, nn.Module] = {}
+    covered: set[int] = set()
+    for model in models:
+        for name, module in model.named_modules(remove_duplicate=False):
+            hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
+            unmatched.difference_update(k for k in hits if isinstance(k, str))
+            if hits and id(module) not in covered:
+                found[id(module)] = module
+            if hits:
+                covered.update(id(m) for m in module.modules())
+    if unmatched:
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        raise PolicyError(
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those of "
+            f"model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+        )
+    return list(found.values())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
+
+
+def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Keep a gradient that was there before: in the master, else rounded."""
+    master = _masters.master_of(param)
+    if master is None:
+        param.grad = grad.to(param.dtype)
+    else:
+        master.grad = grad
+
+
+def _flatten_rnns(model: nn.Module) -> None:
+    """Recurrent layers keep their weights in one block on some devices; a cast takes them apart."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -1,0 +1,232 @@
+"""Runs a module's methods under a policy by giving the module a subclass of its own class.
+
+Data flow: a :class:`Region` (device type, dtypes) is compiled once from the policy; :func:`enter_policy` makes, or finds,
+the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``. Nothing is
+stored in the module, so copies, pickles, replicas and slices of it carry the policy with their own weights, and
+``isinstance``, ``repr`` and the signature of ``forward`` stay as they were. (Hooks cannot be traced with
+``fullgraph=True``; an instance attribute ``forward`` makes a deepcopy run the original's weights.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp import _distributed
+from xamp._containers import cast_floats
+from xamp.errors import PolicyError
+
+__all__ = ["Region", "enter_policy", "is_under_policy", "region_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What holds while a method runs.
+
+    Attributes:
+        device_type: whose autocast state is set.
+        autocast_dtype: what operators are cast to; None switches autocast off inside.
+        input_dtype: what floating arguments are cast to; None leaves them.
+        output_dtype: what floating results are cast to; None leaves them.
+        methods: names of the methods that run in the region.
+    """
+
+    device_type: str
+    autocast_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    methods: tuple[str, ...] = ("forward",)
+
+    def autocast(self) -> torch.autocast:
+        """The region's autocast state as torch's context manager: slower to enter, but the compiler can trace it."""
+        on = self.autocast_dtype is not None
+        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=on, cache_enabled=True)
+
+
+
+class _UnderPolicy:
+    """Marks the subclasses made here, and keeps ``__init_subclass__`` of the user's classes from firing for them."""
+
+    _xamp_region: Region
+    _xamp_base: type
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the base class does, and put the copy under the policy again."""
+        make, args, *rest = super().__reduce_ex__(protocol)
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            args = (self._xamp_base, *args[1:])
+        return (_rebuild, (self._xamp_region, make, args), *rest)
+
+
+def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    if not isinstance(made, _UnderPolicy):
+        made.__class__ = _subclass(type(made), region)
+    return made
+
+
+def is_under_policy(module: nn.Module) -> bool:
+    """Whether ``module``, or the module it was copied from, is under a policy."""
+    return isinstance(module, _UnderPolicy) or any(isinstance(v, _InstanceMethod) for v in module.__dict__.values())
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The region in which ``module`` runs; None where it is under no policy."""
+    return getattr(type(module), "_xamp_region", None)
+
+
+def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
+    """Put ``module`` in ``region``.
+
+    Returns:
+        A function that takes it out again.
+
+    Raises:
+        PolicyError: the module has no method of one of the names, or its class admits no subclass.
+    """
+    for name in region.methods:
+        if not callable(getattr(module, name, None)):
+            raise PolicyError(
+                f"initialize(methods={region.methods!r}): {type(module).__name__} has no method {name!r}."
+            )
+    # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
+    hidden = {name: module.__dict__[name] for name in region.methods if name in module.__dict__}
+    before = type(module)
+    if not isinstance(module, torch.jit.ScriptModule):
+        try:
+            module.__class__ = _subclass(before, region)
+        except TypeError as error:
+            raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
+    for name, function in hidden.items():
+        module.__dict__[name] = _InstanceMethod(function, region)
+
+    def leave() -> None:
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__class__ = before
+        for name, function in hidden.items():
+            if isinstance(module.__dict__.get(name), _InstanceMethod):
+                module.__dict__[name] = function
+
+    return leave
+
+
+_subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type, region: Region) -> type:
+    """The subclass of ``base`` whose methods run in ``region``, made once. It keeps ``base`` alive, so its id is safe."""
+    found = _subclasses.get((id(base), region))
+    if found is not None:
+        return found
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_xamp_region": region,
+        "_xamp_base": base,
+    }
+    for name in region.methods:
+        if callable(getattr(base, name, None)):
+            namespace[name] = _in_region(getattr(base, name), region)
+    if hasattr(base, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy(base, region)
+    made = type(base)(base.__name__, (_UnderPolicy, base), namespace)
+    _subclasses[id(base), region] = made
+    return made
+
+
+def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]:
+    """``__deepcopy__`` for a class that has its own (a ``GraphModule``) and would hand back a plain copy."""
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        made = base.__deepcopy__(self, memo)
+        if not isinstance(made, _UnderPolicy):
+            made.__class__ = _subclass(type(made), region)
+        return made
+
+    return __deepcopy__
+
+
+class _InstanceMethod:
+    """An instance attribute that hides a method, run in a region; copies and pickles with the module it sits in."""
+
+    def __init__(self, function: Callable[..., Any], region: Region) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._region = region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _caller(self._region)(self._function, *args, **kwargs)
+
+
+@functools.cache
+def _caller(region: Region) -> Callable[..., Any]:
+    return _in_region(_call, region)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """``function(self, ...)`` run in ``region``. This is the hot path of every forward."""
+    device, lower = region.device_type, region.autocast_dtype
+    into, out_of = region.input_dtype, region.output_dtype
+    on = lower is not None
+    ddp = nn.parallel.DistributedDataParallel
+    is_compiling = torch.compiler.is_compiling
+    is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+    tensor = torch.Tensor
+
+    def finish(result: Any) -> Any:
+        if out_of is None or (type(result) is tensor and result.dtype is out_of):
+            return result
+        return cast_floats(result, out_of)
+
+    def traced(self: Any, args: Any, kwargs: Any) -> Any:
+        _distributed.note_wrapper_while_tracing()
+        if on or is_enabled(device):
+            with region.autocast():
+                return function(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if into is not None:
+            args, kwargs = cast_floats(args, into), cast_floats(kwargs, into)
+        if is_compiling():
+            return finish(traced(self, args, kwargs))
+        if ddp._active_ddp_module is not None:
+            _distributed.note_wrapper()
+        enabled = is_enabled(device)
+        if not on and not enabled:
+            return finish(function(self, *args, **kwargs))
+        # What torch.autocast does on entry and exit, by hand: making the object costs more than all of this.
+        dtype, cached = get_dtype(device), torch.is_autocast_cache_enabled()
+        torch.autocast_increment_nesting()
+        try:
+            set_enabled(device, on)
+            set_dtype(device, lower or dtype)
+            torch.set_autocast_cache_enabled(True)
+            return finish(function(self, *args, **kwargs))
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            set_enabled(device, enabled)
+            set_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(cached)
+
+    with contextlib.suppress(AttributeError):  # a callable object has no __name__
+        functools.update_wrapper(method, function)
+    return method

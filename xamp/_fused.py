@@ -1,0 +1,142 @@
+"""Switches an optimizer to its fused form where that is right under loss scaling.
+
+A fused step takes ``found_inf`` as a tensor and skips on the device, so the host never waits. Whether a device's kernels
+do that rightly is not looked up but tried, once a process, class and device: a kernel that ignores ``found_inf``
+(torch_npu's AdamW does) then is simply not used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.errors import PolicyError, UnsupportedPolicy
+
+__all__ = ["FusedForm", "skips_on_device"]
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether ``step`` honours ``found_inf`` in every group, so that the host need not know it."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused", True) for group in optimizer.param_groups
+    )
+
+
+class FusedForm:
+    """Which groups of one optimizer xamp switched to ``fused=True``, and what they said before."""
+
+    def __init__(self, optimizer: Optimizer, choice: str | bool, names: Iterable[str], *, sparse: bool) -> None:
+        self._choice = choice
+        self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
+        self._class = type(optimizer)
+        self._sparse = sparse
+        self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
+        self._switched: list[dict[str, Any]] = []
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise if ``fused=True`` was asked for and cannot be.
+
+        Raises:
+            UnsupportedPolicy: the optimizer has no fused form that is right on this device.
+            PolicyError: a group asks for ``foreach=True``.
+        """
+        if self._choice is not True:
+            return
+        name = self._class.__name__
+        for group in optimizer.param_groups:
+            if group.get("foreach") or group.get("differentiable"):
+                raise PolicyError(
+                    f"initialize(fused=True): {name} was made with foreach=True or differentiable=True, which excludes "
+                    "fused=True. Make it without, or leave fused='auto'."
+                )
+        if self._sparse or not all(self._right(group["params"]) for group in optimizer.param_groups):
+            raise UnsupportedPolicy(
+                f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
+                "device. Leave fused='auto', which uses it where it is right."
+            )
+
+    def switch_on(self, optimizer: Optimizer) -> None:
+        """Use the fused form in each group whose user left the choice open."""
+        if self._choice is False or self._sparse:
+            return
+        for group in optimizer.param_groups:
+            if self._is_open(group) and self._right(group["params"]):
+                group["fused"] = True
+                self._switched.append(group)
+        if self._switched:
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+            self._move_step_counters(optimizer)
+
+    def switch_off(self, optimizer: Optimizer) -> None:
+        """Give every group back what it said before."""
+        for group in self._switched:
+            group["fused"] = None
+        self._switched = []
+        if self._supported_before is None:
+            optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+
+    def met_sparse(self, optimizer: Optimizer) -> None:
+        """A sparse gradient came: the fused kernels do not take them."""
+        self._sparse = True
+        self.switch_off(optimizer)
+
+    def as_before(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``groups``, saved from ``optimizer`` in its order, with ``fused`` as the user had it."""
+        switched = [any(group is g for g in self._switched) for group in optimizer.param_groups]
+        return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
+
+    def load(self, optimizer: Optimizer, load: Callable[[], Any]) -> Any:
+        """Run ``load``, which replaces the groups, and decide again: the form is this device's, not the file's."""
+        said = [
+            {key: group[key] for key in ("fused", "foreach") if key in group}
+            for group in self.as_before(optimizer, optimizer.param_groups)
+        ]
+        result = load()
+        for group, own in zip(optimizer.param_groups, said, strict=True):
+            group.update(own)
+        self._switched = []
+        self.switch_on(optimizer)
+        return result
+
+    def _is_open(self, group: dict[str, Any]) -> bool:
+        if group.get("foreach") or group.get("differentiable"):
+            return False
+        return group.get("fused") is None and (group.get("foreach") is None or self._choice is True)
+
+    def _right(self, params: Iterable[torch.Tensor]) -> bool:
+        kinds = {(p.device, p.dtype) for p in params}
+        return self._possible and all(dtype.is_floating_point and _is_right(self._class, d, dtype) for d, dtype in kinds)
+
+    @staticmethod
+    def _move_step_counters(optimizer: Optimizer) -> None:
+        """A for-loop optimizer keeps ``step`` on the host; the fused kernels want it beside the parameter."""
+        for param, state in optimizer.state.items():
+            if isinstance(state, dict) and torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
+
+
+@functools.cache
+def _is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
+    """Try the fused form: nothing may move under ``found_inf``, and without it the step must be the plain one's."""
+    start = torch.ones(8, dtype=dtype, device=device)
+
+    def run(fused: bool, found: Iterable[float]) -> torch.Tensor:
+        param = torch.nn.Parameter(start.clone())
+        optimizer = cls([param], lr=0.5, **({"fused": True} if fused else {"foreach": False}))  # type: ignore[call-arg]
+        for value in found:
+            param.grad = torch.full_like(param, float("nan") if value and fused else 0.5)
+            if fused:
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                optimizer.found_inf = torch.full((), value, device=device)  # type: ignore[attr-defined]
+            if fused or not value:
+                optimizer.step()
+        return param.detach()
+
+    try:
+        return bool(torch.allclose(run(True, (0.0, 1.0, 0.0)), run(False, (0.0, 1.0, 0.0)), rtol=1e-3))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+        return False

@@ -1,0 +1,245 @@
+"""``initialize``: look at everything, refuse what cannot be right, then change all of it or nothing.
+
+The way of a call: normalise the arguments (:class:`_Arguments`) -> find the device and its backend -> compile the
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply, with every change on
+an exit stack that a failure unwinds at once and ``session.close()`` later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from xamp import _casting, _checks, _device, _masters, _registry, ops
+from xamp._fused import FusedForm
+from xamp._log import say
+from xamp._optimizer import manage, replace_params
+from xamp._session import Session
+from xamp._step import OptimizerState
+from xamp.contract import Backend, BackendSpec
+from xamp.errors import PolicyError, StateError
+from xamp.policy import LEVELS, Level, Policy, Request, compile_policy, parse_level
+
+__all__ = ["initialize"]
+
+_SHAPING = tuple(field.name for field in dataclasses.fields(Request))
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    level: str = Request.level,
+    *,
+    backend: str = "auto",
+    loss_scale: float | str | None = Request.loss_scale,
+    dtype: torch.dtype | str | None = Request.dtype,
+    keep_batchnorm_fp32: bool | str | None = Request.keep_batchnorm_fp32,
+    keep_fp32: Iterable[type | str] = Request.keep_fp32,
+    master_weights: bool | str | None = Request.master_weights,
+    cast_model_outputs: torch.dtype | str | bool | None = Request.cast_model_outputs,
+    methods: Sequence[str] = Request.methods,
+    num_losses: int = Request.num_losses,
+    init_scale: float = Request.init_scale,
+    growth_factor: float = Request.growth_factor,
+    backoff_factor: float = Request.backoff_factor,
+    growth_interval: int = Request.growth_interval,
+    min_loss_scale: float | None = Request.min_loss_scale,
+    max_loss_scale: float | None = Request.max_loss_scale,
+    on_static_overflow: str | None = Request.on_static_overflow,
+    op_policy: str = Request.op_policy,
+    fused: bool | str = Request.fused,
+    process_group: Any = None,
+    delegate: bool = False,
+    enabled: bool = True,
+    verbosity: int = 1,
+    opt_level: str | None = None,
+) -> Any:
+    """Put models and their optimizers under a precision level.
+
+    Args:
+        models: an ``nn.Module`` with fp32 parameters, or a list or tuple of them.
+        optimizers: a ``torch.optim.Optimizer`` over their parameters, a list or tuple, or None for inference.
+        level: ``"O0"`` to ``"O5"``, an alias, or ``"auto"``: O4 where bf16 is native, else O1 where fp16 is, else O0.
+        backend: its name, or ``"auto"``: ``XAMP_BACKEND``, else by the device type of the parameters.
+        loss_scale: ``"dynamic"`` or a static number, also as a string; None: the level's.
+        dtype: fp16 or bf16 in place of the level's.
+        keep_batchnorm_fp32: at O2, O3 and O5, whether batch norm stays fp32; None: the level's.
+        keep_fp32: module classes, qualified names or glob patterns of modules that stay fp32 at every level.
+        master_weights: at O2, O3 and O5, whether the optimizer steps fp32 masters; None: the level's.
+        cast_model_outputs: dtype of floating outputs; None: fp32; False: as they come.
+        methods: methods of the models that run under the policy, besides ``forward``.
+        num_losses: how many loss scales; ``scale_loss(..., loss_id=i)`` chooses.
+        init_scale: dynamic scale at the start.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` clean updates.
+        backoff_factor: what it is multiplied by on an overflow.
+        growth_interval: number of clean updates in a row, then it grows.
+        min_loss_scale: floor of the dynamic scale.
+        max_loss_scale: its ceiling.
+        on_static_overflow: under a static scale, ``"skip"`` checks gradients and skips an overflowed step, ``"step"``
+            never checks; None: ``"skip"``, but a static scale of 1.0 is not checked.
+        op_policy: which operator runs in which dtype at O1 and O4; ``"native"`` is the device's own list.
+        fused: ``"auto"`` uses an optimizer's fused form where it is right and the user left the choice open.
+        process_group: ranks that decide together whether to skip; None: the default group where there is one.
+        delegate: hand over to another implementation, where the backend has one.
+        enabled: False: nothing is changed, and everything else of xamp does nothing.
+        verbosity: 0 is silent, 1 logs the effective setting and overflows.
+        opt_level: Apex's name for ``level``.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` where optimizers were given: the very same objects, in the same shape.
+
+    Raises:
+        PolicyError: an argument that cannot be right. UnsupportedPolicy: this device or model cannot do it.
+        BackendUnavailable: no usable backend of that name or for that device.
+        StateError: a model or optimizer is in a session, or in a wrapper that must come later.
+        In every case models and optimizers are as they were.
+    """
+    given = locals()
+    request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
+    model_list: list[nn.Module] = _checks.as_list("models", models, nn.Module)  # type: ignore[assignment]
+    given_optimizers = [] if optimizers is None else optimizers
+    optimizer_list: list[Optimizer] = _checks.as_list("optimizers", given_optimizers, Optimizer)  # type: ignore[assignment]
+    if not model_list:
+        raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
+    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegate, verbosity)
+    if enabled:
+        _set_up(request, arguments)
+    else:
+        _set_up_disabled(arguments)
+    return models if optimizers is None else (models, optimizers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """What ``initialize`` was given besides the policy."""
+
+    given: list[nn.Module]
+    optimizers: list[Optimizer]
+    backend: str
+    process_group: Any
+    delegate: bool
+    verbosity: int
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models inside their wrappers."""
+        return [_checks.unwrap(model) for model in self.given]
+
+    @property
+    def objects(self) -> list[object]:
+        """Everything that leads to the session."""
+        return [*self.given, *self.models, *self.optimizers]
+
+
+def _level_of(level: object, opt_level: object) -> object:
+    if opt_level is None or opt_level == level:
+        return level
+    if level != Request.level:
+        raise PolicyError(
+            f"initialize(level={level!r}, opt_level={opt_level!r}): two names for one thing that say different things. "
+            "Give level."
+        )
+    return opt_level
+
+
+def _set_up(request: Request, arguments: _Arguments) -> None:
+    level = parse_level(request.level)
+    if level is not None:  # arguments that are wrong everywhere are refused before any backend is asked
+        compile_policy(request, level, tuple(ops.OP_POLICIES))
+    existing = _checks.check_not_initialized(arguments.models, arguments.optimizers)
+    device = _checks.device_of(arguments.models, arguments.optimizers) or _device.device()
+    backend = _registry.resolve(arguments.backend, device.type)
+    policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
+    _checks.check_capabilities(backend, device, policy, arguments.delegate)
+    if existing is not None:
+        _attach(existing, policy, arguments)
+        return
+    _checks.check_models(arguments.models, arguments.given, policy)
+    _checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    plan = _casting.plan(arguments.models, policy, device.type)
+    session = Session(
+        policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
+    )
+    session.prepare_state(len(arguments.optimizers))
+    forms = _fused_forms(session, arguments)
+    ops.install(policy.op_policy, device.type)
+    with contextlib.ExitStack() as undo:
+        plan.apply(undo)
+        _take_optimizers(session, arguments.optimizers, forms, undo)
+        plan.commit()
+        session.register(arguments.objects, undo.pop_all())
+    if arguments.verbosity:
+        say("%s, backend %s on %s", policy, backend.name, device)
+
+
+def _best_level(backend: Backend, device: torch.device) -> Level:
+    """What ``"auto"`` means on ``device``."""
+    fast = backend.capabilities(device).fast_dtypes
+    return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
+
+
+def _attach(session: Session, policy: Policy, arguments: _Arguments) -> None:
+    """Give optimizers to a session that was made for inference: an optimizer built after the model was cast."""
+    if policy != session.policy:
+        raise StateError(
+            f"initialize: this model was given to initialize before, as [{session.policy}], and is now asked for as "
+            f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
+        )
+    _checks.check_owned(arguments.optimizers, arguments.models)
+    session.prepare_state(len(arguments.optimizers))
+    forms = _fused_forms(session, arguments)
+    with contextlib.ExitStack() as undo:
+        _take_optimizers(session, arguments.optimizers, forms, undo)
+        session.register_more(arguments.objects, undo.pop_all())
+
+
+def _fused_forms(session: Session, arguments: _Arguments) -> list[FusedForm]:
+    """The choice of the fused form for each optimizer; raises before anything is changed."""
+    policy = session.policy
+    choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
+    names = session.backend.capabilities(session.device).fused_optimizers
+    sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
+    forms = [FusedForm(optimizer, choice, names, sparse=sparse) for optimizer in arguments.optimizers]
+    for form, optimizer in zip(forms, arguments.optimizers, strict=True):
+        form.check(optimizer)
+    return forms
+
+
+def _take_optimizers(
+    session: Session, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: contextlib.ExitStack
+) -> None:
+    """Put masters in the optimizers' places and let the session run their steps."""
+    states = []
+    for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        pairs = [(p, m) for p in params if (m := _masters.ensure_master(p, session.policy)) is not None]
+        session.add_pairs(pairs)
+        undo.callback(_back_to_model, session, optimizer)
+        replace_params(optimizer, pairs)
+        undo.callback(form.switch_off, optimizer)
+        form.switch_on(optimizer)
+        state = OptimizerState(session, optimizer, index, form)
+        undo.callback(manage(optimizer, state))
+        states.append(state)
+    session.set_states(states)
+
+
+def _back_to_model(session: Session, optimizer: Optimizer) -> None:
+    """Undo: the optimizer steps the model's parameters again, also those of groups added since."""
+    replace_params(optimizer, [(m, p) for p, m in session.pairs()])
+
+
+def _set_up_disabled(arguments: _Arguments) -> None:
+    """A session in which everything works and does nothing."""
+    _checks.check_not_initialized(arguments.models, arguments.optimizers)
+    device = next((p.device for model in arguments.models for p in model.parameters()), torch.device("cpu"))
+    policy = compile_policy(Request(), LEVELS["O0"], tuple(ops.OP_POLICIES))
+    backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
+    session = Session(policy, backend, device, arguments.models, verbosity=0, enabled=False)
+    session.register(arguments.objects, contextlib.ExitStack())

@@ -1,0 +1,151 @@
+"""Puts an optimizer under a session by giving it a subclass of its own class.
+
+The subclass has the ``step`` that decides, and keeps the optimizer a good citizen: schedulers made before and after find
+the markers they look for, step hooks and the profiler see one step, a pickle or a copy is a plain torch optimizer.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp._masters import master_of
+from xamp._step import OptimizerState
+from xamp.errors import PolicyError
+
+__all__ = ["manage", "state_of"]
+
+
+def state_of(optimizer: object) -> OptimizerState | None:
+    """What xamp keeps for ``optimizer``; None where no session manages it."""
+    return getattr(optimizer, "__dict__", {}).get("_xamp")
+
+
+def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
+    """Let ``state`` run the steps of ``optimizer``.
+
+    Returns:
+        A function that gives the optimizer back.
+
+    Raises:
+        PolicyError: its class admits no subclass.
+    """
+    before = type(optimizer)
+    try:
+        optimizer.__class__ = _subclass(before)
+    except TypeError as error:
+        raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
+    # A scheduler made before has put a wrapper of the class's old step in the instance. Ours carries the marker it
+    # looks for, so its wrapper can go; an instance step of anybody else's is what our step must call.
+    own_step = optimizer.__dict__.pop("step", None)
+    optimizer.__dict__["_xamp"] = state
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        optimizer.__dict__["_xamp_inner_step"] = own_step
+
+    def give_back() -> None:
+        optimizer.__class__ = before
+        del optimizer.__dict__["_xamp"]
+        optimizer.__dict__.pop("_xamp_inner_step", None)
+        if own_step is not None:
+            optimizer.__dict__["step"] = own_step
+
+    return give_back
+
+
+_subclasses: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type) -> type:
+    """The managed subclass of ``base``, made once. It keeps ``base`` alive, so its id is safe."""
+    found = _subclasses.get(id(base))
+    if found is None:
+        namespace = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_xamp_base": base,
+            "step": _step_of(base),
+        }
+        found = type(base)(base.__name__, (_Managed, base), namespace)
+        _subclasses[id(base)] = found
+    return found
+
+
+def _step_of(base: Any) -> Callable[..., Any]:
+    inner = base.step
+
+    @functools.wraps(inner)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # what a scheduler asks before it warns of a wrong order
+        own = self.__dict__.get("_xamp_inner_step")
+        return self._xamp.step(inner.__get__(self) if own is None else own, args, kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it again: hooks and profiler entries twice
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+class _Managed:
+    """The methods of a managed optimizer besides ``step``."""
+
+    _xamp: OptimizerState
+    _xamp_base: type
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The base's, and the gradients in the lowered parameters too."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        for param, _ in self._xamp.pairs:
+            param.grad = None
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """The base's, with masters for the lowered parameters in the group."""
+        params = group.get("params", ())
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        present = {id(p) for g in self.param_groups for p in g["params"]}
+        if any(id(master_of(p)) in present for p in params if isinstance(p, torch.Tensor) and master_of(p) is not None):
+            raise ValueError("some parameters appear in more than one parameter group")
+        super().add_param_group({**group, "params": params})  # type: ignore[misc]
+        self._xamp.session.adopt_group(self._xamp, self.param_groups[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, with ``fused`` as the user had it, so that it loads where there is no fused form."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return {**state, "param_groups": self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The base's; afterwards the fused form is decided again for this device."""
+        base_load = super().load_state_dict  # type: ignore[misc]
+        self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
+        self._xamp.find_parameters()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain torch optimizer, that loads where there is no xamp."""
+        state = dict(self.__getstate__())  # type: ignore[arg-type]
+        state.pop("_xamp", None)
+        state.pop("_xamp_inner_step", None)
+        state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)
+        return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
+
+
+def _as_optimizer(managed: Any) -> Optimizer:
+    return managed  # type: ignore[no-any-return]
+
+
+def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put the second of each pair where the first is, in the groups and as key of the state."""
+    other = {id(old): new for old, new in pairs}
+    for group in optimizer.param_groups:
+        group["params"][:] = [other.get(id(p), p) for p in group["params"]]
+    for old in [p for p in optimizer.state if id(p) in other]:
+        optimizer.state[other[id(old)]] = optimizer.state.pop(old)

@@ -1,0 +1,107 @@
+"""Specs from outside: what makes one valid, and reading those that installed distributions offer as entry points."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from importlib import metadata
+
+from xamp._torch import one_line
+from xamp.contract import BackendReport, BackendSpec
+from xamp.errors import PolicyError
+
+__all__ = ["PluginSpec", "check_spec", "read_entry_points"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginSpec:
+    """A spec that an installed distribution offers, and that distribution."""
+
+    spec: BackendSpec
+    source: str
+
+    def clashing_with(self, holder: str) -> BackendReport:
+        """The row of :func:`xamp.available_backends` for a spec whose name ``holder`` has already."""
+        return BackendReport(
+            self.spec.name,
+            self.spec.device_types,
+            usable=False,
+            reason=f"the name {self.spec.name!r} is already taken by {holder}",
+            hint=f"uninstall one of the two, or have {self.source} choose another name",
+            source=self.source,
+            tested=self.spec.tested,
+            priority=self.spec.priority,
+        )
+
+
+def check_spec(spec: object, call: str) -> BackendSpec:
+    """Return ``spec`` if it is a well-formed :class:`~xamp.contract.BackendSpec`.
+
+    Args:
+        spec: what was given.
+        call: the call to echo in the message.
+
+    Raises:
+        PolicyError: it is not; the message says what the field must be.
+    """
+    if not isinstance(spec, BackendSpec):
+        raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
+    # by getattr: for a type checker the annotations have settled what is checked here
+    name, types, target, priority = (getattr(spec, field) for field in ("name", "device_types", "target", "priority"))
+    problem = ""
+    if not _matches(_NAME, name) or name.lower() == "auto":
+        problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be "auto"'
+    elif not isinstance(types, tuple) or not types or not all(_matches(_DEVICE_TYPE, kind) for kind in types):
+        problem = f'device_types={types!r} must be a non-empty tuple of torch device types, such as ("cpu",)'
+    elif not _matches(_TARGET, target):
+        problem = f'target={target!r} must have the form "package.module:Class"'
+    elif not isinstance(priority, int):
+        problem = f"priority={priority!r} must be an int; the highest wins"
+    if problem:
+        raise PolicyError(f"{call}: {problem}")
+    return spec
+
+
+def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
+    """Load the entry points of ``group``, by distribution and name.
+
+    Returns:
+        For each a :class:`PluginSpec`, or an unusable report with the reason where it raised or is no valid spec.
+        Raises nothing but KeyboardInterrupt.
+    """
+    try:
+        points = sorted(metadata.entry_points(group=group), key=lambda point: (_source(point), point.name))
+    except Exception as error:  # a damaged distribution, not even one of ours
+        hint = "a distribution on sys.path is damaged; `pip check` may name it"
+        reason = f"entry points cannot be listed: {one_line(error)}"
+        return [BackendReport(group, (), usable=False, reason=reason, hint=hint, source="importlib.metadata")]
+    return [_read(point) for point in points]
+
+
+def _read(point: metadata.EntryPoint) -> PluginSpec | BackendReport:
+    source = _source(point)
+    try:
+        return PluginSpec(check_spec(point.load(), f"entry point {point.name} = {point.value}"), source)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = f"its entry point {point.value!r} failed: {one_line(error)}"
+        hint = f"repair or uninstall {source}"
+        return BackendReport(point.name, (), usable=False, reason=reason, hint=hint, source=source)
+
+
+def _source(point: metadata.EntryPoint) -> str:
+    """Name and version of the distribution that the entry point is from."""
+    try:
+        distribution = point.dist
+        return f"{distribution.metadata['Name']} {distribution.version}" if distribution else "an unknown distribution"
+    except Exception:
+        return "a distribution without readable metadata"
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None

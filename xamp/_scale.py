@@ -1,0 +1,161 @@
+"""Loss scales on the device: where they are kept, how they move, and when they have collapsed.
+
+All numbers of a session that live on the device are elements of one fp32 tensor (:class:`DeviceState`), so that where
+the host has to know whether a step is skipped, one read of a few bytes tells it that and every scale.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from xamp.policy import Policy
+
+__all__ = ["CollapseWatch", "DeviceState", "History", "LossScaler"]
+
+COLLAPSE_RUN = 50
+"""Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
+
+HISTORY_LAG = 16
+"""Steps after which a device that must not be waited for is read; by then the copy has long arrived."""
+
+
+class DeviceState:
+    """One fp32 tensor: the scales, their inverses, and two overflow flags an optimizer.
+
+    Attributes:
+        values: fp32, shape (2 * losses + 2 * optimizers,).
+        flags: what the backward just left found, by optimizer: a view, scratch for :meth:`LossScaler.update`.
+        sticky: whether any backward since the optimizer's last step overflowed, by optimizer: a view.
+    """
+
+    def __init__(self, losses: int, optimizers: int, device: torch.device) -> None:
+        self.values = torch.zeros(2 * losses + 2 * optimizers, dtype=torch.float32, device=device)
+        self.scales, self.inverses, self.flags, self.sticky = self.values.split([losses, losses, optimizers, optimizers])
+        self._losses = losses
+        self._first_sticky = 2 * losses + optimizers
+
+    def overflowed(self, values: Sequence[float], optimizer: int) -> bool:
+        """Whether ``optimizer`` overflowed, in ``values`` read from the device."""
+        return values[self._first_sticky + optimizer] != 0.0
+
+    def scales_in(self, values: Sequence[float]) -> Sequence[float]:
+        """The loss scales, in ``values`` read from the device."""
+        return values[: self._losses]
+
+
+class LossScaler:
+    """The scale of one ``loss_id``: static, or moved by :meth:`update` without the host knowing.
+
+    Attributes:
+        scale: fp32 scalar tensor.
+        inverse: fp32 scalar tensor, 1 / scale.
+        version: counts the updates, so that the host can tell that a scale has not moved.
+        exact: every value the scale can take is a power of two, so that multiplying by it loses nothing.
+    """
+
+    def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
+        self.index = index
+        self.scale = state.scales[index]
+        self.inverse = state.inverses[index]
+        self.version = 0
+        self._policy = policy
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
+        start = min(max(policy.init_scale, policy.min_loss_scale), policy.max_loss_scale)
+        self.initial = start if policy.dynamic else policy.static_scale
+        self.scale.fill_(self.initial)
+        torch.reciprocal(self.scale, out=self.inverse)
+        moves = (policy.growth_factor, policy.backoff_factor, policy.min_loss_scale, policy.max_loss_scale)
+        self.exact = all(_is_power_of_two(x) for x in (self.initial, *(moves if policy.dynamic else ())))
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due; never out of the bounds.
+
+        Args:
+            found_inf: fp32, one element, on the scale's device. It is not read by the host.
+        """
+        policy = self._policy
+        if not policy.dynamic:
+            return
+        torch._amp_update_scale_(
+            self.scale,
+            self._growth_tracker,
+            found_inf,
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.growth_interval,
+        )
+        self.scale.clamp_(policy.min_loss_scale, policy.max_loss_scale)
+        torch.reciprocal(self.scale, out=self.inverse)
+        self.version += 1
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value > 0 and float(value).hex().split("p")[0] in ("0x1.0000000000000", "0x1")
+
+
+class CollapseWatch:
+    """Counts, for one optimizer, the overflows in a row that no smaller scale can cure."""
+
+    def __init__(self, policy: Policy, scalers: Sequence[LossScaler]) -> None:
+        self._dynamic = policy.dynamic
+        self._floor = policy.min_loss_scale
+        self._scales: Sequence[float] = [scaler.initial for scaler in scalers]
+        self._run = 0
+
+    def collapsed(self, overflowed: bool, scales: Sequence[float], used: Sequence[int]) -> bool:
+        """Take in one step; whether it completes a run of :data:`COLLAPSE_RUN`.
+
+        Args:
+            overflowed: whether the step was skipped.
+            scales: all loss scales after the step.
+            used: indices of those that scaled this step's losses.
+        """
+        stuck = not self._dynamic or all(self._scales[i] <= self._floor for i in used)
+        self._run = self._run + 1 if overflowed and stuck else 0
+        self._scales = scales
+        return self._run > 0 and self._run % COLLAPSE_RUN == 0
+
+
+class History:
+    """What the device state was at each step, read without ever waiting for the device.
+
+    In host memory it is read at once. From a device it is copied asynchronously and read :data:`HISTORY_LAG` steps
+    later: every rank reads the same step at the same step.
+    """
+
+    def __init__(self, state: DeviceState) -> None:
+        self._values = state.values
+        self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
+
+    def push(self, note: Any) -> Iterator[tuple[Any, list[float]]]:
+        """Record the state now, with ``note``; yields what has become readable, oldest first."""
+        if self._values.is_cpu:
+            yield note, self._values.tolist()
+            return
+        copy, event = self._copy()
+        self._waiting.append((note, copy, event))
+        if len(self._waiting) > HISTORY_LAG:
+            yield self._oldest()
+
+    def peek(self) -> Iterator[tuple[Any, list[float]]]:
+        """What is recorded and not yet handed out. Waits for the device; the order of handing out does not change."""
+        for note, copy, event in self._waiting:
+            event.synchronize()
+            yield note, copy.tolist()
+
+    def _copy(self) -> tuple[torch.Tensor, Any]:
+        device = self._values.device
+        copy = torch.empty(self._values.shape, dtype=torch.float32, pin_memory=True)
+        copy.copy_(self._values, non_blocking=True)
+        event = torch.get_device_module(device).Event()
+        event.record()
+        return copy, event
+
+    def _oldest(self) -> tuple[Any, list[float]]:
+        note, copy, event = self._waiting.popleft()
+        event.synchronize()
+        return note, copy.tolist()

@@ -1,0 +1,124 @@
+"""Where torch is imported for those that must live without it: what to say when that fails.
+
+``import torch`` fails in more ways than one: it is missing, it is older than what xamp is written for, a folder named
+``torch`` shadows it, or an extension that loads itself with torch raises, whatever it likes, for want of a driver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from types import ModuleType
+
+from xamp.errors import BackendUnavailable
+
+__all__ = ["MINIMUM_TORCH", "TorchFailure", "find_torch", "one_line", "require_torch"]
+
+MINIMUM_TORCH = (2, 6)
+_INSTALL = 'pip install "xamp[torch]"'
+_REASON_LENGTH = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchFailure:
+    """Why torch cannot be used.
+
+    Attributes:
+        reason: one line.
+        hint: what to do about it, one line.
+        error: what ``import torch`` raised; None where it imports but is not a torch that xamp can use.
+    """
+
+    reason: str
+    hint: str
+    error: BaseException | None = None
+
+
+# A second `import torch` after one that raised half-way fails differently (names are already registered), so the
+# first failure is the one to tell. A missing torch is not kept: it may be installed while a notebook runs.
+_first_failure: TorchFailure | None = None
+
+
+def find_torch() -> ModuleType | TorchFailure:
+    """Import torch, or say why it cannot be used. Raises nothing but KeyboardInterrupt."""
+    global _first_failure
+    if _first_failure is not None:
+        return _first_failure
+    try:
+        import torch
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return TorchFailure("torch cannot be imported: it is not installed", _install_hint(), error)
+        _first_failure = TorchFailure(f"torch cannot be imported: {one_line(error)}", _repair_hint(), error)
+        return _first_failure
+    return _wrong_torch(torch) or torch
+
+
+def require_torch(needed_by: str = "xamp") -> ModuleType:
+    """Import torch for something that cannot do without it.
+
+    Args:
+        needed_by: what the user asked for, to begin the message with.
+
+    Returns:
+        The module ``torch``.
+
+    Raises:
+        BackendUnavailable: torch is missing, too old or raises on import; says what to install.
+    """
+    found = find_torch()
+    if isinstance(found, TorchFailure):
+        minimum = ".".join(map(str, MINIMUM_TORCH))
+        raise BackendUnavailable(
+            f"{needed_by} needs torch >= {minimum}, but {found.reason}\n{found.hint}"
+        ) from found.error
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of ``error`` on one line, and of the first error behind it where it was raised from another."""
+    root = error
+    for _ in range(20):  # chains are short; a cyclic one must not hang
+        cause = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
+        if cause is None:
+            break
+        root = cause
+    return _named(error) if root is error else f"{_named(error)} (caused by {_named(root)})"
+
+
+def _named(error: BaseException) -> str:
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "(its text cannot be read)"
+    if len(text) > _REASON_LENGTH:
+        text = text[: _REASON_LENGTH - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _install_hint() -> str:
+    return f"install it: {_INSTALL}; on a GPU or NPU machine the vendor's build of torch first, so that pip keeps it"
+
+
+def _repair_hint() -> str:
+    return (
+        "`import torch` has to work first. Where the error names an extension that torch loads by itself, repair that "
+        "(driver, toolkit, matching versions) or set TORCH_DEVICE_BACKEND_AUTOLOAD=0; else reinstall torch, "
+        f"such as with {_INSTALL}"
+    )
+
+
+def _wrong_torch(torch: ModuleType) -> TorchFailure | None:
+    version = getattr(torch, "__version__", None)
+    if version is None:
+        where = getattr(torch, "__file__", None) or list(getattr(torch, "__path__", []))
+        return TorchFailure(
+            f"torch cannot be imported: a module of that name at {where} is not PyTorch", "rename or remove it"
+        )
+    parts = re.match(r"(\d+)\.(\d+)", str(version))
+    if parts is not None and tuple(map(int, parts.groups())) < MINIMUM_TORCH:
+        minimum = ".".join(map(str, MINIMUM_TORCH))
+        return TorchFailure(f"torch {version} is older than {minimum}", f'upgrade it: pip install "torch>={minimum}"')
+    return None

@@ -1,0 +1,55 @@
+"""The command ``xamp``, also ``python -m xamp``.
+
+A command is a module with a docstring (its help), ``add_arguments(parser)`` and ``run(args) -> int``, and one line in
+``_COMMANDS``. Such modules import no torch at module level, so that each works where torch does not.
+Exit codes: 0 fine, 1 found something, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+import xamp
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "doctor": "xamp.cli.doctor",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None takes those of the process.
+
+    Returns:
+        The exit code: 0 fine, 1 found something, 2 wrong use.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # after --help, --version and wrong use, whose text is printed already
+        return stop.code if isinstance(stop.code, int) else 0
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    code: int = args.run(args)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xamp", description=(xamp.__doc__ or "").partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"xamp {xamp.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, module_name in _COMMANDS.items():
+        module = importlib.import_module(module_name)
+        about = (module.__doc__ or "").strip()
+        command = commands.add_parser(name, help=about.partition("\n")[0].rstrip("."), description=about)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,411 @@
+"""Levels and overrides, compiled into one frozen :class:`Policy`.
+
+A request is a handful of strings, booleans and numbers, often straight from argparse. :func:`compile_policy` turns it
+into a value once; nothing after it looks at an option again. Imports no torch at module level.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from xamp.errors import PolicyError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LEVELS", "Level", "Policy", "Request", "compile_policy", "parse_level"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One row of the level table; dtypes by name, so that the table needs no torch.
+
+    Attributes:
+        name: ``"O0"`` to ``"O5"``.
+        aliases: other spellings.
+        dtype: the lower dtype, or None where everything is fp32.
+        casts_parameters: parameters and inputs are cast (O2, O3, O5) rather than operators (O1, O4).
+        master_weights: the optimizer steps fp32 copies of the lowered parameters.
+        keep_batchnorm_fp32: batch norm keeps fp32 parameters and statistics; None where the op policy decides.
+        loss_scale: ``"dynamic"`` or a static scale.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    dtype: str | None
+    casts_parameters: bool
+    master_weights: bool
+    keep_batchnorm_fp32: bool | None
+    loss_scale: str | float
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("O0", ("fp32",), None, False, False, True, 1.0),
+        Level("O1", ("amp-fp16",), "float16", False, False, None, "dynamic"),
+        Level("O2", (), "float16", True, True, True, "dynamic"),
+        Level("O3", ("fp16",), "float16", True, False, False, 1.0),
+        Level("O4", ("amp-bf16",), "bfloat16", False, False, None, 1.0),
+        Level("O5", (), "bfloat16", True, True, True, 1.0),
+    )
+}
+_BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
+_DTYPE_SPELLINGS = {
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+}
+_FUSED = ("auto", True, False)
+_ON_STATIC_OVERFLOW = ("skip", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of ``initialize`` that shape a policy, as they were given. The defaults live here and only here."""
+
+    level: Any = "auto"
+    loss_scale: Any = None
+    dtype: Any = None
+    keep_batchnorm_fp32: Any = None
+    keep_fp32: Any = ()
+    master_weights: Any = None
+    cast_model_outputs: Any = None
+    methods: Any = ("forward",)
+    num_losses: Any = 1
+    init_scale: Any = 2.0**16
+    growth_factor: Any = 2.0
+    backoff_factor: Any = 0.5
+    growth_interval: Any = 2000
+    min_loss_scale: Any = 1.0
+    max_loss_scale: Any = 2.0**24
+    on_static_overflow: Any = None
+    op_policy: Any = "native"
+    fused: Any = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a session does, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
+
+    Attributes:
+        level: ``"O0"`` to ``"O5"``; ``"auto"`` is resolved.
+        dtype: the lower dtype; ``torch.float32`` at O0.
+        casts_parameters: see :class:`Level`.
+        autocast: operators are cast by the op policy while the model runs (O1, O4).
+        master_weights: see :class:`Level`.
+        keep_batchnorm_fp32: see :class:`Level`.
+        keep_fp32: module classes, qualified names and glob patterns that stay fp32.
+        output_dtype: what floating outputs are cast to; None leaves them as they come.
+        methods: the model's methods that run under the policy.
+        dynamic: the loss scale is dynamic.
+        static_scale: the loss scale where it is not dynamic.
+        checks: gradients are checked for inf and nan, and a step that overflowed is skipped.
+        op_policy: name of the table that says which operator runs in which dtype.
+        fused: ``"auto"``, True or False.
+        num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: of the
+            loss scalers.
+    """
+
+    level: str
+    dtype: torch.dtype
+    casts_parameters: bool
+    autocast: bool
+    master_weights: bool
+    keep_batchnorm_fp32: bool | None
+    keep_fp32: tuple[type | str, ...]
+    output_dtype: torch.dtype | None
+    methods: tuple[str, ...]
+    dynamic: bool
+    static_scale: float
+    checks: bool
+    op_policy: str
+    fused: str | bool
+    num_losses: int
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_loss_scale: float
+    max_loss_scale: float
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is multiplied by anything, or gradients are checked: whether ``scale_loss`` has work."""
+        return self.checks or self.static_scale != 1.0
+
+    @property
+    def loss_scale(self) -> str | float:
+        """``"dynamic"`` or the static scale, as ``initialize`` takes it."""
+        return "dynamic" if self.dynamic else self.static_scale
+
+    def __str__(self) -> str:
+        parts = [f"level {self.level}", f"dtype {_short(self.dtype)}"]
+        parts.append("parameters cast" if self.casts_parameters else f"op policy {self.op_policy}")
+        if self.master_weights:
+            parts.append("fp32 master weights")
+        if self.casts_parameters and self.keep_batchnorm_fp32:
+            parts.append("batch norm fp32")
+        if self.keep_fp32:
+            names = ", ".join(k if isinstance(k, str) else k.__name__ for k in self.keep_fp32)
+            parts.append(f"kept fp32: {names}")
+        scale = f"dynamic from {self.init_scale:g}" if self.dynamic else f"static {self.static_scale:g}"
+        parts.append(f"loss scale {scale}")
+        parts.append(f"outputs {_short(self.output_dtype) if self.output_dtype else 'as they come'}")
+        return ", ".join(parts)
+
+
+def parse_level(level: object) -> Level | None:
+    """The row of the level table that ``level`` names; None for ``"auto"``.
+
+    Raises:
+        PolicyError: no level has that name.
+    """
+    key = level.strip().lower() if isinstance(level, str) else None
+    if key == "auto":
+        return None
+    found = _BY_SPELLING.get(key) if key else None
+    if found is None:
+        hint = "  The prefix is the letter O, not the digit zero." if key and key.startswith("0") else ""
+        choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases))
+        raise PolicyError(f"initialize(level={level!r}): no such level. Choices: 'auto', {choices}.{hint}")
+    return found
+
+
+def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -> Policy:
+    """Apply the overrides of ``request`` to ``level`` and check the result.
+
+    Args:
+        request: the arguments as given.
+        level: the level asked for, ``"auto"`` already resolved.
+        op_policies: the op policies there are.
+
+    Raises:
+        PolicyError: an argument that cannot be right, alone or with the others.
+    """
+    dtype = _lower_dtype(request.dtype, level)
+    masters, keep_bn = _parameter_overrides(request, level)
+    dynamic, static_scale = _loss_scale(request.loss_scale, level)
+    return Policy(
+        level=level.name,
+        dtype=dtype,
+        casts_parameters=level.casts_parameters,
+        autocast=level.dtype is not None and not level.casts_parameters,
+        master_weights=masters,
+        keep_batchnorm_fp32=keep_bn,
+        keep_fp32=_keep_fp32(request.keep_fp32),
+        output_dtype=_output_dtype(request.cast_model_outputs),
+        methods=_methods(request.methods),
+        dynamic=dynamic,
+        static_scale=static_scale,
+        checks=_checks(request.on_static_overflow, dynamic, static_scale),
+        op_policy=_choice("op_policy", request.op_policy, tuple(op_policies)),
+        fused=_fused(request.fused),
+        **_scaler_numbers(request),
+    )
+
+
+def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | None]:
+    """``master_weights`` and ``keep_batchnorm_fp32`` of the policy."""
+    masters = _boolean("master_weights", request.master_weights)
+    keep_bn = _boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
+    if masters and not level.casts_parameters:
+        raise PolicyError(
+            f"initialize(level={level.name!r}, master_weights=True): at {level.name} the parameters are fp32, so there "
+            "is nothing to keep masters of. Leave master_weights out, or use O2 or O5."
+        )
+    if keep_bn is not None and not level.casts_parameters and level.dtype is not None:
+        raise PolicyError(
+            f"initialize(level={level.name!r}, keep_batchnorm_fp32={request.keep_batchnorm_fp32!r}): at {level.name} "
+            "all parameters are fp32 and the op policy chooses batch norm's dtype. Leave keep_batchnorm_fp32 out, or "
+            "use O2, O3 or O5; to run batch norm in fp32, keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
+        )
+    if level.dtype is None:
+        keep_bn = True
+    return (
+        level.master_weights if masters is None else masters,
+        level.keep_batchnorm_fp32 if keep_bn is None else keep_bn,
+    )
+
+
+def _lower_dtype(value: object, level: Level) -> torch.dtype:
+    import torch
+
+    if value is None:
+        return torch.float32 if level.dtype is None else getattr(torch, level.dtype)
+    dtype = _dtype("dtype", value)
+    if level.dtype is None and dtype != torch.float32:
+        raise PolicyError(
+            f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level that "
+            "lowers to it: O1, O2, O3 for float16, O4, O5 for bfloat16."
+        )
+    if level.dtype is not None and dtype == torch.float32:
+        raise PolicyError(
+            f"initialize(level={level.name!r}, dtype={value!r}): {level.name} lowers to float16 or bfloat16. "
+            "For fp32 use level 'O0'."
+        )
+    return dtype
+
+
+def _dtype(name: str, value: object) -> torch.dtype:
+    import torch
+
+    if isinstance(value, torch.dtype):
+        spelling = str(value).removeprefix("torch.")
+    else:
+        spelling = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
+    canonical = _DTYPE_SPELLINGS.get(spelling)
+    if canonical is None:
+        raise PolicyError(
+            f"initialize({name}={value!r}): not a dtype that mixed precision works in. Choices: torch.float16, "
+            f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_SPELLINGS)}."
+        )
+    return getattr(torch, canonical)  # type: ignore[no-any-return]
+
+
+def _output_dtype(value: object) -> torch.dtype | None:
+    import torch
+
+    if value is None or value is True or value == "True":
+        return torch.float32
+    if value is False or value == "False":
+        return None
+    return _dtype("cast_model_outputs", value)
+
+
+def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
+    """(dynamic, static scale) for a ``loss_scale`` argument; the static scale is 1.0 where dynamic."""
+    if value is None:
+        value = level.loss_scale
+    if isinstance(value, str) and value.strip().lower() == "dynamic":
+        return True, 1.0
+    try:
+        scale = _number("loss_scale", value)
+    except PolicyError:
+        scale = math.nan
+    if not 0.0 < scale < math.inf:
+        raise PolicyError(
+            f"initialize(loss_scale={value!r}): a loss scale is 'dynamic' or a finite number above 0, such as 128.0 "
+            "(also as a string). Leave it out for the level's own."
+        )
+    return False, scale
+
+
+def _checks(on_static_overflow: object, dynamic: bool, static_scale: float) -> bool:
+    if on_static_overflow is not None:
+        on_static_overflow = _choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW)
+    if dynamic:
+        return True
+    if on_static_overflow is None:
+        return static_scale != 1.0
+    return on_static_overflow == "skip"
+
+
+def _scaler_numbers(request: Request) -> dict[str, Any]:
+    """The numbers of the loss scalers, each in its range."""
+
+    def checked(name: str, low: float, high: float, *, whole: bool = False) -> float:
+        given = getattr(request, name)
+        value = _number(name, given)
+        if not low < value < high or (whole and value != int(value)):
+            kind = "a whole number" if whole else "a number"
+            bound = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
+            raise PolicyError(f"initialize({name}={given!r}): must be {kind} {bound}.")
+        return int(value) if whole else value
+
+    if request.min_loss_scale is None:
+        request = dataclasses.replace(request, min_loss_scale=Request.min_loss_scale)
+    if request.max_loss_scale is None:
+        request = dataclasses.replace(request, max_loss_scale=Request.max_loss_scale)
+    numbers = {
+        "num_losses": checked("num_losses", 0, 2.0**31, whole=True),
+        "init_scale": checked("init_scale", 0, math.inf),
+        "growth_factor": checked("growth_factor", 1, math.inf),
+        "backoff_factor": checked("backoff_factor", 0, 1),
+        "growth_interval": checked("growth_interval", 0, 2.0**31, whole=True),
+        "min_loss_scale": checked("min_loss_scale", 0, 2.0**127),
+        "max_loss_scale": checked("max_loss_scale", 0, 2.0**127),
+    }
+    if numbers["min_loss_scale"] > numbers["max_loss_scale"]:
+        raise PolicyError(
+            f"initialize(min_loss_scale={request.min_loss_scale!r}, max_loss_scale={request.max_loss_scale!r}): the "
+            "floor is above the ceiling. Raise max_loss_scale or lower min_loss_scale."
+        )
+    return numbers
+
+
+def _number(name: str, value: object) -> float:
+    """A real number, also from a string; a bool is no number here."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if math.isnan(number):
+        raise PolicyError(f"initialize({name}={value!r}): must be a number.")
+    return number
+
+
+def _boolean(name: str, value: object) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    raise PolicyError(f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own.")
+
+
+def _fused(value: object) -> str | bool:
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.strip().lower(), value)
+    if not isinstance(value, (str, bool)) or value not in _FUSED:
+        raise PolicyError(f"initialize(fused={value!r}): no such choice. Choices: 'auto', True, False.")
+    return value
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise PolicyError(f"initialize({name}={value!r}): no such choice. Choices: {listed}.")
+    return value
+
+
+def _keep_fp32(value: object) -> tuple[type | str, ...]:
+    items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
+    kept = []
+    for item in items:
+        if not isinstance(item, (str, type)) or not item:
+            raise PolicyError(
+                f"initialize(keep_fp32={value!r}): {item!r} is neither a module class, nor a qualified name such as "
+                "'encoder.norm', nor a glob pattern such as '*.norm'."
+            )
+        kept.append(item)
+    return tuple(kept)
+
+
+def _methods(value: object) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(_items("methods", value))
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise PolicyError(
+                f"initialize(methods={value!r}): {name!r} is no method name. Give names such as ('forward', 'generate')."
+            )
+    return tuple(dict.fromkeys(("forward", *names)))
+
+
+def _items(name: str, value: object) -> Iterable[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
+        raise PolicyError(f"initialize({name}={value!r}): must be a list or tuple.")
+    return value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}[str(dtype).removeprefix("torch.")]
