@@ -38,8 +38,8 @@ def as_list(name: str, given: object, kind: type) -> list[object]:
     for item in items:
         if not isinstance(item, kind):
             raise PolicyError(
-                f"initialize({name}=...): {type(item).__name__} is no {kind.__module__}.{kind.__name__}. Pass one, or a "
-                "list or tuple of them."
+                f"initialize({name}=...): {type(item).__name__} is no {kind.__module__}.{kind.__name__}. Pass one, or "
+                "a list or tuple of them."
             )
     if len({id(item) for item in items}) < len(items):
         raise PolicyError(f"initialize({name}=...): the same object stands in the list twice. Give each once.")
@@ -101,8 +101,8 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
             )
         if is_under_policy(model):
             raise StateError(
-                f"initialize: this {type(model).__name__} is a copy or a part of a model that initialize has set up, and "
-                "runs under its policy. Initialize a plain model."
+                f"initialize: this {type(model).__name__} is a copy or a part of a model that initialize has set up, "
+                "and runs under its policy. Initialize a plain model."
             )
     return None
 
@@ -122,8 +122,8 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy, d
         )
     if dtype not in (*can.dtypes, "float32"):
         raise UnsupportedPolicy(
-            f"initialize(dtype={policy.dtype}): backend {backend.name!r} cannot compute in it on {device}. Lower dtypes "
-            f"there: {', '.join(can.dtypes) or 'none'}."
+            f"initialize(dtype={policy.dtype}): backend {backend.name!r} cannot compute in it on {device}. Lower "
+            f"dtypes there: {', '.join(can.dtypes) or 'none'}."
         )
     if policy.op_policy not in can.op_policies:
         raise UnsupportedPolicy(
@@ -163,19 +163,19 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
     name = type(model).__name__
     if _holds(outer, DistributedDataParallel):
         raise StateError(
-            f"initialize(level={level!r}): DistributedDataParallel already wraps this {name} and has laid its buckets out "
-            f"for fp32. Give initialize the bare model and wrap what it returns; O0, O1 and O4 take a wrapped one."
+            f"initialize(level={level!r}): DistributedDataParallel already wraps this {name} and has laid its buckets "
+            f"out for fp32. Give initialize the bare model and wrap what it returns; O0, O1 and O4 take a wrapped one."
         )
     for module in model.modules():
         if hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state"):
             raise StateError(
-                f"initialize(level={level!r}): FSDP already shards this {name}. Give initialize the bare model, or use O1 "
-                "or O4, which leave parameters as they are."
+                f"initialize(level={level!r}): FSDP already shards this {name}. Give initialize the bare model, or use "
+                "O1 or O4, which leave parameters as they are."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(
-                f"initialize(level={level!r}): {type(module).__name__} in this model is a ScriptModule, whose parameters "
-                "cannot be cast. Levels for it: O0, O1, O4. Or initialize the model before torch.jit.script."
+                f"initialize(level={level!r}): {type(module).__name__} in this model is a ScriptModule, whose "
+                "parameters cannot be cast. Levels for it: O0, O1, O4. Or initialize the model before torch.jit.script."
             )
         if module is not model and is_under_policy(module):
             raise StateError(
@@ -201,8 +201,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in params if id(p) not in known):
             raise PolicyError(
-                f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model given. "
-                "Keep it fp32."
+                f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
+                "given. Keep it fp32."
             )
         if policy.casts_parameters and not policy.master_weights:
             _check_eps(optimizer, policy)

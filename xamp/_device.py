@@ -38,7 +38,7 @@ def device(index: int | None = None) -> torch.device:
     if index is not None and (type(index) is not int or index < 0):
         raise PolicyError(f"device({index!r}): the index must be an int >= 0, or None for the current device.")
     kind, named_index, backend = _requested() or _best()
-    if backend is None:
+    if kind == HOST or backend is None:
         return torch.device(HOST)
     if index is not None:
         return _numbered(kind, index, backend, f"device({index})")
@@ -104,8 +104,6 @@ def _requested() -> _Choice | None:
 
 def _best() -> _Choice:
     for spec in REGISTRY.specs():
-        if spec.device_types == (HOST,):
-            continue
         try:
             backend = REGISTRY.load(spec)
         except BackendUnavailable:

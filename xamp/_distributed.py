@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Wrappers", "is_rank_zero", "note_wrapper", "note_wrapper_while_tracing", "world_size"]
+__all__ = ["Wrappers", "is_rank_zero", "note_given", "note_wrapper", "note_wrapper_while_tracing", "world_size"]
 
 # DDP object -> whether its last forward with gradients enabled asked for a reduction; None: read it when needed.
 _noted: Any = WeakIdKeyDictionary()
@@ -40,6 +40,12 @@ def note_wrapper_while_tracing() -> None:
 # What torch.compiler.assume_constant_result sets: run while tracing, result taken as constant. Calling the decorator
 # would import the compiler with every import of xamp.
 note_wrapper_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def note_given(wrapper: object) -> None:
+    """Remember a DDP that was named; what its last forward asked for is read from it when needed."""
+    if isinstance(wrapper, DistributedDataParallel) and wrapper not in _noted:
+        _noted[wrapper] = None
 
 
 def is_rank_zero() -> bool:
@@ -83,7 +89,7 @@ class Wrappers:
         mine = {id(p) for p in params}
         found = []
         for ddp in fresh:
-            ignored = getattr(ddp, "parameters_to_ignore", set())
+            ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
             held = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
             self._adopted[ddp] = held & mine
             if held & mine:

@@ -1,9 +1,9 @@
 """Runs a module's methods under a policy by giving the module a subclass of its own class.
 
-Data flow: a :class:`Region` (device type, dtypes) is compiled once from the policy; :func:`enter_policy` makes, or finds,
-the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``. Nothing is
-stored in the module, so copies, pickles, replicas and slices of it carry the policy with their own weights, and
-``isinstance``, ``repr`` and the signature of ``forward`` stay as they were. (Hooks cannot be traced with
+Data flow: a :class:`Region` (device type, dtypes) is compiled once from the policy; :func:`enter_policy` makes, or
+finds, the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``.
+Nothing is stored in the module, so copies, pickles, replicas and slices of it carry the policy with their own weights,
+and ``isinstance``, ``repr`` and the signature of ``forward`` stay as they were. (Hooks cannot be traced with
 ``fullgraph=True``; an instance attribute ``forward`` makes a deepcopy run the original's weights.)
 """
 
@@ -51,7 +51,6 @@ class Region:
         return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=on, cache_enabled=True)
 
 
-
 class _UnderPolicy:
     """Marks the subclasses made here, and keeps ``__init_subclass__`` of the user's classes from firing for them."""
 
@@ -63,7 +62,8 @@ class _UnderPolicy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
-        make, args, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
             args = (self._xamp_base, *args[1:])
         return (_rebuild, (self._xamp_region, make, args), *rest)
@@ -125,7 +125,7 @@ _subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.Wea
 
 
 def _subclass(base: type, region: Region) -> type:
-    """The subclass of ``base`` whose methods run in ``region``, made once. It keeps ``base`` alive, so its id is safe."""
+    """The subclass of ``base`` whose methods run in ``region``, made once; it keeps ``base``, and so its id, alive."""
     found = _subclasses.get((id(base), region))
     if found is not None:
         return found

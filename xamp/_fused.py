@@ -1,8 +1,8 @@
 """Switches an optimizer to its fused form where that is right under loss scaling.
 
-A fused step takes ``found_inf`` as a tensor and skips on the device, so the host never waits. Whether a device's kernels
-do that rightly is not looked up but tried, once a process, class and device: a kernel that ignores ``found_inf``
-(torch_npu's AdamW does) then is simply not used.
+A fused step takes ``found_inf`` as a tensor and skips on the device, so the host never waits. Whether a device's
+kernels do that rightly is not looked up but tried, once a process, class and device: a kernel that ignores
+``found_inf`` (torch_npu's AdamW does) then is simply not used.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class FusedForm:
     def load(self, optimizer: Optimizer, load: Callable[[], Any]) -> Any:
         """Run ``load``, which replaces the groups, and decide again: the form is this device's, not the file's."""
         said = [
-            {key: group[key] for key in ("fused", "foreach") if key in group}
+            {str(key): group[key] for key in ("fused", "foreach") if key in group}
             for group in self.as_before(optimizer, optimizer.param_groups)
         ]
         result = load()
         for group, own in zip(optimizer.param_groups, said, strict=True):
-            group.update(own)
+            group.update(**own)
         self._switched = []
         self.switch_on(optimizer)
         return result
@@ -108,8 +108,9 @@ class FusedForm:
         return group.get("fused") is None and (group.get("foreach") is None or self._choice is True)
 
     def _right(self, params: Iterable[torch.Tensor]) -> bool:
+        cls: Any = self._class
         kinds = {(p.device, p.dtype) for p in params}
-        return self._possible and all(dtype.is_floating_point and _is_right(self._class, d, dtype) for d, dtype in kinds)
+        return self._possible and all(dtype.is_floating_point and _is_right(cls, d, dtype) for d, dtype in kinds)
 
     @staticmethod
     def _move_step_counters(optimizer: Optimizer) -> None:
@@ -124,14 +125,16 @@ def _is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) ->
     """Try the fused form: nothing may move under ``found_inf``, and without it the step must be the plain one's."""
     start = torch.ones(8, dtype=dtype, device=device)
 
+    make: Any = cls
+
     def run(fused: bool, found: Iterable[float]) -> torch.Tensor:
         param = torch.nn.Parameter(start.clone())
-        optimizer = cls([param], lr=0.5, **({"fused": True} if fused else {"foreach": False}))  # type: ignore[call-arg]
+        optimizer = make([param], lr=0.5, **({"fused": True} if fused else {"foreach": False}))
         for value in found:
             param.grad = torch.full_like(param, float("nan") if value and fused else 0.5)
             if fused:
-                optimizer.grad_scale = None  # type: ignore[attr-defined]
-                optimizer.found_inf = torch.full((), value, device=device)  # type: ignore[attr-defined]
+                optimizer.grad_scale = None
+                optimizer.found_inf = torch.full((), value, device=device)
             if fused or not value:
                 optimizer.step()
         return param.detach()

@@ -1,8 +1,8 @@
 """``initialize``: look at everything, refuse what cannot be right, then change all of it or nothing.
 
 The way of a call: normalise the arguments (:class:`_Arguments`) -> find the device and its backend -> compile the
-:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply, with every change on
-an exit stack that a failure unwinds at once and ``session.close()`` later.
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply, with every change
+on an exit stack that a failure unwinds at once and ``session.close()`` later.
 """
 
 from __future__ import annotations

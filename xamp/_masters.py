@@ -17,7 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.errors import StateError
 from xamp.policy import Policy
 
-__all__ = ["GradientWitness", "Pair", "copy_back", "ensure_master", "master_of", "reconcile", "set_master", "transfer", "watch_state_dicts"]
+__all__ = [
+    "GradientWitness",
+    "Pair",
+    "copy_back",
+    "ensure_master",
+    "master_of",
+    "reconcile",
+    "set_master",
+    "transfer",
+    "watch_state_dicts",
+]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
 """(the model's lowered parameter, its fp32 master)."""
@@ -199,7 +209,9 @@ def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapp
 
 
 @torch.no_grad()
-def _load_masters(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+def _load_masters(
+    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
     """Load-state-dict hook: write the masters of the module's own parameters; torch then writes the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise StateError(

@@ -1,7 +1,7 @@
 """Puts an optimizer under a session by giving it a subclass of its own class.
 
-The subclass has the ``step`` that decides, and keeps the optimizer a good citizen: schedulers made before and after find
-the markers they look for, step hooks and the profiler see one step, a pickle or a copy is a plain torch optimizer.
+The subclass has the ``step`` that decides, and keeps the optimizer a good citizen: schedulers made before and after
+find the markers they look for, step hooks and the profiler see one step, a pickle or a copy is a plain torch optimizer.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Managed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain torch optimizer, that loads where there is no xamp."""
-        state = dict(self.__getstate__())  # type: ignore[arg-type]
+        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_inner_step", None)
         state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)

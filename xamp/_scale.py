@@ -33,8 +33,14 @@ class DeviceState:
     """
 
     def __init__(self, losses: int, optimizers: int, device: torch.device) -> None:
+        self.scales: torch.Tensor
+        self.inverses: torch.Tensor
+        self.flags: torch.Tensor
+        self.sticky: torch.Tensor
         self.values = torch.zeros(2 * losses + 2 * optimizers, dtype=torch.float32, device=device)
-        self.scales, self.inverses, self.flags, self.sticky = self.values.split([losses, losses, optimizers, optimizers])
+        self.scales, self.inverses, self.flags, self.sticky = self.values.split(
+            [losses, losses, optimizers, optimizers]
+        )
         self._losses = losses
         self._first_sticky = 2 * losses + optimizers
 

@@ -1,15 +1,15 @@
 """Sessions, and the functions that people call in a training step.
 
-A :class:`Session` is what one ``initialize`` made: it owns the policy, the loss scalers and the state of each optimizer,
-and keeps models and optimizers weakly, so that it goes when they go. The order of a step is in :class:`_ScaledLoss` and
-:meth:`Session.leave`; what happens to gradients is in :mod:`xamp._step`.
+A :class:`Session` is what one ``initialize`` made: it owns the policy, the loss scalers and the state of each
+optimizer, and keeps models and optimizers weakly, so that it goes when they go. The order of a step is in
+:class:`_ScaledLoss` and :meth:`Session.leave`; what happens to gradients is in :mod:`xamp._step`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # Each model, wrapper and optimizer that was given to initialize -> its session.
-_sessions: Any = WeakIdKeyDictionary()
+_sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
 
 
 class Stats:
@@ -98,8 +98,8 @@ class Session:
     # ---------------------------------------------------------------- what people read
 
     @property
-    def last_step(self) -> StepOutcome | None | dict[Optimizer, StepOutcome | None]:
-        """What the last ``optimizer.step()`` did; a dict by optimizer where there are several. May wait for the device."""
+    def last_step(self) -> StepOutcome | dict[Optimizer, StepOutcome | None] | None:
+        """What the last ``optimizer.step()`` did, by optimizer where there are several. May wait for the device."""
         outcomes = {state.optimizer: _outcome(state) for state in self.states}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
 
@@ -224,7 +224,9 @@ class Session:
         if not self._pairs:
             self._wrappers.adopt(p for state in states for p in state.plain)
         if delay_unscale or self._wrappers.postponed():
-            why = "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
+            why = (
+                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
+            )
             for state in states:
                 state.postpone(scaler, why)
             return
@@ -312,7 +314,7 @@ class _ScaledLoss:
 def find_session(found: object) -> Session | None:
     """The session that ``found`` belongs to, or None."""
     try:
-        return _sessions.get(found)  # type: ignore[no-any-return]
+        return _sessions.get(found)
     except TypeError:  # no weak references to it
         return None
 
@@ -339,7 +341,8 @@ def _the_session(call: str, obj: object) -> Session:
     live = list({id(s): s for s in _sessions.values()}.values())
     if len(live) != 1:
         raise StateError(
-            f"{call}: {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one meant."
+            f"{call}: {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one "
+            "meant."
         )
     return live[0]
 
@@ -362,7 +365,7 @@ def scale_loss(
         loss: one floating element, on the session's device type.
         optimizers: the optimizer, or all of them, whose parameters get gradients from ``loss``.
         loss_id: which loss scale, of the ``num_losses`` that ``initialize`` made.
-        model: not used; Apex has it.
+        model: a DistributedDataParallel around the model, where xamp cannot see it run (all of it compiled).
         delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them along with its own.
         delay_overflow_check: unscale, but neither skip the step nor move the scale for what this backward found.
 
@@ -374,19 +377,27 @@ def scale_loss(
         StateError: an optimizer that no session manages, or optimizers of different sessions.
     """
     states, owner = _states_of("scale_loss", optimizers)
+    if model is not None:
+        _distributed.note_given(model)
     if not owner.enabled:
         return contextlib.nullcontext(loss)
     _check_loss(loss, owner)
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
-        raise PolicyError(
-            f"scale_loss(loss_id={loss_id!r}): initialize was called with num_losses={owner.policy.num_losses}, so "
-            f"loss_id is one of 0 to {len(owner.scalers) - 1}. Raise num_losses there."
-        )
+    scaler = _scaler_of("scale_loss", owner, loss_id)
     if loss.dtype in _masters.LOWER:
         loss = loss.float()
     if not owner.policy.scales and not owner.policy.master_weights:
         return contextlib.nullcontext(loss)
-    return _ScaledLoss(owner, states, owner.scalers[loss_id], loss, delay_unscale, delay_overflow_check)
+    return _ScaledLoss(owner, states, scaler, loss, delay_unscale, delay_overflow_check)
+
+
+def _scaler_of(call: str, owner: Session, loss_id: object) -> LossScaler:
+    """The scaler of ``loss_id``; raises a PolicyError where there is none."""
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
+        raise PolicyError(
+            f"{call}(loss_id={loss_id!r}): initialize was called with num_losses={owner.policy.num_losses}, so loss_id "
+            f"is one of 0 to {len(owner.scalers) - 1}. Raise num_losses there."
+        )
+    return owner.scalers[loss_id]
 
 
 def _check_loss(loss: object, owner: Session) -> None:
@@ -468,11 +479,6 @@ def loss_scale(obj: object = None, loss_id: int = 0) -> float:
         PolicyError: ``loss_id`` is out of range.
     """
     found = _the_session("loss_scale()", obj)
-    if not found.enabled or (not found.scalers and loss_id == 0):
-        return found.policy.static_scale
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(found.scalers):
-        raise PolicyError(
-            f"loss_scale(loss_id={loss_id!r}): this session has {len(found.scalers)} loss scales, 0 to "
-            f"{len(found.scalers) - 1}."
-        )
-    return float(found.scalers[loss_id].scale)
+    if not found.enabled:
+        return 1.0
+    return float(_scaler_of("loss_scale", found, loss_id).scale)

@@ -433,7 +433,7 @@ def _values(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _dense_values(param: torch.Tensor) -> torch.Tensor:
-    """The values of the gradient of ``param``; in half precision repeated indices are summed first, as torch.amp does."""
+    """The values of the gradient of ``param``; half ones with repeated indices are summed first, as torch.amp does."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse and grad.dtype in _masters.LOWER and not grad.is_coalesced():

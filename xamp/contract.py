@@ -165,7 +165,7 @@ class Backend:
         """
         import torch
 
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
         """Make the device overflow as it does in training, writing the result into ``grad``. For tests."""

@@ -244,8 +244,8 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
     dtype = _dtype("dtype", value)
     if level.dtype is None and dtype != torch.float32:
         raise PolicyError(
-            f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level that "
-            "lowers to it: O1, O2, O3 for float16, O4, O5 for bfloat16."
+            f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level "
+            "that lowers to it: O1, O2, O3 for float16, O4, O5 for bfloat16."
         )
     if level.dtype is not None and dtype == torch.float32:
         raise PolicyError(
@@ -358,7 +358,9 @@ def _boolean(name: str, value: object) -> bool | None:
         return value
     if isinstance(value, str) and value.strip().lower() in ("true", "false"):
         return value.strip().lower() == "true"
-    raise PolicyError(f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own.")
+    raise PolicyError(
+        f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own."
+    )
 
 
 def _fused(value: object) -> str | bool:
@@ -394,7 +396,7 @@ def _methods(value: object) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise PolicyError(
-                f"initialize(methods={value!r}): {name!r} is no method name. Give names such as ('forward', 'generate')."
+                f"initialize(methods={value!r}): {name!r} is no method name. Names look like ('forward', 'generate')."
             )
     return tuple(dict.fromkeys(("forward", *names)))
 

@@ -1,7 +1,7 @@
 """Op policies: which operator runs in which dtype inside a region.
 
-``"native"`` is the device's own autocast list, to which nothing is added. A policy that adds entries registers them here
-by name with what has to be done once for a device type before its first region opens.
+``"native"`` is the device's own autocast list, to which nothing is added. A policy that adds entries registers here,
+by name, what has to be done once for a device type before its first region opens.
 """
 
 from __future__ import annotations

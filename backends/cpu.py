@@ -1,0 +1,76 @@
+"""The CPU: every level runs, none of them fast but bf16 where the processor has instructions for it."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from xamp.backends.native import NativeBackend
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(NativeBackend):
+    """Any machine's processor, by torch.autocast("cpu")."""
+
+    fused_optimizers = ("SGD", "Adam", "AdamW", "Adagrad")
+    process_group = "gloo"
+
+    def devices(self) -> Sequence[str]:
+        """See :meth:`xamp.contract.Backend.devices`: one, however many sockets."""
+        return (processor_name(),)
+
+    def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
+        """bf16 where the processor multiplies in it; never fp16, which no CPU kernel of torch is fast in."""
+        return ("bfloat16",) if has_native_bf16() else ()
+
+
+@functools.cache
+def has_native_bf16() -> bool:
+    """Whether the processor has bf16 instructions: AVX512-BF16 or AMX on x86, the bf16 extension on ARM."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):  # private, so they may go in a later torch
+        check = getattr(torch.cpu, name, None)
+        if check is not None and check():
+            return True
+    if sys.platform == "darwin":
+        return _sysctl("hw.optional.arm.FEAT_BF16") == "1"
+    return arm_lists_bf16(_cpuinfo())
+
+
+def arm_lists_bf16(cpuinfo: str) -> bool:
+    """Whether the ``Features`` of an ARM processor, in the text of /proc/cpuinfo, include bf16."""
+    features = re.search(r"^Features\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return features is not None and "bf16" in features[1].split()
+
+
+@functools.cache
+def processor_name() -> str:
+    """What the processor is called, as far as the system tells."""
+    named = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    if named is not None:
+        return named[1].strip()
+    if sys.platform == "darwin" and (brand := _sysctl("machdep.cpu.brand_string")):
+        return brand
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> str:
+    try:
+        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,163 @@
+"""What devices share on which torch.autocast and torch's own kernels do the work: trying them out, and describing them.
+
+:class:`NativeBackend` needs nothing but the device type of its spec; :class:`ModuleBackend` also asks the device's
+module in torch (``torch.xpu`` and the like), so that such a backend is a handful of class attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from xamp.contract import Backend, BackendSpec, Capabilities
+from xamp.errors import BackendUnavailable
+from xamp.policy import LEVELS
+
+__all__ = ["ModuleBackend", "NativeBackend", "defect_of", "levels_for"]
+
+LOWER_DTYPES = ("float16", "bfloat16")
+
+
+class NativeBackend(Backend):
+    """A device on which torch.autocast and torch's own kernels work.
+
+    Attributes:
+        fast_dtypes: see :class:`~xamp.contract.Capabilities`; those the device lacks are left out.
+        fused_optimizers: see there.
+        process_group: see there.
+    """
+
+    fast_dtypes: tuple[str, ...] = ()
+    fused_optimizers: tuple[str, ...] = ()
+    process_group: str = "gloo"
+
+    def probe(self) -> None:
+        """See :meth:`xamp.contract.Backend.probe`: find a device, then compute in every dtype that is declared."""
+        self.require_device()
+        device = self.probed_device()
+        for name in ("float32", *self.capabilities(device).dtypes):
+            defect = defect_of(device, name)
+            if defect:
+                raise BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
+
+    def require_device(self) -> None:
+        """Raise BackendUnavailable, with cause and cure, unless there is a device to compute on."""
+
+    def probed_device(self) -> torch.device:
+        """The device that the probe computes on."""
+        return torch.device(self.device_type)
+
+    def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
+        """Names of the lower dtypes that ``device`` (None: the current one) computes in."""
+        return LOWER_DTYPES
+
+    def capabilities(self, device: torch.device | None = None) -> Capabilities:
+        """See :meth:`xamp.contract.Backend.capabilities`: the levels follow from the dtypes."""
+        dtypes = self.dtypes(device)
+        return Capabilities(
+            levels=levels_for(dtypes),
+            dtypes=dtypes,
+            fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
+            fused_optimizers=self.fused_optimizers,
+            process_group=self.process_group,
+        )
+
+    def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
+        """Names of the dtypes that the hardware of ``device`` (None: the current one) runs natively."""
+        return self.fast_dtypes
+
+    def _repair_hint(self) -> str:
+        return self.spec.install_hint or f"update the driver of the device and torch (now {torch.__version__})"
+
+
+class ModuleBackend(NativeBackend):
+    """A device that torch drives through a module of its own, ``torch.get_device_module(device_type)``."""
+
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        # By trial rather than by table: what a device lacks differs between its generations and torch's releases.
+        self._working_dtypes = functools.lru_cache(maxsize=None)(self._try_dtypes)
+
+    @property
+    def module(self) -> ModuleType:
+        """The device's module in torch."""
+        module: ModuleType = torch.get_device_module(self.device_type)
+        return module
+
+    def require_device(self) -> None:
+        """See :meth:`NativeBackend.require_device`."""
+        if not self.is_available():
+            raise BackendUnavailable(
+                f"torch {torch.__version__} finds no {self.device_type} device\n"
+                "install a build of torch for it, its driver, and check that the machine has one"
+            )
+
+    def is_available(self) -> bool:
+        """Whether torch sees such a device."""
+        return bool(self._ask("is_available", False))
+
+    def probed_device(self) -> torch.device:
+        """The current device or, where none was set yet, the one that torchrun's ``LOCAL_RANK`` names.
+
+        Without that, each of a machine's ranks would leave a context of some hundred MB on the first device.
+        """
+        current, local_rank = int(self._ask("current_device", 0)), os.environ.get("LOCAL_RANK", "")
+        if current == 0 and local_rank.isdecimal() and int(local_rank) < self.device_count():
+            current = int(local_rank)
+        return torch.device(self.device_type, current)
+
+    def device_count(self) -> int:
+        """How many devices torch sees."""
+        return int(self._ask("device_count", 1))
+
+    def devices(self) -> Sequence[str]:
+        """See :meth:`xamp.contract.Backend.devices`."""
+        return [str(self._ask("get_device_name", self.device_type, index)) for index in range(self.device_count())]
+
+    def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
+        """See :meth:`NativeBackend.dtypes`: found by computing in each, once a device."""
+        if device is None or device.index is None:
+            device = self.probed_device()
+        return self._working_dtypes(device)
+
+    def _try_dtypes(self, device: torch.device) -> tuple[str, ...]:
+        return tuple(name for name in LOWER_DTYPES if not defect_of(device, name))
+
+    def _ask(self, function: str, default: Any, *args: Any) -> Any:
+        """Call a function of the device's module; ``default`` where the module has none of that name."""
+        found = getattr(self.module, function, None)
+        return default if found is None else found(*args)
+
+
+def levels_for(dtypes: Sequence[str]) -> tuple[str, ...]:
+    """The levels that a device can run which computes in ``dtypes`` (and in fp32)."""
+    return tuple(level.name for level in LEVELS.values() if level.dtype is None or level.dtype in dtypes)
+
+
+def defect_of(device: torch.device, dtype: str) -> str:
+    """What goes wrong when ``device`` computes in ``dtype`` what a training step needs; empty where nothing does.
+
+    A product of two matrices, an inf that has to stay one, and finding it with the operator that unscales gradients.
+    Waits for the device. Draws no random numbers, so that a seeded run is not changed by it.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    try:
+        ones = torch.ones(8, 8, dtype=kind, device=device)
+        if (ones @ ones).float().ne(8.0).any().item():
+            return f"a product of two {dtype} matrices is wrong"
+        overflowed = torch.full((8,), float("inf"), dtype=kind, device=device) * 1.0
+        if not overflowed.isinf().all().item():
+            return f"an inf in {dtype} does not stay one: the device saturates, and overflows would go unseen"
+        found = torch.zeros(1, device=device)
+        one = torch.ones(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([overflowed], found, one)
+        if found.item() != 1.0:
+            return f"the operator that unscales gradients overlooks an inf in {dtype}"
+    except Exception as error:
+        return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
+    return ""

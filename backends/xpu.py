@@ -1,0 +1,14 @@
+"""Intel GPUs. Written from torch's documentation; this project has none to test on."""
+
+from __future__ import annotations
+
+from xamp.backends.native import ModuleBackend
+
+__all__ = ["XpuBackend"]
+
+
+class XpuBackend(ModuleBackend):
+    """Intel GPUs, by torch.autocast("xpu"). No fused optimizer is declared: none was tried under scaling."""
+
+    fast_dtypes = ("bfloat16", "float16")
+    process_group = "xccl"

@@ -1,0 +1,151 @@
+# shellcheck shell=bash
+# Sourced by the scripts beside it. Finds the checkout ($root) and gives
+#
+#     use_env EXTRAS      make .venv, or reuse and complete it, with xamp[EXTRAS] editable in it; sets $py
+#
+# A torch that $PYTHON already has is used as it is (a GPU or NPU machine's); else the pinned one is installed.
+#
+#     PYTHON              the Python to start from (python3)
+#     XAMP_VENV           where the environment stands (.venv)
+#     XAMP_CONSTRAINTS    newest or oldest, or a file: the pins to install by (newest)
+#     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+py=
+
+say() { printf '== %s\n' "$*"; }
+
+die() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+# Prints "VERSION in FOLDER" of the torch that the Python $1 sees; fails where it has none that imports. Plug-ins of
+# devices are not loaded: one that is broken does not make torch itself unusable.
+torch_of() {
+    (cd / && TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$1" -W ignore -c '
+import os, torch
+print(torch.__version__, "in", os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)
+}
+
+# $1 (VERSION...) is 2.6 or newer.
+torch_is_supported() {
+    local version=$1 major minor
+    major=${version%%.*}
+    minor=${version#*.}
+    minor=${minor%%.*}
+    [ "$major" -gt 2 ] || { [ "$major" -eq 2 ] && [ "$minor" -ge 6 ]; }
+}
+
+make_venv() {
+    local python=$1 venv=$2 found
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        die "$python is $("$python" -V 2>&1); xamp needs Python 3.10 or newer. Name another one: PYTHON=python3.12 $0"
+    local options=(--clear)
+    found=$(torch_of "$python") || found=
+    if [ -n "$found" ] && torch_is_supported "$found"; then
+        say "making $venv; it uses the torch of $python ($found)"
+        options+=(--system-site-packages)
+    elif [ -n "$found" ]; then
+        say "making $venv with a torch of its own: $python has torch $found, and xamp needs 2.6 or newer"
+        found=
+    else
+        say "making $venv ($("$python" -V))"
+    fi
+    "$python" -m venv "${options[@]}" "$venv" ||
+        die "python -m venv failed; on Debian and Ubuntu install python3-venv, then run $0 again"
+    if [ -n "$found" ] && ! torch_of "$venv/bin/python" >/dev/null; then
+        # $python is itself a virtual environment's: --system-site-packages reaches past it, so name its folders.
+        "$python" -c 'import sysconfig as s; print(*{s.get_path("purelib"), s.get_path("platlib")}, sep="\n")' \
+            >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/calling-python.pth"
+    fi
+}
+
+# Writes the pins to $2. A torch that was there before us stays, and with it the packages it was built against.
+write_constraints() {
+    "$py" - "$1" "$2" <<'END'
+import importlib.metadata
+import re
+import sys
+
+source, target = sys.argv[1:]
+frozen = {}
+for name in ("torch", "torch-npu", "numpy", "scipy"):
+    try:
+        frozen[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+with open(source, encoding="utf-8") as file:
+    pins = [line for line in file if re.split(r"[=<>;\s]", line)[0] not in frozen]
+with open(target, "w", encoding="utf-8") as file:
+    file.writelines([*pins, *(f"{name}=={version}\n" for name, version in frozen.items())])
+END
+}
+
+use_env() {
+    local extras=$1 python=${PYTHON:-python3} venv=${XAMP_VENV:-.venv} pins=${XAMP_CONSTRAINTS:-newest}
+    cd -- "$root" || exit
+    if [ "${XAMP_NO_VENV:-0}" = 1 ]; then
+        say "using $python as it is, installing nothing (XAMP_NO_VENV=1)"
+        py=$python
+        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+        return
+    fi
+    command -v "$python" >/dev/null || die "no $python here; name a Python 3.10 or newer: PYTHON=/path/to/python $0"
+    case $venv in /*) ;; *) venv=$root/$venv ;; esac
+    case $pins in */*) ;; *) pins=ci/constraints/$pins.txt ;; esac
+    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is newest, oldest, or a path"
+
+    py=$venv/bin/python
+    if [ -e "$venv" ] && ! "$py" -c '' 2>/dev/null; then
+        say "$venv does not work any more; making it anew"
+    fi
+    "$py" -c '' 2>/dev/null || make_venv "$python" "$venv"
+
+    local state=$venv/xamp-state key
+    key=$("$py" -c '
+import hashlib, sys
+key = hashlib.sha256(repr(sys.argv[1:2] + [sys.version]).encode())
+for path in sys.argv[2:]:
+    with open(path, "rb") as file:
+        key.update(file.read())
+print(key.hexdigest())' "$root" setup.cfg "$pins" ci/env.sh)
+    if grep -Fqxs -- "$key $extras" "$state/ready"; then
+        say "using $venv, which has xamp[$extras]"
+        return
+    fi
+    complete_env "$extras" "$venv" "$state" "$pins"
+    { grep -Fs -- "$key " "$state/ready" || true; } >"$state/ready.new"
+    printf '%s\n' "$key $extras" >>"$state/ready.new"
+    mv -- "$state/ready.new" "$state/ready"
+}
+
+complete_env() {
+    local extras=$1 venv=$2 state=$3 pins=$4 found constraints quiet=()
+    [ -t 1 ] || quiet=(--quiet)
+    constraints=$state/constraints.txt
+    found=$(torch_of "$py") || found=
+    if [ -n "$found" ] && { [ ! -d "$state" ] || [ -e "$state/keeps-torch" ]; }; then
+        mkdir -p "$state"
+        : >"$state/keeps-torch"
+        write_constraints "$pins" "$constraints"
+        say "installing xamp[$extras] into $venv; torch ${found%% *} is there and stays"
+    else
+        mkdir -p "$state"
+        cp -- "$pins" "$constraints"
+        say "installing torch and xamp[$extras] into $venv by $pins (the first time this takes minutes)"
+        extras=torch,$extras
+    fi
+    local install=("$py" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"} --editable ".[$extras]")
+    if ! "${install[@]}" --constraint "$constraints"; then
+        [ -e "$state/keeps-torch" ] || die "pip failed, see above"
+        say "the pins do not suit the torch that is there; installing without them"
+        "$py" -c '
+import sys
+with open(sys.argv[1]) as file:
+    lines = [line for line in file if line.startswith(("torch==", "torch-npu==", "numpy==", "scipy=="))]
+with open(sys.argv[1], "w") as file:
+    file.writelines(lines)' "$constraints"
+        "${install[@]}" --constraint "$constraints" || die "pip failed, see above"
+    fi
+}

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Style, types, and the rule that the core names no device.
+set -euo pipefail
+# shellcheck source=ci/env.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
+
+use_env dev,test
+say "ruff check"
+"$py" -m ruff check .
+say "ruff format --check"
+"$py" -m ruff format --check .
+# xamp/backends is a link to backends/, so both are seen, once.
+say "mypy --strict xamp tests"
+"$py" -m mypy --strict xamp tests
+say "mypy examples ci"
+"$py" -m mypy examples ci
+say "device names in the core"
+"$py" ci/device_names.py

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Builds sdist and wheel, and tests the wheel from outside the checkout: what it holds, in a fresh environment with torch,
+# in one without torch, and in one where importing torch fails. Leaves the files in dist/.
+set -euo pipefail
+# shellcheck source=ci/env.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
+
+use_env dev,test
+work=$(mktemp -d)
+trap 'rm -rf -- "$work"' EXIT
+
+say "building sdist and wheel"
+rm -rf build dist
+"$py" -m build --outdir dist . >"$work/build.log" 2>&1 || {
+    cat "$work/build.log" >&2
+    die "the build failed"
+}
+wheels=(dist/*.whl)
+[ "${#wheels[@]}" -eq 1 ] || die "expected one wheel in dist/, found: ${wheels[*]}"
+wheel=$root/${wheels[0]}
+
+say "contents of ${wheel##*/}"
+"$py" ci/wheel_contents.py "$wheel"
+
+# fresh_venv NAME: an environment with nothing but the wheel.
+fresh_venv() {
+    "$py" -m venv "$work/$1"
+    "$work/$1/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --no-index "$wheel"
+}
+
+# Of $py everything but the checkout: a folder named in a .pth file is searched last and its own .pth files, such as the
+# one of the editable install, are not read.
+say "testing it in a fresh environment, with the torch of $py"
+fresh_venv full
+"$py" -c 'import sys; print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")' \
+    >"$("$work/full/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tools.pth"
+mkdir "$work/elsewhere"
+cd -- "$work/elsewhere"
+unset PYTHONPATH
+XAMP_WHEEL_TEST=1 "$work/full/bin/python" -m pytest --config-file="$root/pyproject.toml" --rootdir="$root" \
+    -p no:cacheprovider --quiet "$root/tests/packaging"
+"$work/full/bin/xamp" doctor
+"$work/full/bin/python" -m xamp doctor --json >/dev/null
+
+# doctor_fails NAME: `import xamp` works there, and the doctor says, with status 1 and no traceback, what is wrong.
+doctor_fails() {
+    local status=0
+    "$work/$1/bin/python" -c 'import xamp; print("xamp", xamp.__version__, "imports")'
+    "$work/$1/bin/xamp" doctor >"$work/doctor.txt" 2>&1 || status=$?
+    cat "$work/doctor.txt"
+    [ "$status" -eq 1 ] || die "xamp doctor ended with status $status, not 1"
+    grep -q torch "$work/doctor.txt" || die "xamp doctor does not speak of torch"
+    ! grep -q Traceback "$work/doctor.txt" || die "xamp doctor ended in a traceback"
+}
+
+say "testing it without torch"
+fresh_venv bare
+doctor_fails bare
+
+say "testing it with a torch that does not import"
+packages=$("$work/bare/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+mkdir "$packages/torch"
+echo 'raise ImportError("libdevice.so.1: cannot open shared object file")' >"$packages/torch/__init__.py"
+doctor_fails bare
+say "the wheel is sound: ${wheel##*/}"
