@@ -61,24 +61,26 @@ make_venv() {
     fi
 }
 
-# Writes the pins to $2. A torch that was there before us stays, and with it the packages it was built against.
-write_constraints() {
+# Writes to $2/kept.txt what stays as it is, since it was there before us: torch and what it was built against. Writes
+# to $2/pins.txt the other pins of $1.
+split_pins() {
     "$py" - "$1" "$2" <<'END'
 import importlib.metadata
+import pathlib
 import re
 import sys
 
-source, target = sys.argv[1:]
-frozen = {}
+pins, state = map(pathlib.Path, sys.argv[1:])
+kept = {}
 for name in ("torch", "torch-npu", "numpy", "scipy"):
     try:
-        frozen[name] = importlib.metadata.version(name)
+        kept[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-with open(source, encoding="utf-8") as file:
-    pins = [line for line in file if re.split(r"[=<>;\s]", line)[0] not in frozen]
-with open(target, "w", encoding="utf-8") as file:
-    file.writelines([*pins, *(f"{name}=={version}\n" for name, version in frozen.items())])
+lines = pins.read_text(encoding="utf-8").splitlines()
+others = [line for line in lines if re.split(r"[=<>;\s]", line)[0] not in kept]
+(state / "kept.txt").write_text("".join(f"{name}=={version}\n" for name, version in kept.items()), encoding="utf-8")
+(state / "pins.txt").write_text("\n".join(others) + "\n", encoding="utf-8")
 END
 }
 
@@ -121,31 +123,28 @@ print(key.hexdigest())' "$root" setup.cfg "$pins" ci/env.sh)
 }
 
 complete_env() {
-    local extras=$1 venv=$2 state=$3 pins=$4 found constraints quiet=()
+    local extras=$1 venv=$2 state=$3 pins=$4 found quiet=()
     [ -t 1 ] || quiet=(--quiet)
-    constraints=$state/constraints.txt
     found=$(torch_of "$py") || found=
-    if [ -n "$found" ] && { [ ! -d "$state" ] || [ -e "$state/keeps-torch" ]; }; then
+    if [ -n "$found" ] && [ ! -d "$state" ]; then
         mkdir -p "$state"
         : >"$state/keeps-torch"
-        write_constraints "$pins" "$constraints"
-        say "installing xamp[$extras] into $venv; torch ${found%% *} is there and stays"
-    else
-        mkdir -p "$state"
-        cp -- "$pins" "$constraints"
+    fi
+    mkdir -p "$state"
+    if [ ! -e "$state/keeps-torch" ]; then
         say "installing torch and xamp[$extras] into $venv by $pins (the first time this takes minutes)"
-        extras=torch,$extras
+        install_xamp "torch,$extras" --constraint "$pins" || die "pip failed, see above"
+        return
     fi
-    local install=("$py" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"} --editable ".[$extras]")
-    if ! "${install[@]}" --constraint "$constraints"; then
-        [ -e "$state/keeps-torch" ] || die "pip failed, see above"
-        say "the pins do not suit the torch that is there; installing without them"
-        "$py" -c '
-import sys
-with open(sys.argv[1]) as file:
-    lines = [line for line in file if line.startswith(("torch==", "torch-npu==", "numpy==", "scipy=="))]
-with open(sys.argv[1], "w") as file:
-    file.writelines(lines)' "$constraints"
-        "${install[@]}" --constraint "$constraints" || die "pip failed, see above"
-    fi
+    split_pins "$pins" "$state"
+    say "installing xamp[$extras] into $venv; torch ${found%% *} is there and stays"
+    install_xamp "$extras" --constraint "$state/kept.txt" --constraint "$state/pins.txt" && return
+    say "the pins of $pins do not suit what is there; installing without them"
+    install_xamp "$extras" --constraint "$state/kept.txt" || die "pip failed, see above"
+}
+
+install_xamp() {
+    local extras=$1
+    shift
+    "$py" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"} "$@" --editable ".[$extras]"
 }

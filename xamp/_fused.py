@@ -108,9 +108,16 @@ class FusedForm:
         return group.get("fused") is None and (group.get("foreach") is None or self._choice is True)
 
     def _right(self, params: Iterable[torch.Tensor]) -> bool:
+        if not self._possible:
+            return False
         cls: Any = self._class
-        kinds = {(p.device, p.dtype) for p in params}
-        return self._possible and all(dtype.is_floating_point and _is_right(cls, d, dtype) for d, dtype in kinds)
+        for param in params:
+            # A subclass of Tensor (a sharded DTensor) answers for its own operators, and what was tried says nothing.
+            if type(param) not in (torch.Tensor, torch.nn.Parameter) or not param.dtype.is_floating_point:
+                return False
+            if not _is_right(cls, param.device, param.dtype):
+                return False
+        return True
 
     @staticmethod
     def _move_step_counters(optimizer: Optimizer) -> None:

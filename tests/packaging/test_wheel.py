@@ -99,7 +99,7 @@ def test_extras(distribution: importlib.metadata.Distribution) -> None:
 
 def test_license(distribution: importlib.metadata.Distribution) -> None:
     metadata = distribution.metadata
-    assert (metadata.get("License-Expression") or metadata.get("License")) == "BSD-3-Clause"
+    assert (metadata.get_all("License-Expression") or metadata.get_all("License")) == ["BSD-3-Clause"]
 
 
 def test_pyproject_has_no_project_table() -> None:

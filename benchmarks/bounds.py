@@ -1,0 +1,18 @@
+"""Every bound, in one place. A figure that misses its bound makes ``python -m benchmarks`` end with exit code 1."""
+
+from __future__ import annotations
+
+STEP_RATIO = 0.90
+"""xamp's training step over the hand-written ``torch.amp`` loop with ``unscale_``, the same optimizer form on both."""
+
+FORWARD_US = 0.0
+"""What a managed forward may cost more than ``with torch.autocast(...)`` around the plain one, in microseconds."""
+
+SYNCS = {"fused": 0, "other": 1, "pass-through": 0}
+"""Waits for the device in one step: fused optimizer under dynamic scaling, any other checked step, nothing checked."""
+
+O2_ADAM_BYTES = 18.5
+"""Peak bytes a parameter at O2 with Adam and ``fused="auto"``, the gradients cleared before each step."""
+
+IMPORT_MS = 50.0
+"""``import xamp`` and the fetching of every public name, beyond ``import torch``."""

@@ -1,0 +1,40 @@
+"""What ``import xamp`` and its names cost after ``import torch``, each time in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import bounds
+from benchmarks.report import Figure
+
+_CODE = """
+import time, torch
+start = time.perf_counter()
+import xamp
+bare = time.perf_counter()
+for name in xamp.__all__:
+    getattr(xamp, name)
+end = time.perf_counter()
+print((bare - start) * 1e3, (end - start) * 1e3)
+"""
+
+
+def run(processes: int = 7) -> list[Figure]:
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    times = []
+    for _ in range(processes):
+        out = subprocess.run(
+            [sys.executable, "-c", _CODE], capture_output=True, text=True, check=True, env=environment, timeout=300
+        ).stdout
+        bare, names = map(float, out.split())
+        times.append((bare, names))
+    everything = statistics.median(names for _, names in times)
+    return [
+        Figure("import xamp", statistics.median(bare for bare, _ in times), "ms"),
+        Figure("import xamp and every name", everything, "ms", bounds.IMPORT_MS, f"largest {max(n for _, n in times):.1f}"),
+    ]

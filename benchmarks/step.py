@@ -1,0 +1,170 @@
+"""A training step against the hand-written ``torch.amp`` loop: zero_grad, scale, backward, unscale, step, update.
+
+The parameters are tiny and the graph is made once, so that what is left to time is the work around the numbers. Both
+sides get the same optimizer form; the forward is in neither.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import xamp
+from benchmarks import bounds
+from benchmarks.report import Figure
+from benchmarks.timing import compare, synchronize
+
+COUNTS = (1, 50, 300)
+SHAPE = (4, 4)
+
+Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+FORMS: dict[str, tuple[Make, bool]] = {
+    "SGD foreach": (lambda p: torch.optim.SGD(p, lr=1e-6, foreach=True), False),
+    "SGD fused": (lambda p: torch.optim.SGD(p, lr=1e-6, fused=True), True),
+    "Adam fused": (lambda p: torch.optim.Adam(p, lr=1e-6, fused=True), True),
+}
+"""How each side makes its optimizer, and whether it is fused."""
+
+
+class _Cheap(torch.autograd.Function):
+    """A loss whose backward is one multiplication and 0.2 us a parameter, so that it hides nothing of the rest.
+
+    It puts the gradients in place itself: autograd would copy each, at 2 us, which both sides would pay alike.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, gradients: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradients, ctx.params = gradients, params
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None]:
+        for param, gradient in zip(ctx.params, (ctx.gradients * scale).unbind(), strict=True):
+            param.grad = gradient
+        return None, None, None
+
+
+class Loop:
+    """Parameters, an optimizer over them, and a loss whose graph is kept; cheap to run backward through."""
+
+    def __init__(self, count: int, make: Make, device: torch.device) -> None:
+        torch.manual_seed(0)
+        tensors = [torch.nn.Parameter(torch.randn(SHAPE, device=device)) for _ in range(count)]
+        self.model = torch.nn.ParameterList(tensors)
+        self.params: list[torch.nn.Parameter] = list(self.model.parameters())
+        self.optimizer = make(self.params)
+        gradients = torch.full((count, *SHAPE), 1e-3, device=device)
+        leaf = torch.ones((), device=device, requires_grad=True)
+        self.loss: torch.Tensor = _Cheap.apply(leaf, gradients, self.params)
+
+
+
+class Ours(Loop):
+    def __init__(self, count: int, make: Make, device: torch.device, level: str, fused: bool | str) -> None:
+        super().__init__(count, make, device)
+        xamp.initialize(self.model, self.optimizer, level=level, fused=fused, growth_interval=10**6, verbosity=0)
+
+    def __call__(self) -> None:
+        self.optimizer.zero_grad()
+        with xamp.scale_loss(self.loss, self.optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+        self.optimizer.step()
+
+    def phases(self, lap: Callable[[str], None]) -> None:
+        self.optimizer.zero_grad()
+        lap("zero_grad")
+        context = xamp.scale_loss(self.loss, self.optimizer)
+        scaled = context.__enter__()
+        lap("scale")
+        scaled.backward(retain_graph=True)
+        lap("backward")
+        context.__exit__(None, None, None)
+        lap("unscale+update")
+        self.optimizer.step()
+        lap("step")
+
+
+class Theirs(Loop):
+    def __init__(self, count: int, make: Make, device: torch.device, *, unscale: bool = True) -> None:
+        super().__init__(count, make, device)
+        self.scaler = torch.amp.GradScaler(device.type, growth_interval=10**6)
+        self.unscale = unscale
+
+    def __call__(self) -> None:
+        scaler = self.scaler
+        self.optimizer.zero_grad()
+        scaler.scale(self.loss).backward(retain_graph=True)
+        if self.unscale:
+            scaler.unscale_(self.optimizer)
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def phases(self, lap: Callable[[str], None]) -> None:
+        scaler = self.scaler
+        self.optimizer.zero_grad()
+        lap("zero_grad")
+        scaled = scaler.scale(self.loss)
+        lap("scale")
+        scaled.backward(retain_graph=True)
+        lap("backward")
+        scaler.unscale_(self.optimizer)
+        lap("unscale")
+        scaler.step(self.optimizer)
+        lap("step")
+        scaler.update()
+        lap("update")
+
+
+def run(device: torch.device, rounds: int) -> list[Figure]:
+    """Level O1 in each form and size; and, for information, against a loop that leaves ``unscale_`` to ``step``."""
+    figures = []
+    for name, (make, fused) in FORMS.items():
+        for count in COUNTS:
+            ours = Ours(count, make, device, "O1", "auto" if fused else False)
+            pair = compare(ours, Theirs(count, make, device), device, calls=_calls(count), rounds=rounds)
+            figures.append(Figure(f"{name}, {count}", pair.ratio, "ratio", bounds.STEP_RATIO, str(pair)))
+    for name, (make, fused) in FORMS.items():
+        ours = Ours(COUNTS[1], make, device, "O1", "auto" if fused else False)
+        bare = Theirs(COUNTS[1], make, device, unscale=False)
+        pair = compare(ours, bare, device, calls=_calls(COUNTS[1]), rounds=rounds)
+        figures.append(Figure(f"{name}, {COUNTS[1]}, no unscale_", pair.ratio, "ratio", None, str(pair)))
+    return figures
+
+
+def _calls(count: int) -> int:
+    return max(4, 200 // count)
+
+
+def phases(device: torch.device, rounds: int) -> list[Figure]:
+    """Where the time goes, a phase a line, ours and theirs."""
+    figures = []
+    for name, (make, fused) in FORMS.items():
+        for count in COUNTS:
+            ours = Ours(count, make, device, "O1", "auto" if fused else False)
+            theirs = Theirs(count, make, device)
+            for side, loop in (("xamp", ours), ("torch", theirs)):
+                times = _phase_times(loop, device, rounds * 4)
+                detail = "  ".join(f"{phase} {us:.1f}" for phase, us in times.items())
+                figures.append(Figure(f"{name}, {count}, {side}", sum(times.values()), "us", None, detail))
+    return figures
+
+
+def _phase_times(loop: Any, device: torch.device, rounds: int) -> dict[str, float]:
+    seen: dict[str, list[float]] = {}
+    for index in range(rounds + 20):
+        last = time.perf_counter()
+
+        def lap(phase: str, keep: bool = index >= 20) -> None:
+            nonlocal last
+            synchronize(device)
+            now = time.perf_counter()
+            if keep:
+                seen.setdefault(phase, []).append((now - last) * 1e6)
+            last = time.perf_counter()
+
+        loop.phases(lap)
+    return {phase: statistics.median(values) for phase, values in seen.items()}

@@ -1,0 +1,49 @@
+"""Two real processes on gloo under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def torchrun(folder: Path, script: str, *args: str) -> list[dict[str, Any]]:
+    """What each of two ranks wrote into ``folder``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *args, str(folder)], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("level", "explode"), [("O1", True), ("O2", True), ("O4", False), ("O5", False)])
+def test_two_ranks_are_one_process_that_averages(level: str, explode: bool, tmp_path: Path) -> None:
+    first, second = torchrun(tmp_path, "ddp_worker.py", level, "explode" if explode else "calm")
+    assert first["worst"] <= 1e-6
+    assert second["worst"] <= 1e-6
+    for key in ("weights", "masters", "scales", "outcomes"):
+        assert first[key] == second[key], key
+    expected = ["APPLIED"] * 6
+    if explode:
+        expected[3] = "SKIPPED"
+        # growth_interval=4: three clean updates, the overflow at the fourth, two clean ones
+        assert first["scales"] == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0]
+    assert first["outcomes"] == expected
+
+
+@pytest.mark.parametrize(("wrapper", "level"), [("none", "O1"), ("none", "O2"), ("fsdp2", "O1")])
+def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str, tmp_path: Path) -> None:
+    first, second = torchrun(tmp_path, "agree_worker.py", wrapper, level)
+    assert first["outcomes"] == second["outcomes"] == ["APPLIED", "SKIPPED", "APPLIED"]
+    assert first["scales"] == second["scales"] == [1024.0, 512.0, 512.0]
+    assert first["finite"]
+    assert second["finite"]
