@@ -30,22 +30,27 @@ FORMS: dict[str, tuple[Make, bool]] = {
 """How each side makes its optimizer, and whether it is fused."""
 
 
-class _Cheap(torch.autograd.Function):
-    """A loss whose backward is one multiplication and 0.2 us a parameter, so that it hides nothing of the rest.
+class _Ready(torch.autograd.Function):
+    """A loss whose backward is one multiplication and hardly 0.1 us a parameter, so that it hides nothing of the rest.
 
-    It puts the gradients in place itself: autograd would copy each, at 2 us, which both sides would pay alike.
+    The gradients are views of one buffer that backward fills, and are put in place here: autograd would take 2 us for
+    each, which both sides would pay alike.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, gradients: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
-        ctx.gradients, ctx.params = gradients, params
+    def forward(ctx: Any, leaf: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
+        ctx.params = params
+        ctx.values = torch.full((len(params), *SHAPE), 1e-3, device=leaf.device)
+        ctx.buffer = torch.empty_like(ctx.values)
+        ctx.views = list(ctx.buffer.unbind())
         return leaf.clone()
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None, None]:
-        for param, gradient in zip(ctx.params, (ctx.gradients * scale).unbind(), strict=True):
-            param.grad = gradient
-        return None, None, None
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[None, None]:
+        torch.mul(ctx.values, scale, out=ctx.buffer)
+        for param, view in zip(ctx.params, ctx.views, strict=True):
+            param.grad = view
+        return None, None
 
 
 class Loop:
@@ -57,9 +62,8 @@ class Loop:
         self.model = torch.nn.ParameterList(tensors)
         self.params: list[torch.nn.Parameter] = list(self.model.parameters())
         self.optimizer = make(self.params)
-        gradients = torch.full((count, *SHAPE), 1e-3, device=device)
         leaf = torch.ones((), device=device, requires_grad=True)
-        self.loss: torch.Tensor = _Cheap.apply(leaf, gradients, self.params)
+        self.loss: torch.Tensor = _Ready.apply(leaf, self.params)
 
 
 

@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments, device, levels)
     title = f"xamp {xamp.__version__} on {name} ({device.type}, torch {torch.__version__})"
     console.print(f"[bold]{title}[/bold]: levels {', '.join(options.levels)}")
+    console.print(
+        f"checkerboard {options.size} x {options.size}, {options.steps} steps; digits, {options.epochs} epochs"
+    )
 
     tasks = (checkerboard(options.size, options.steps, device), digits(options.epochs, device))
     runs = run_all(tasks, options.levels, device, console)
@@ -51,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None, device: torch.device, levels: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line. What is not given is sized so that two cores of a CPU need about two minutes."""
+    """Reads the command line. What is not given is sized so that two cores of a CPU need about a minute."""
     on_cpu = device.type == "cpu"  # where fp16 convolutions are slow: 20 times as slow as fp32 is usual
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import matplotlib
 from demo_train import Run
+from rich import box
 from rich.table import Table
 
 matplotlib.use("Agg")
@@ -17,10 +18,10 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 __all__ = ["draw", "table"]
 
-COLUMNS = ("task", "level", "result", "against O0", "ms a step", "memory", "overflows", "final scale")
+COLUMNS = ("task", "level", "result", "against\nO0", "ms a\nstep", "memory", "over-\nflows", "final\nscale")
 WIDTHS = (0.2, 0.07, 0.11, 0.13, 0.11, 0.12, 0.1, 0.12)  # of the columns, in the picture
 CAPTION = (
-    "result: final loss, or accuracy on the test images · ms a step: median · "
+    "result: final loss, or accuracy on the test images (pt: points) · ms a step: median · "
     "memory: parameters, masters, gradients and optimizer state · each overflow skipped a step"
 )
 # Okabe and Ito's colours, which colour-blind readers can tell apart; O0 is what the others are held against.
@@ -30,7 +31,7 @@ DASHES = {"O0": "-", "O1": "-", "O2": "--", "O3": ":", "O4": "-", "O5": "--"}
 
 def table(runs: Sequence[Run], title: str) -> Table:
     """All runs as one table for the terminal."""
-    shown = Table(title=title, caption=CAPTION, title_style="bold", caption_justify="left")
+    shown = Table(title=title, caption=CAPTION, title_style="bold", caption_justify="left", box=box.HORIZONTALS)
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in COLUMNS[:2] else "right", no_wrap=True)
     for _, group in by_task(runs):
@@ -49,7 +50,8 @@ def draw(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
     below = figure.add_subplot(grid[1, :])
     below.axis("off")
     rows = [cells(run, group) for _, group in tasks for run in group]
-    drawn = below.table(rows, colLabels=COLUMNS, colWidths=WIDTHS, loc="center", edges="horizontal")
+    heads = [name.replace("-\n", "").replace("\n", " ") for name in COLUMNS]
+    drawn = below.table(rows, colLabels=heads, colWidths=WIDTHS, loc="center", edges="horizontal")
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(9.5)
     drawn.scale(1, 1.25)
@@ -91,7 +93,7 @@ def cells(run: Run, group: Sequence[Run]) -> list[str]:
     """One row of the table. ``group`` are all runs of the same task."""
     reference = next((other.result for other in group if other.level == "O0"), None)
     if run.metric == "accuracy":
-        result, difference = f"{run.result:.2%}", f"{100 * (run.result - (reference or 0)):+.2f} points"
+        result, difference = f"{run.result:.2%}", f"{100 * (run.result - (reference or 0)):+.2f} pt"
     else:
         result, difference = f"{run.result:.4f}", f"{run.result - (reference or 0):+.4f}"
     if run.level == "O0" or reference is None:

@@ -65,7 +65,7 @@ def checkerboard(size: int, steps: int, device: torch.device) -> Task:
             return float(nn.functional.mse_loss(model(coordinates), image))
 
     return Task(
-        name=f"checkerboard {size}x{size}",
+        name="checkerboard",
         metric="loss",
         build=build,
         # Adam's usual eps of 1e-8 is 0 in fp16, where O3 keeps everything.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,18 +26,19 @@ __all__ = ["Plan", "plan"]
 class Plan:
     """What will be done to the models of one session.
 
+    It is kept, to undo what it did, by an engine that must not keep models alive, and so holds them weakly.
+
     Attributes:
         lowered: parameters to cast.
-        islands: modules that stay fp32 in a model that does not; the outermost of each subtree.
     """
 
     def __init__(self, models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
-        self.models = models
+        self._models = [weakref.ref(model) for model in models]
         self.policy = policy
         self.device_type = device_type
-        self.islands = _islands(models, policy.keep_fp32)
+        self._islands = [weakref.ref(module) for module in _islands(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
-        self._buffers: list[tuple[nn.Module, str]] = []
+        self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._originals: dict[int, torch.Tensor] = {}  # by id of the parameter or buffer that took its place
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
@@ -44,10 +46,10 @@ class Plan:
         self._values = [p.detach().to(policy.dtype) for p in self.lowered]
 
     def _find_lowered(self) -> None:
-        kept = {id(m) for island in self.islands for m in island.modules()}
+        kept = {id(m) for island in self.islands() for m in island.modules()}
         if self.policy.keep_batchnorm_fp32:
-            kept |= {id(m) for model in self.models for m in model.modules() if isinstance(m, _BatchNorm)}
-        modules = {id(m): m for model in self.models for m in model.modules()}
+            kept |= {id(m) for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm)}
+        modules = {id(m): m for model in self.models() for m in model.modules()}
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
         seen: set[int] = set()
         for module in (m for key, m in modules.items() if key not in kept):
@@ -56,20 +58,37 @@ class Plan:
                     seen.add(id(param))
                     self.lowered.append(param)
             self._buffers += [
-                (module, name) for name, b in module._buffers.items() if b is not None and b.dtype == torch.float32
+                (weakref.ref(module), name)
+                for name, b in module._buffers.items()
+                if b is not None and b.dtype == torch.float32
             ]
+
+    def models(self) -> Iterator[nn.Module]:
+        """The models that are still alive."""
+        return (model for ref in self._models if (model := ref()) is not None)
+
+    def islands(self) -> Iterator[nn.Module]:
+        """Modules that stay fp32 in a model that does not; the outermost of each subtree."""
+        return (module for ref in self._islands if (module := ref()) is not None)
+
+    def _live_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        for ref, name in self._buffers:
+            module = ref()
+            buffer = None if module is None else module._buffers.get(name)
+            if module is not None and buffer is not None:
+                yield module, name, buffer
 
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Cast, and enter the regions."""
         if self.lowered or self._buffers:
             self._lower(undo)
-        for model in self.models:
+        for model in self.models():
             if self.policy.casts_parameters:
                 undo.callback(_masters.watch_state_dicts(model))
-            kept_whole = any(model is island for island in self.islands)
+            kept_whole = any(model is island for island in self.islands())
             undo.callback(enter_policy(model, self._island_region() if kept_whole else self._region()))
-        for island in self.islands:
-            if not any(island is model for model in self.models):
+        for island in self.islands():
+            if not any(island is model for model in self.models()):
                 undo.callback(enter_policy(island, self._island_region()))
 
     def commit(self) -> None:
@@ -101,13 +120,11 @@ class Plan:
             param.data = value
             if grad is not None:
                 _give_grad(param, grad)
-        for module, name in self._buffers:
-            buffer = module._buffers[name]
-            assert buffer is not None
+        for module, name, buffer in self._live_buffers():
             module._buffers[name] = lowered = buffer.to(self.policy.dtype)
             self._originals[id(lowered)] = buffer
         self._values = []
-        for model in self.models:
+        for model in self.models():
             _flatten_rnns(model)
 
     def _raise_again(self) -> None:
@@ -121,11 +138,10 @@ class Plan:
             param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
             if grad is not None:
                 param.grad = grad.to(param.dtype)
-        for module, name in self._buffers:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.dtype in _masters.LOWER:
+        for module, name, buffer in self._live_buffers():
+            if buffer.dtype in _masters.LOWER:
                 module._buffers[name] = self._originals.get(id(buffer), buffer.float())
-        for model in self.models:
+        for model in self.models():
             _flatten_rnns(model)
 
 

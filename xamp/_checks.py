@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from xamp._engine import Engine
 from xamp._forward import is_under_policy
 from xamp._optimizer import state_of
-from xamp._session import Session, find_session
+from xamp._session import find_session
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy
@@ -74,11 +75,11 @@ def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     return devices[0] if devices else None
 
 
-def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Session | None:
+def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Engine | None:
     """Refuse what a session manages already.
 
     Returns:
-        The session to which ``optimizers`` are added: ``models`` were all given to it, without an optimizer.
+        The engine to which ``optimizers`` are added: ``models`` were all given to it, without an optimizer.
 
     Raises:
         StateError: a model or optimizer is in a session, or is a copy of a model that is.
@@ -89,7 +90,7 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
                 f"initialize: this {type(optimizer).__name__} was given to initialize before. Each optimizer is given "
                 "once; call xamp.session(optimizer).close() first to start over."
             )
-    owners = [find_session(model) for model in models]
+    owners = [None if (found := find_session(model)) is None else found.engine for model in models]
     first = owners[0]
     if optimizers and first and first.enabled and not first.states and all(o is first for o in owners):
         return first

@@ -101,22 +101,28 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 f"initialize(methods={region.methods!r}): {type(module).__name__} has no method {name!r}."
             )
     # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
-    hidden = {name: module.__dict__[name] for name in region.methods if name in module.__dict__}
+    hidden = [name for name in region.methods if name in module.__dict__]
     before = type(module)
     if not isinstance(module, torch.jit.ScriptModule):
         try:
             module.__class__ = _subclass(before, region)
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
-    for name, function in hidden.items():
-        module.__dict__[name] = _InstanceMethod(function, region)
+    for name in hidden:
+        module.__dict__[name] = _InstanceMethod(module.__dict__[name], region)
+
+    held_weakly = weakref.ref(module)  # what undoes a change must not keep the model alive
 
     def leave() -> None:
-        if not isinstance(module, torch.jit.ScriptModule):
-            module.__class__ = before
-        for name, function in hidden.items():
-            if isinstance(module.__dict__.get(name), _InstanceMethod):
-                module.__dict__[name] = function
+        found = held_weakly()
+        if found is None:
+            return
+        if not isinstance(found, torch.jit.ScriptModule):
+            found.__class__ = before
+        for name in region.methods:
+            method = found.__dict__.get(name)
+            if isinstance(method, _InstanceMethod):
+                found.__dict__[name] = method.function
 
     return leave
 
@@ -163,11 +169,11 @@ class _InstanceMethod:
 
     def __init__(self, function: Callable[..., Any], region: Region) -> None:
         functools.update_wrapper(self, function)
-        self._function = function
+        self.function = function
         self._region = region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _caller(self._region)(self._function, *args, **kwargs)
+        return _caller(self._region)(self.function, *args, **kwargs)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xamp import _casting, _checks, _device, _masters, _registry, ops
+from xamp._engine import Engine
 from xamp._fused import FusedForm
 from xamp._log import say
 from xamp._optimizer import manage, replace_params
-from xamp._session import Session
+from xamp._session import register
 from xamp._step import OptimizerState
 from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError
@@ -163,17 +165,18 @@ def _set_up(request: Request, arguments: _Arguments) -> None:
     _checks.check_models(arguments.models, arguments.given, policy)
     _checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     plan = _casting.plan(arguments.models, policy, device.type)
-    session = Session(
+    engine = Engine(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
     )
-    session.prepare_state(len(arguments.optimizers))
-    forms = _fused_forms(session, arguments)
+    engine.prepare_state(len(arguments.optimizers))
+    forms = _fused_forms(engine, arguments)
     ops.install(policy.op_policy, device.type)
     with contextlib.ExitStack() as undo:
         plan.apply(undo)
-        _take_optimizers(session, arguments.optimizers, forms, undo)
+        _take_optimizers(engine, arguments.optimizers, forms, undo)
         plan.commit()
-        session.register(arguments.objects, undo.pop_all())
+        engine.undo = undo.pop_all()
+    register(engine, arguments.objects)
     if arguments.verbosity:
         say("%s, backend %s on %s", policy, backend.name, device)
 
@@ -184,26 +187,27 @@ def _best_level(backend: Backend, device: torch.device) -> Level:
     return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
 
 
-def _attach(session: Session, policy: Policy, arguments: _Arguments) -> None:
+def _attach(engine: Engine, policy: Policy, arguments: _Arguments) -> None:
     """Give optimizers to a session that was made for inference: an optimizer built after the model was cast."""
-    if policy != session.policy:
+    if policy != engine.policy:
         raise StateError(
-            f"initialize: this model was given to initialize before, as [{session.policy}], and is now asked for as "
+            f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
     _checks.check_owned(arguments.optimizers, arguments.models)
-    session.prepare_state(len(arguments.optimizers))
-    forms = _fused_forms(session, arguments)
+    engine.prepare_state(len(arguments.optimizers))
+    forms = _fused_forms(engine, arguments)
     with contextlib.ExitStack() as undo:
-        _take_optimizers(session, arguments.optimizers, forms, undo)
-        session.register_more(arguments.objects, undo.pop_all())
+        _take_optimizers(engine, arguments.optimizers, forms, undo)
+        engine.undo.push(undo.pop_all())
+    register(engine, arguments.objects)
 
 
-def _fused_forms(session: Session, arguments: _Arguments) -> list[FusedForm]:
+def _fused_forms(engine: Engine, arguments: _Arguments) -> list[FusedForm]:
     """The choice of the fused form for each optimizer; raises before anything is changed."""
-    policy = session.policy
+    policy = engine.policy
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
-    names = session.backend.capabilities(session.device).fused_optimizers
+    names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
     forms = [FusedForm(optimizer, choice, names, sparse=sparse) for optimizer in arguments.optimizers]
     for form, optimizer in zip(forms, arguments.optimizers, strict=True):
@@ -212,27 +216,37 @@ def _fused_forms(session: Session, arguments: _Arguments) -> list[FusedForm]:
 
 
 def _take_optimizers(
-    session: Session, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: contextlib.ExitStack
+    engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: contextlib.ExitStack
 ) -> None:
-    """Put masters in the optimizers' places and let the session run their steps."""
+    """Put masters in the optimizers' places and let the engine run their steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        pairs = [(p, m) for p in params if (m := _masters.ensure_master(p, session.policy)) is not None]
-        session.add_pairs(pairs)
-        undo.callback(_back_to_model, session, optimizer)
+        pairs = [(p, m) for p in params if (m := _masters.ensure_master(p, engine.policy)) is not None]
+        engine.add_pairs(pairs)
+        undo.callback(_back_to_model, engine.pairs(), weakref.ref(optimizer))
         replace_params(optimizer, pairs)
-        undo.callback(form.switch_off, optimizer)
+        undo.callback(_unfuse, form, weakref.ref(optimizer))
         form.switch_on(optimizer)
-        state = OptimizerState(session, optimizer, index, form)
+        state = OptimizerState(engine, optimizer, index, form)
         undo.callback(manage(optimizer, state))
         states.append(state)
-    session.set_states(states)
+    engine.set_states(states)
 
 
-def _back_to_model(session: Session, optimizer: Optimizer) -> None:
+# What undoes a change is kept by the engine, which must not keep models or optimizers alive: it holds them weakly.
+
+
+def _back_to_model(pairs: Sequence[_masters.Pair], optimizer: weakref.ref[Optimizer]) -> None:
     """Undo: the optimizer steps the model's parameters again, also those of groups added since."""
-    replace_params(optimizer, [(m, p) for p, m in session.pairs()])
+    if (found := optimizer()) is not None:
+        replace_params(found, [(m, p) for p, m in pairs])
+
+
+def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
+    """Undo: the groups say what they said before."""
+    if (found := optimizer()) is not None:
+        form.switch_off(found)
 
 
 def _set_up_disabled(arguments: _Arguments) -> None:
@@ -241,5 +255,5 @@ def _set_up_disabled(arguments: _Arguments) -> None:
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device("cpu"))
     policy = compile_policy(Request(), LEVELS["O0"], tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
-    session = Session(policy, backend, device, arguments.models, verbosity=0, enabled=False)
-    session.register(arguments.objects, contextlib.ExitStack())
+    engine = Engine(policy, backend, device, arguments.models, verbosity=0, enabled=False)
+    register(engine, arguments.objects)

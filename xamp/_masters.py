@@ -7,6 +7,7 @@ it is exact. Gradients go from parameter to master on leaving ``scale_loss``, we
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -184,10 +185,13 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         handles.append(module.register_load_state_dict_pre_hook(_load_masters))
         module.register_state_dict_post_hook(_save_masters)
 
+    held_weakly = weakref.ref(model)
+
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        for module in model.modules():
+        found = held_weakly()
+        for module in () if found is None else found.modules():
             for key in [k for k, hook in module._state_dict_hooks.items() if hook is _save_masters]:
                 del module._state_dict_hooks[key]
 

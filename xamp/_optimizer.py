@@ -43,17 +43,19 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
         raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
     # A scheduler made before has put a wrapper of the class's old step in the instance. Ours carries the marker it
     # looks for, so its wrapper can go; an instance step of anybody else's is what our step must call.
-    own_step = optimizer.__dict__.pop("step", None)
     optimizer.__dict__["_xamp"] = state
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-        optimizer.__dict__["_xamp_inner_step"] = own_step
+    if "step" in optimizer.__dict__:
+        optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__.pop("step")
+    held_weakly = weakref.ref(optimizer)
 
     def give_back() -> None:
-        optimizer.__class__ = before
-        del optimizer.__dict__["_xamp"]
-        optimizer.__dict__.pop("_xamp_inner_step", None)
-        if own_step is not None:
-            optimizer.__dict__["step"] = own_step
+        found = held_weakly()
+        if found is None:
+            return
+        found.__class__ = before
+        del found.__dict__["_xamp"]
+        if "_xamp_own_step" in found.__dict__:
+            found.__dict__["step"] = found.__dict__.pop("_xamp_own_step")
 
     return give_back
 
@@ -83,8 +85,10 @@ def _step_of(base: Any) -> Callable[..., Any]:
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # what a scheduler asks before it warns of a wrong order
-        own = self.__dict__.get("_xamp_inner_step")
-        return self._xamp.step(inner.__get__(self) if own is None else own, args, kwargs)
+        own = self.__dict__.get("_xamp_own_step")
+        if own is None or hasattr(own, "_wrapped_by_lr_sched"):
+            own = inner.__get__(self)
+        return self._xamp.step(own, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it again: hooks and profiler entries twice
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -116,7 +120,7 @@ class _Managed:
         if any(id(master_of(p)) in present for p in params if isinstance(p, torch.Tensor) and master_of(p) is not None):
             raise ValueError("some parameters appear in more than one parameter group")
         super().add_param_group({**group, "params": params})  # type: ignore[misc]
-        self._xamp.session.adopt_group(self._xamp, self.param_groups[-1])
+        self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
         """The base's, with ``fused`` as the user had it, so that it loads where there is no fused form."""
@@ -133,7 +137,7 @@ class _Managed:
         """A plain torch optimizer, that loads where there is no xamp."""
         state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
-        state.pop("_xamp_inner_step", None)
+        state.pop("_xamp_own_step", None)
         state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)
         return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from xamp import _masters
+from xamp import _gradients, _masters
 from xamp._fused import FusedForm, skips_on_device
 from xamp._log import say
 from xamp._scale import COLLAPSE_RUN, CollapseWatch, History, LossScaler
 from xamp.errors import LossScaleCollapsed, StateError
 
 if TYPE_CHECKING:
-    from xamp._session import Session
+    from xamp._engine import Engine
 
 __all__ = ["OptimizerState", "StepOutcome"]
 
@@ -68,8 +68,8 @@ class OptimizerState:
     """What xamp keeps for one optimizer. It sits in the optimizer as ``_xamp`` and holds it weakly.
 
     Attributes:
-        session: the session it belongs to.
-        index: its place among the session's optimizers.
+        engine: what it belongs to.
+        index: its place among the engine's optimizers.
         fused: the choice of the fused form.
         plain: parameters stepped as they are.
         pairs: lowered parameters and the masters stepped in their place.
@@ -80,8 +80,8 @@ class OptimizerState:
         sticky: fp32 scalar, whether any backward since the last step overflowed.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
-        self.session = session
+    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
+        self.engine = engine
         self.index = index
         self.fused = fused
         self.plain: list[torch.Tensor] = []
@@ -89,11 +89,11 @@ class OptimizerState:
         self.outcome: StepOutcome | torch.Tensor | None = None
         self.open = False
         self.fresh = True
-        self.flag = session.memory.flags[index]
-        self.sticky = session.memory.sticky[index]
+        self.flag = engine.memory.flags[index]
+        self.sticky = engine.memory.sticky[index]
         self._optimizer = weakref.ref(optimizer)
-        self._watch = CollapseWatch(session.policy, session.scalers)
-        self._history = History(session.memory)
+        self._watch = CollapseWatch(engine.policy, engine.scalers)
+        self._history = History(engine.memory)
         self._ready = False  # some backward went through scale_loss since the last step
         self._mixed = False  # gradients that were checked before are in what is checked next
         self._pending: _Pending | None = None
@@ -107,7 +107,7 @@ class OptimizerState:
 
     def find_parameters(self) -> None:
         """Read the optimizer's groups again; called when they changed."""
-        param_of = {id(m): p for p, m in self.session.pairs()}
+        param_of = {id(m): p for p, m in self.engine.pairs()}
         self.plain, self.pairs = [], []
         for group in self.optimizer.param_groups:
             for param in group["params"]:
@@ -149,10 +149,10 @@ class OptimizerState:
         if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
             _masters.transfer(self.pairs, None)
         existing = [g for p in self.plain if (g := p.grad) is not None]
-        if not existing or not self.session.policy.scales:
+        if not existing or not self.engine.policy.scales:
             self._entry = _Entry(existing)
         elif scaler.exact and self._in_fp32:
-            _multiply(existing, scaler.scale)
+            _gradients.multiply_(existing, scaler.scale)
             self._mixed = True
             self._entry = _Entry(existing)
         else:
@@ -164,7 +164,7 @@ class OptimizerState:
     def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
         scaled = self._scaled_gradients()
         if pending.scaler is not scaler or pending.version != scaler.version:
-            _multiply(scaled, scaler.scale * pending.inverse)
+            _gradients.multiply_(scaled, scaler.scale * pending.inverse)
             self._pending = _Pending(scaler, pending.why)
         self._entry = _Entry(scaled)
 
@@ -185,8 +185,8 @@ class OptimizerState:
             self._drop_gradients()
         elif entry.stash is not None:
             torch._foreach_copy_(entry.grads, entry.stash)
-        elif entry.grads and self.session.policy.scales:
-            _multiply(entry.grads, scaler.inverse)
+        elif entry.grads and self.engine.policy.scales:
+            _gradients.multiply_(entry.grads, scaler.inverse)
         if self._witness is not None:
             self._witness.leave()
 
@@ -214,7 +214,7 @@ class OptimizerState:
         self._pending = None
         self._used.add(scaler.index)
         params = [p for p in self.plain if p.grad is not None]
-        if self.session.policy.scales:
+        if self.engine.policy.scales:
             mine = params if done is None else [p for p in params if id(p) not in done]
             self._unscale_list([p.grad for p in mine], scaler, found_inf, mine)  # type: ignore[misc]
             if done is not None:
@@ -223,43 +223,41 @@ class OptimizerState:
         if self._witness is not None:
             self._witness.leave()
         if self._entry.stash is not None:
-            _add(self._entry.grads, self._entry.stash)
+            _gradients.add_(self._entry.grads, self._entry.stash)
         self._entry = _Entry()
         self._ready = self._ready or bool(params) or moved
 
     def _finisher(self, scaler: LossScaler, found: torch.Tensor | None) -> Callable[[list[torch.Tensor]], None] | None:
-        if not self.session.policy.scales:
+        if not self.engine.policy.scales:
             return None
-        return lambda grads: self._unscale_list(grads, scaler, found, ())
+        return lambda grads: self._unscale_list(grads, scaler, found)
 
     def _unscale_list(
         self,
         grads: list[torch.Tensor],
         scaler: LossScaler,
         found_inf: torch.Tensor | None,
-        params: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor] = (),
     ) -> None:
         if not grads:
             return
         if found_inf is None:
-            _multiply(grads, scaler.inverse)
+            _gradients.multiply_(grads, scaler.inverse)
             return
-        unscale = self.session.backend.unscale_
+        unscale_ = self.engine.backend.unscale_
         if self._uniform:
             try:
-                unscale(grads, found_inf, scaler.inverse)
+                unscale_(grads, found_inf, scaler.inverse)
                 return
             except (RuntimeError, NotImplementedError):
-                # Sparse gradients are refused before anything is changed; looking for them costs 10 us at 300.
+                # Sparse gradients are refused before anything is changed; looking for them first costs 10 us at 300.
                 if not any(g.is_sparse for g in grads):
                     raise
         if any(g.is_sparse for g in grads):
             self.fused.met_sparse(self.optimizer)
-            grads = [_dense_values(p) for p in params] if params else [_values(g) for g in grads]
-        for group in _by_device_and_dtype(grads):
-            found = torch.zeros_like(found_inf, device=group[0].device)
-            unscale(group, found, scaler.inverse.to(group[0].device))
-            torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
+            _gradients.coalesce_half(params)
+            grads = [p.grad for p in params if p.grad is not None] or grads
+        _gradients.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
 
     def keep_flag(self) -> None:
         """Fold what this backward found into the sticky flag, and take out of it what an earlier one found."""
@@ -299,7 +297,7 @@ class OptimizerState:
             StateError: a closure under loss scaling, gradients still scaled, or a backward without ``scale_loss``.
             LossScaleCollapsed: :data:`xamp._scale.COLLAPSE_RUN` overflows in a row that no smaller scale could cure.
         """
-        policy = self.session.policy
+        policy = self.engine.policy
         if not policy.scales and not policy.master_weights:
             result = base(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)
@@ -316,9 +314,9 @@ class OptimizerState:
         return self._step_on_host(base, args, kwargs)
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        values = self.session.memory.values.tolist()  # the one wait for the device
+        values = self.engine.memory.values.tolist()  # the one wait for the device
         result, outcome = None, StepOutcome.SKIPPED
-        if not self.session.memory.overflowed(values, self.index):
+        if not self.engine.memory.overflowed(values, self.index):
             result, outcome = base(*args, **kwargs), StepOutcome.APPLIED
             self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
             self._warm_states = len(self.optimizer.state)
@@ -357,7 +355,7 @@ class OptimizerState:
         if closure is not None:
             raise StateError(
                 f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
-                f"{self.session.policy.level}) a closure would run backward without them. Compute the loss before "
+                f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
                 "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at levels O0 and O4."
             )
         self.settle("optimizer.step()")
@@ -375,8 +373,8 @@ class OptimizerState:
         self.outcome = outcome
         if outcome is not StepOutcome.SKIPPED:
             _masters.copy_back(self.pairs)
-        if not self.session.policy.checks:
-            self.session.counts.applied += 1
+        if not self.engine.policy.checks:
+            self.engine.counts.applied += 1
         elif not self.fresh:
             self.sticky.zero_()
         self.fresh = True
@@ -387,62 +385,33 @@ class OptimizerState:
     def unobserved(self) -> Iterable[bool]:
         """Whether each step overflowed that has not been counted yet. Waits for the device."""
         for _, values in self._history.peek():
-            yield self.session.memory.overflowed(values, self.index)
+            yield self.engine.memory.overflowed(values, self.index)
 
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
-        memory, stats = self.session.memory, self.session.counts
+        memory, stats = self.engine.memory, self.engine.counts
         overflowed, scales = memory.overflowed(values, self.index), memory.scales_in(values)
         collapsed = self._watch.collapsed(overflowed, scales, used)
         if not overflowed:
             stats.applied += 1
             return
         stats.skipped += 1
-        if self.session.verbosity:
+        if self.engine.verbosity:
             say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
         if collapsed:
             raise LossScaleCollapsed(self._collapse_message(scales, used))
 
     def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:
-        policy = self.session.policy
+        policy = self.engine.policy
         at = ", ".join(f"{scales[i]:g}" for i in used)
         kind = f"at its floor (min_loss_scale={policy.min_loss_scale:g})" if policy.dynamic else "static"
-        bad = [p for p in self._stepped() if p.grad is not None and not bool(_values(p.grad).isfinite().all())]
-        names = self.session.names_of(bad)
+        bad = [
+            p for p in self._stepped() if p.grad is not None and not bool(_gradients.values(p.grad).isfinite().all())
+        ]
+        names = self.engine.names_of(bad)
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
             f"will cure it. Gradients that are not finite: {listed or 'none at this moment'}. Look for a division, log "
             "or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 (O4, O5)."
         )
-
-
-def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``grads`` in place by a scalar tensor, sparse ones and those on other devices too."""
-    for group in _by_device_and_dtype([_values(g) for g in grads]):
-        torch._foreach_mul_(group, factor.to(group[0].device))
-
-
-def _add(grads: list[torch.Tensor], stash: list[torch.Tensor]) -> None:
-    for grad, old in zip(grads, stash, strict=True):
-        grad.add_(old)
-
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    return grad._values() if grad.is_sparse else grad
-
-
-def _dense_values(param: torch.Tensor) -> torch.Tensor:
-    """The values of the gradient of ``param``; half ones with repeated indices are summed first, as torch.amp does."""
-    grad = param.grad
-    assert grad is not None
-    if grad.is_sparse and grad.dtype in _masters.LOWER and not grad.is_coalesced():
-        param.grad = grad = grad.coalesce()
-    return _values(grad)
-
-
-def _by_device_and_dtype(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return groups.values()

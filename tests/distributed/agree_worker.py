@@ -25,9 +25,10 @@ def main(wrapper: str, level: str, folder: Path) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     if wrapper == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = xamp.initialize(model, optimizer, level=level, init_scale=1024.0, verbosity=0)
     outcomes, scales = [], []

@@ -1,14 +1,13 @@
 """A model whose gradients are known, and what a test of the training step does again and again.
 
 The gradient of :class:`Dot` is its input, whatever its weights: so in fp32, under autocast and in half precision the
-same numbers reach the optimizer (as long as the scale keeps them in range), and a plain loop in fp32 is an exact oracle.
+same numbers reach the optimizer (while the scale keeps them in range), and a plain loop in fp32 is an exact oracle.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,23 +140,34 @@ def outcome(optimizer: Optimizer) -> str | None:
     return None if found is None else found.name
 
 
-class ScalarReads(TorchDispatchMode):
-    """Counts the reads of a scalar by the host that go through the dispatcher: ``item()``, ``bool()``, ``float()``."""
+class HostReads(TorchDispatchMode):
+    """Counts how often the host reads a tensor's numbers, each of which waits for the device.
+
+    Attributes:
+        scalars: reads through the dispatcher: ``item()``, ``bool()``, ``float()``.
+        lists: calls of ``tolist()``.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scalars = 0
+        self.lists = 0
+
+    def __enter__(self) -> Any:
+        original: Any = torch.Tensor.tolist
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self.lists += 1
+            return original(tensor)
+
+        self._restore = lambda: setattr(torch.Tensor, "tolist", original)
+        setattr(torch.Tensor, "tolist", counted)  # noqa: B010
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._restore()
+        super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.scalars += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def raising(error: type[BaseException]) -> Iterator[None]:
-    """Swallow ``error``, which must come."""
-    try:
-        yield
-    except error:
-        return
-    raise AssertionError(f"{error.__name__} was not raised")

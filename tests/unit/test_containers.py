@@ -284,9 +284,16 @@ def test_gradients_flow_back_through_the_cast() -> None:
     assert torch.equal(leaf.grad, torch.ones(2))
 
 
+class Tagged(torch.Tensor):
+    """A tensor of somebody's own type."""
+
+
 def test_a_tensor_subclass_keeps_its_type() -> None:
-    buffer = nn.Buffer(torch.ones(2))
-    assert cast_floats(buffer, FP32) is buffer
+    given = torch.ones(2).as_subclass(Tagged)
+    result = cast_floats(given, HALF)
+    assert type(result) is Tagged
+    assert result.dtype == HALF
+    assert cast_floats(given, FP32) is given
 
 
 # ---------------------------------------------------------------- any nesting

@@ -1,0 +1,240 @@
+"""The engine of one ``initialize`` call: what its models, optimizers and loss scalers share.
+
+The order of a step is in :class:`ScaledLoss` and :meth:`Engine.leave`; what happens to gradients is in
+:mod:`xamp._step`. Models and optimizers are held weakly, so that an engine goes when they go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp import _distributed, _masters
+from xamp._optimizer import replace_params
+from xamp._scale import DeviceState, LossScaler
+from xamp._step import OptimizerState
+from xamp.contract import Backend
+from xamp.errors import StateError
+from xamp.policy import Policy
+
+__all__ = ["Engine", "ScaledLoss", "Stats"]
+
+
+class Stats:
+    """Counts of optimizer steps, over all optimizers of a session.
+
+    Attributes:
+        applied: steps taken.
+        skipped: steps left out because a gradient overflowed.
+    """
+
+    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
+        self.applied = applied
+        self.skipped = skipped
+
+    def __repr__(self) -> str:
+        return f"Stats(applied={self.applied}, skipped={self.skipped})"
+
+
+class Engine:
+    """What one call of ``initialize`` set up.
+
+    Attributes:
+        policy: the effective setting.
+        backend: the backend in use.
+        device: where the loss scale lives: the device of the models' first parameter.
+        counts: applied and skipped steps, as far as the host knows of them.
+        undo: gives the models and optimizers back as plain fp32 objects.
+        enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        backend: Backend,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        *,
+        process_group: Any = None,
+        verbosity: int = 1,
+        enabled: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.backend = backend
+        self.device = device
+        self.enabled = enabled
+        self.verbosity = verbosity
+        self.scalers: list[LossScaler] = []
+        self.states: list[OptimizerState] = []
+        self.counts = Stats()
+        self.undo = contextlib.ExitStack()
+        self._models = [weakref.ref(model) for model in models]
+        self._group = process_group
+        self._wrappers = _distributed.Wrappers(self._models, process_group)
+        self._pairs: list[_masters.Pair] = []
+        self._shared = False
+        self._used = False
+
+    def stats(self) -> Stats:
+        """Counts of applied and skipped steps. Waits for the device."""
+        late = [overflowed for state in self.states for overflowed in state.unobserved()]
+        skipped = sum(late)
+        return Stats(self.counts.applied + len(late) - skipped, self.counts.skipped + skipped)
+
+    def prepare_state(self, optimizers: int) -> None:
+        """Make the device state for that many optimizers."""
+        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
+        self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+
+    def add_pairs(self, pairs: Iterable[_masters.Pair]) -> None:
+        """Take note of masters that an optimizer of this session holds."""
+        known = {id(m) for _, m in self._pairs}
+        self._pairs += [pair for pair in pairs if id(pair[1]) not in known]
+
+    def pairs(self) -> Sequence[_masters.Pair]:
+        """All lowered parameters and their masters."""
+        return self._pairs
+
+    def set_states(self, states: list[OptimizerState]) -> None:
+        """The optimizers' states, complete."""
+        self.states = states
+        self._find_shared()
+
+    def _find_shared(self) -> None:
+        ids = [id(p) for state in self.states for p in state.model_params()]
+        self._shared = len(set(ids)) < len(ids)
+
+    def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
+        """A group was added to an optimizer: give its lowered parameters masters."""
+        if self.policy.master_weights:
+            pairs = [(p, m) for p in group["params"] if (m := _masters.ensure_master(p, self.policy)) is not None]
+            self.add_pairs(pairs)
+            replace_params(state.optimizer, pairs)
+        if self.policy.checks or self.policy.master_weights:
+            state.fused.switch_on(state.optimizer)
+        state.find_parameters()
+        self._find_shared()
+
+    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
+        """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        names: dict[int, str] = {}
+        for index, model in enumerate(models):
+            prefix = f"models[{index}]." if len(models) > 1 else ""
+            for name, param in model.named_parameters():
+                names[id(param)] = prefix + name
+        names.update({id(m): names[id(p)] for p, m in self._pairs if id(p) in names})
+        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)} outside the models") for p in params]
+
+    # ---------------------------------------------------------------- the step
+
+    def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
+        """Before a backward."""
+        if self._pairs:
+            self._settle_masters()
+        self.backend.before_backward(self.device)
+        for state in states:
+            state.enter(scaler)
+
+    def _settle_masters(self) -> None:
+        """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
+        fresh = self._wrappers.adopt(p for p, _ in self._pairs)
+        if not self._used or fresh:
+            _masters.reconcile(self._pairs)
+            self._used = True
+        for ddp in fresh:
+            held = {id(p) for p in ddp.parameters()}
+            masters = [m.detach() for p, m in self._pairs if id(p) in held]
+            _distributed.share_from_rank_zero(masters, ddp.process_group)
+
+    def leave(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
+    ) -> None:
+        """After a backward: unscale, check, move the scale; or put all of that off."""
+        if not self._pairs:
+            self._wrappers.adopt(p for state in states for p in state.plain)
+        if delay_unscale or self._wrappers.postponed():
+            why = (
+                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
+            )
+            for state in states:
+                state.postpone(scaler, why)
+            return
+        done: set[int] | None = set() if self._shared and len(states) > 1 else None
+        if not self.policy.checks:
+            for state in states:
+                state.unscale(scaler, None, done)
+            return
+        found_inf = self._check(states, scaler, done, delay_overflow_check)
+        if not delay_overflow_check:
+            scaler.update(found_inf)
+
+    def _check(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, done: set[int] | None, throw_away: bool
+    ) -> torch.Tensor:
+        """Unscale and check; raises the sticky flags and returns one flag for all ``states``."""
+        only = states[0]
+        if len(states) == 1 and only.fresh and not throw_away:
+            only.unscale(scaler, only.sticky, done)
+            self._wrappers.agree(only.sticky, only.model_params)
+            only.checked()
+            return only.sticky
+        flags = self.memory.flags
+        flags.zero_()
+        for state in states:
+            state.unscale(scaler, state.flag, done)
+        if done is not None:  # a gradient that two optimizers hold was looked at for one of them
+            flags.fill_(flags.max())
+        self._wrappers.agree(flags, lambda: [p for state in states for p in state.model_params()])
+        if not throw_away:
+            for state in states:
+                state.keep_flag()
+                state.checked()
+        return flags.max()
+
+
+class ScaledLoss:
+    """The context manager of :func:`scale_loss`. A class, because a generator costs more than its body here."""
+
+    __slots__ = ("_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_states")
+
+    def __init__(
+        self,
+        engine: Engine,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        loss: torch.Tensor,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._engine = engine
+        self._states = states
+        self._scaler = scaler
+        self._loss = loss
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+
+    def __enter__(self) -> torch.Tensor:
+        for state in self._states:
+            if state.open:
+                raise StateError(
+                    "scale_loss(loss, optimizer): another scale_loss over this optimizer is open. Leave it first, or "
+                    "add the losses up and scale their sum."
+                )
+        self._engine.enter(self._states, self._scaler)
+        if not self._engine.policy.scales:
+            return self._loss
+        scale = self._scaler.scale
+        return self._loss * (scale if self._loss.device == scale.device else scale.to(self._loss.device))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
+            return
+        for state in self._states:
+            state.abandon(self._scaler)

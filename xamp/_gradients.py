@@ -1,0 +1,55 @@
+"""Arithmetic on lists of gradients that need not be alike: sparse ones, several dtypes, several devices of a type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values"]
+
+
+def values(grad: torch.Tensor) -> torch.Tensor:
+    """The dense tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
+    return grad._values() if grad.is_sparse else grad
+
+
+def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``grads`` in place by a scalar tensor."""
+    for group in _alike(grads):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+def add_(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    """Add ``others`` to ``grads`` in place, one to one."""
+    for grad, other in zip(grads, others, strict=True):
+        grad.add_(other)
+
+
+def unscale_by_group_(
+    grads: Iterable[torch.Tensor],
+    found_inf: torch.Tensor,
+    inverse: torch.Tensor,
+    unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) on each device's and dtype's gradients."""
+    for group in _alike(grads):
+        device = group[0].device
+        found = torch.zeros_like(found_inf, device=device)
+        unscale_(group, found, inverse.to(device))
+        torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
+
+
+def coalesce_half(params: Iterable[torch.Tensor]) -> None:
+    """Sum repeated indices in half-precision sparse gradients, so that a sum that overflows is found, as in torch.amp."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse and grad.dtype != torch.float32 and not grad.is_coalesced():
+            param.grad = grad.coalesce()
+
+
+def _alike(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in map(values, grads):
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return groups.values()
