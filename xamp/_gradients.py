@@ -41,7 +41,7 @@ def unscale_by_group_(
 
 
 def coalesce_half(params: Iterable[torch.Tensor]) -> None:
-    """Sum repeated indices in half-precision sparse gradients, so that a sum that overflows is found, as in torch.amp."""
+    """Sum repeated indices in half sparse gradients, so that a sum that overflows is found, as torch.amp does."""
     for param in params:
         grad = param.grad
         if grad is not None and grad.is_sparse and grad.dtype != torch.float32 and not grad.is_coalesced():

@@ -150,12 +150,11 @@ class WithDeepcopyByName(WithMetaclass):
 SPECIAL: list[Callable[[], nn.Module]] = [
     WithInitSubclass,
     WithMetaclass,
-    WithSlots,
     lambda: WithReduce(8),
     WithDeepcopy,
     WithDeepcopyByName,
 ]
-SPECIAL_IDS = ["init_subclass", "metaclass", "slots", "reduce", "deepcopy", "deepcopy_by_name"]
+SPECIAL_IDS = ["init_subclass", "metaclass", "reduce", "deepcopy", "deepcopy_by_name"]
 
 
 def net(lane: Lane) -> Net:

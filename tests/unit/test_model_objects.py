@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from nets import INSIDE, LEVELS, SPECIAL, SPECIAL_IDS, Net, batch, net, ran_in, sgd, start, train
+from nets import INSIDE, LEVELS, SPECIAL, SPECIAL_IDS, Net, WithSlots, batch, net, ran_in, sgd, start, train
 from torch import nn
 
 import xamp
@@ -161,6 +161,15 @@ def test_classes_with_customs_of_their_own_run_copy_and_pickle(
         assert ran_in(twin(batch(lane))) == INSIDE[level]
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_class_with_slots_runs_under_the_policy(level: str, lane: Lane) -> None:
+    model = WithSlots().to(lane.device)
+    model.factor = 2.0
+    start(model, level, lane)
+    assert model.factor == 2.0
+    assert ran_in(model(batch(lane))) == INSIDE[level]
+
+
 # ---------------------------------------------------------------- instance attributes, slices, replicas
 
 
@@ -237,4 +246,4 @@ def test_data_parallel_around_a_model_and_given_with_it(level: str, lane: Lane) 
     given: nn.DataParallel[nn.Module] = nn.DataParallel(net(lane))
     assert start(given, level, lane) is given
     assert ran_in(given(batch(lane))[1]) == INSIDE[level]
-    assert xamp.session(given) is xamp.session(given.module)
+    assert xamp.session(given).policy is xamp.session(given.module).policy
