@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|forward|syncs|memory|import|all``: print the figures; exit code 1 if a bound is missed."""
+"""``python -m benchmarks step|forward|syncs|memory|import|all`` prints figures; exit code 1 if a bound is missed."""
 
 from __future__ import annotations
 
@@ -48,10 +48,14 @@ def main() -> int:
             print_table("Where it goes, us", done["phases"])
     missed = [f"{name}: {f.case}" for name, figures in done.items() for f in figures if f.missed]
     if arguments.json is not None:
-        found = {name: [{**dataclasses.asdict(f), "missed": f.missed} for f in figures] for name, figures in done.items()}
+        found = {name: [_record(figure) for figure in figures] for name, figures in done.items()}
         arguments.json.write_text(json.dumps({"torch": torch.__version__, "device": str(device), **found}, indent=1))
     print(f"\nmissed: {'; '.join(missed)}" if missed else "\nall within bounds")
     return 1 if missed else 0
+
+
+def _record(figure: Figure) -> dict[str, object]:
+    return {**dataclasses.asdict(figure), "missed": figure.missed}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A managed forward against ``with torch.autocast(...)`` around the plain one. What is timed is entering and leaving."""
+"""A managed forward against ``with torch.autocast(...)`` around the plain one: the cost of entering and leaving."""
 
 from __future__ import annotations
 

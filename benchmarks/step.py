@@ -63,8 +63,7 @@ class Loop:
         self.params: list[torch.nn.Parameter] = list(self.model.parameters())
         self.optimizer = make(self.params)
         leaf = torch.ones((), device=device, requires_grad=True)
-        self.loss: torch.Tensor = _Ready.apply(leaf, self.params)
-
+        self.loss: torch.Tensor = _Ready.apply(leaf, self.params)  # type: ignore[no-untyped-call]
 
 
 class Ours(Loop):

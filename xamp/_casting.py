@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ class Plan:
         self.lowered: list[nn.Parameter] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._originals: dict[int, torch.Tensor] = {}  # by id of the parameter or buffer that took its place
+        self._grads: dict[int, torch.Tensor | None] = {}
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
         # Made here, where running out of memory has changed nothing yet.
@@ -86,7 +87,7 @@ class Plan:
             if self.policy.casts_parameters:
                 undo.callback(_masters.watch_state_dicts(model))
             kept_whole = any(model is island for island in self.islands())
-            undo.callback(enter_policy(model, self._island_region() if kept_whole else self._region()))
+            undo.callback(enter_policy(model, self._region(kept_whole)))
         for island in self.islands():
             if not any(island is model for model in self.models()):
                 undo.callback(enter_policy(island, self._island_region()))
@@ -94,16 +95,13 @@ class Plan:
     def commit(self) -> None:
         """Nothing can fail any more: let go of the fp32 values that only a failure would have needed."""
         self._originals = {}
+        self._grads = {}
 
-    def _region(self) -> Region:
+    def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
-        return Region(
-            device_type=self.device_type,
-            autocast_dtype=policy.dtype if policy.autocast else None,
-            input_dtype=None if policy.autocast else policy.dtype,
-            output_dtype=policy.output_dtype,
-            methods=policy.methods,
-        )
+        lower = policy.dtype if policy.autocast and not kept_whole else None
+        into = torch.float32 if kept_whole else None if policy.autocast else policy.dtype
+        return Region(self.device_type, lower, into, policy.output_dtype, policy.methods)
 
     def _island_region(self) -> Region:
         back = self.policy.dtype if self.policy.casts_parameters else None
@@ -115,6 +113,7 @@ class Plan:
         for param, value, grad in zip(self.lowered, self._values, grads, strict=True):
             param.grad = None  # of the old dtype, which the new one does not admit
             self._originals[id(param)] = param.data
+            self._grads[id(param)] = grad
             if self.policy.master_weights:
                 _masters.set_master(param, nn.Parameter(param.data))
             param.data = value
@@ -136,6 +135,7 @@ class Plan:
                 _masters.set_master(param, None)
             param.grad = None
             param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
+            grad = self._grads.get(id(param), grad)
             if grad is not None:
                 param.grad = grad.to(param.dtype)
         for module, name, buffer in self._live_buffers():
@@ -155,7 +155,7 @@ def plan(models: Sequence[nn.Module], policy: Policy, device_type: str) -> Plan:
 
 
 def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
-    """The outermost modules that ``keep`` matches."""
+    """The modules to run in fp32: the outermost that ``keep`` matches, and those that share a parameter with them."""
     unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
     found: dict[int, nn.Module] = {}
     covered: set[int] = set()
@@ -164,16 +164,32 @@ def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn
             hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
             unmatched.difference_update(k for k in hits if isinstance(k, str))
             if hits and id(module) not in covered:
-                found[id(module)] = module
-            if hits:
+                found.update((id(m), m) for m in _called(module))
                 covered.update(id(m) for m in module.modules())
     if unmatched:
         names = [name for model in models for name, _ in model.named_modules() if name]
         raise PolicyError(
-            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
-            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those of "
+            f"model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
         )
-    return list(found.values())
+    return [*found.values(), *_tied_to(found.values(), covered, models)]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """``module``, or what is in it where it is a mere list of modules, whose forward nobody calls."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
+
+
+def _tied_to(islands: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Modules outside the islands that hold one of their parameters: it stays fp32, so they must run in fp32 too."""
+    kept = {id(p) for island in islands for p in island.parameters()}
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        if id(module) not in covered and any(id(p) in kept for p in module._parameters.values()):
+            yield module
 
 
 def _matches(name: str, pattern: str) -> bool:

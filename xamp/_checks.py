@@ -52,8 +52,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
-        elif isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = inner
+        elif not isinstance(model, torch.jit.ScriptModule) and "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
         else:
             return model
 

@@ -65,8 +65,10 @@ def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
         filled = copy.copy(value)
         filled[:] = items
         return filled
-    if hasattr(kind, "_fields"):
-        return kind(*items)
+    if hasattr(kind, "_make"):
+        return kind._make(items)  # a named tuple, whatever its __new__ takes
+    if hasattr(kind, "n_sequence_fields"):
+        return kind(items)  # what torch.max(x, dim) and others return
     made = tuple.__new__(kind, items)
     made.__dict__.update(getattr(value, "__dict__", {}))
     return made

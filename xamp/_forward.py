@@ -10,7 +10,6 @@ and ``isinstance``, ``repr`` and the signature of ``forward`` stay as they were.
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import dataclasses
 import functools
 import weakref
@@ -64,9 +63,9 @@ class _UnderPolicy:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            args = (self._xamp_base, *args[1:])
-        return (_rebuild, (self._xamp_region, make, args), *rest)
+        # Whoever names the class means the user's: pickle finds no other under that name.
+        make, *args = [self._xamp_base if part is type(self) else part for part in (make, *args)]
+        return (_rebuild, (self._xamp_region, make, tuple(args)), *rest)
 
 
 def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -101,15 +100,16 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 f"initialize(methods={region.methods!r}): {type(module).__name__} has no method {name!r}."
             )
     # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
-    hidden = [name for name in region.methods if name in module.__dict__]
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    hidden = [name for name in region.methods if scripted or name in module.__dict__]
     before = type(module)
-    if not isinstance(module, torch.jit.ScriptModule):
+    if not scripted:
         try:
             module.__class__ = _subclass(before, region)
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
-        module.__dict__[name] = _InstanceMethod(module.__dict__[name], region)
+        module.__dict__[name] = _InstanceMethod(getattr(module, name), region)
 
     held_weakly = weakref.ref(module)  # what undoes a change must not keep the model alive
 
@@ -117,7 +117,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         found = held_weakly()
         if found is None:
             return
-        if not isinstance(found, torch.jit.ScriptModule):
+        if not scripted:
             found.__class__ = before
         for name in region.methods:
             method = found.__dict__.get(name)
@@ -147,6 +147,8 @@ def _subclass(base: type, region: Region) -> type:
             namespace[name] = _in_region(getattr(base, name), region)
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy(base, region)
+    if issubclass(base, torch.fx.GraphModule):
+        namespace["recompile"] = _recompile(base, region)
     made = type(base)(base.__name__, (_UnderPolicy, base), namespace)
     _subclasses[id(base), region] = made
     return made
@@ -162,6 +164,20 @@ def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]
         return made
 
     return __deepcopy__
+
+
+def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
+    """``recompile`` of a ``GraphModule``, which writes the new forward into the class: into its own, not into ours."""
+
+    def recompile(self: Any) -> Any:
+        self.__class__ = base
+        try:
+            return base.recompile(self)
+        finally:
+            _subclasses.pop((id(base), region), None)
+            self.__class__ = _subclass(base, region)
+
+    return recompile
 
 
 class _InstanceMethod:

@@ -21,7 +21,7 @@ from xamp import _casting, _checks, _device, _masters, _registry, ops
 from xamp._engine import Engine
 from xamp._fused import FusedForm
 from xamp._log import say
-from xamp._optimizer import manage, replace_params
+from xamp._optimizer import cast_state, manage, replace_params
 from xamp._session import register
 from xamp._step import OptimizerState
 from xamp.contract import Backend, BackendSpec
@@ -103,6 +103,8 @@ def initialize(
         In every case models and optimizers are as they were.
     """
     given = locals()
+    if not isinstance(backend, str):
+        raise PolicyError(f"initialize(backend={backend!r}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
     model_list: list[nn.Module] = _checks.as_list("models", models, nn.Module)  # type: ignore[assignment]
     given_optimizers = [] if optimizers is None else optimizers
@@ -226,6 +228,7 @@ def _take_optimizers(
         engine.add_pairs(pairs)
         undo.callback(_back_to_model, engine.pairs(), weakref.ref(optimizer))
         replace_params(optimizer, pairs)
+        undo.callback(cast_state(optimizer, params))
         undo.callback(_unfuse, form, weakref.ref(optimizer))
         form.switch_on(optimizer)
         state = OptimizerState(engine, optimizer, index, form)

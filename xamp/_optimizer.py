@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp._masters import master_of
+from xamp._masters import LOWER, master_of
 from xamp._step import OptimizerState
 from xamp.errors import PolicyError
 
@@ -144,6 +144,34 @@ class _Managed:
 
 def _as_optimizer(managed: Any) -> Optimizer:
     return managed  # type: ignore[no-any-return]
+
+
+def cast_state(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Give existing state the dtype of lowered ``params`` that are stepped themselves, as a load would.
+
+    Returns:
+        A function that makes it fp32 again: the very tensors, unless a step has moved them.
+    """
+    cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
+    for param in params:
+        state = optimizer.state.get(param) if param.dtype in LOWER else None
+        for key, value in (state or {}).items():
+            if key != "step" and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                lowered = value.to(param.dtype)
+                cast.append((state, key, value, lowered, lowered._version))  # type: ignore[arg-type]
+    for state, key, _, lowered, _ in cast:
+        state[key] = lowered
+    held_weakly = weakref.ref(optimizer)
+
+    def undo() -> None:
+        before = {id(low): value for _, _, value, low, version in cast if low._version == version}
+        found = held_weakly()
+        for state in () if found is None else found.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.dtype in LOWER:
+                    state[key] = before.get(id(value), value.float())
+
+    return undo
 
 
 def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -200,6 +200,11 @@ class OptimizerState:
     def postpone(self, scaler: LossScaler, why: str) -> None:
         """Leave the gradients scaled and where they are, until a later ``scale_loss``."""
         self.open = False
+        if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
+            _gradients.multiply_(self._entry.stash, scaler.scale)
+            _gradients.add_(self._entry.grads, self._entry.stash)
+            self._mixed = True
+        self._entry = _Entry()
         self._pending = _Pending(scaler, why)
 
     def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, done: set[int] | None) -> None:

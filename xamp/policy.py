@@ -274,10 +274,10 @@ def _dtype(name: str, value: object) -> torch.dtype:
 def _output_dtype(value: object) -> torch.dtype | None:
     import torch
 
-    if value is None or value is True or value == "True":
+    if value is None:
         return torch.float32
-    if value is False or value == "False":
-        return None
+    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
+        return torch.float32 if _boolean("cast_model_outputs", value) else None
     return _dtype("cast_model_outputs", value)
 
 

@@ -22,16 +22,46 @@ SIZES = (4, 3)
 """Elements of ``Dot.a`` and ``Dot.b``."""
 
 
+class Part(nn.Module):
+    """``weight . x``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
 class Dot(nn.Module):
     """``a . x[:4] + b . x[4:]``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Parameter(torch.randn(SIZES[0]))
-        self.b = nn.Parameter(torch.randn(SIZES[1]))
+        self.first = Part(SIZES[0])
+        self.second = Part(SIZES[1])
+
+    @property
+    def a(self) -> nn.Parameter:
+        return self.first.weight
+
+    @property
+    def b(self) -> nn.Parameter:
+        return self.second.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.a * x[: SIZES[0]]).sum() + (self.b * x[SIZES[0] :]).sum()
+        loss: torch.Tensor = self.first(x[: SIZES[0]]) + self.second(x[SIZES[0] :])
+        return loss
+
+
+SCALED = ["O1", "O2", "O2-second-fp32"]
+"""The levels that scale; in the third ``b`` stays fp32, so that the optimizer steps a master and a plain parameter."""
+
+
+def at(level: str) -> dict[str, Any]:
+    """The arguments of ``initialize`` for one of :data:`SCALED`, or another level."""
+    name, _, partly = level.partition("-")
+    return {"level": name, "verbosity": 0, **({"keep_fp32": ["*second"]} if partly else {})}
 
 
 def inputs(count: int, lane: Lane, seed: int = 1) -> list[torch.Tensor]:
@@ -76,9 +106,9 @@ def plain_iterate(model: nn.Module, optimizer: Optimizer, *xs: torch.Tensor) -> 
     optimizer.step()
 
 
-def twin(model: nn.Module) -> Any:
-    """A copy to run the reference on; take it before ``initialize``."""
-    return copy.deepcopy(model)
+def twin(original: Any) -> Any:
+    """A copy to run the reference on; of a model, take it before ``initialize``."""
+    return copy.deepcopy(original)
 
 
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -152,21 +182,19 @@ class HostReads(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.scalars = 0
         self.lists = 0
+        self._tolist: Any = torch.Tensor.tolist
 
     def __enter__(self) -> Any:
-        original: Any = torch.Tensor.tolist
-
         def counted(tensor: torch.Tensor) -> Any:
             self.lists += 1
-            return original(tensor)
+            return self._tolist(tensor)
 
-        self._restore = lambda: setattr(torch.Tensor, "tolist", original)
-        setattr(torch.Tensor, "tolist", counted)  # noqa: B010
-        return super().__enter__()
+        torch.Tensor.tolist = counted  # type: ignore[method-assign,assignment]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
-        self._restore()
-        super().__exit__(*exc)
+        torch.Tensor.tolist = self._tolist  # type: ignore[method-assign]
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.scalars += func is torch.ops.aten._local_scalar_dense.default

@@ -154,7 +154,8 @@ def test_classes_with_customs_of_their_own_run_copy_and_pickle(
     model = start(make().to(lane.device), level, lane)
     expected = model(batch(lane))
     assert ran_in(expected) == INSIDE[level]
-    for through in (copy.deepcopy, through_pickle):
+    copies: list[Callable[[nn.Module], nn.Module]] = [copy.deepcopy, through_pickle]
+    for through in copies:
         twin = through(model)
         assert isinstance(twin, type(model).__bases__[-1])
         assert torch.equal(twin(batch(lane)), expected)
@@ -187,11 +188,11 @@ def test_an_instances_own_forward_runs_under_the_policy(kind: str, level: str, l
         "partial": functools.partial(other_forward, model),
         "lambda": lambda x: other_forward(model, x),
     }
-    model.forward = own[kind]  # type: ignore[method-assign]
+    model.__dict__["forward"] = own[kind]
     start(model, level, lane)
     assert ran_in(model(batch(lane))) == INSIDE[level]
     xamp.session(model).close()
-    assert model.forward is own[kind]
+    assert model.__dict__["forward"] is own[kind]
     assert ran_in(model(batch(lane))) == torch.float32
 
 

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
-import subprocess
-import sys
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import xamp
-from xamp._registry import Registry
-from xamp.contract import Backend, BackendSpec, Capabilities
-from xamp.errors import PolicyError, UnsupportedPolicy
+from xamp.errors import PolicyError
 from xamp.policy import LEVELS, Policy, Request, compile_policy, parse_level
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

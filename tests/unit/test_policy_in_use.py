@@ -150,9 +150,15 @@ def test_without_logging_set_up_it_goes_to_stderr(verbosity: int, said: str) -> 
 
 
 def test_with_logging_set_up_it_goes_there_only() -> None:
-    script = "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(name)s|%(message)s')"
+    script = (
+        "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(name)s|%(message)s')"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", script + SCRIPT.format(verbosity=1)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script + SCRIPT.format(verbosity=1)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stdout == f"xamp|{SPOKEN}\n"
     assert SPOKEN not in done.stderr

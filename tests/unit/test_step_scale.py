@@ -11,9 +11,11 @@ import pytest
 import torch
 from lanes import Lane
 from stepping import (
+    SCALED,
     Dot,
     HostReads,
     assert_same,
+    at,
     inputs,
     iterate,
     outcome,
@@ -29,14 +31,14 @@ import xamp
 from xamp._scale import HISTORY_LAG
 from xamp.errors import LossScaleCollapsed
 
-scaled_levels = pytest.mark.parametrize("level", ["O1", "O2"])
+scaled_levels = pytest.mark.parametrize("level", SCALED)
 both_forms = pytest.mark.parametrize("fused", [False, "auto"])
 
 
 def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
     model = Dot().to(lane.device)
     optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    model, optimizer = xamp.initialize(model, optimizer, level=level, verbosity=0, **options)
+    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
     return model, optimizer
 
 
@@ -97,7 +99,7 @@ def test_each_scale_loss_is_one_update(lane: Lane) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", SCALED)
 @pytest.mark.parametrize("scale", [64.0, 1000.0, "dynamic"])
 def test_the_yielded_loss_is_fp32_and_times_the_scale(lane: Lane, level: str, scale: str | float) -> None:
     model, optimizer = start(lane, level, loss_scale=scale, init_scale=64.0)
@@ -114,7 +116,7 @@ def test_200_overflows_from_2_to_the_16_stay_at_the_floor_and_are_reported_every
     lane: Lane, level: str, fused: str | bool, first_is_clean: bool
 ) -> None:
     """The scale reaches 1.0 with the 16th; the 17th is the first at the floor, so the 66th is the 50th there."""
-    model, optimizer = start(lane, level, fused=fused, init_scale=2.0**15 if level == "O2" else 2.0**16)
+    model, optimizer = start(lane, level, fused=fused, init_scale=2.0**15 if level != "O1" else 2.0**16)
     late = HISTORY_LAG if first_is_clean and optimizer.param_groups[0]["fused"] and lane.device.type != "cpu" else 0
     x = inputs(1, lane)[0]
     if first_is_clean:
@@ -129,8 +131,8 @@ def test_200_overflows_from_2_to_the_16_stay_at_the_floor_and_are_reported_every
             messages.add(str(error))
         assert xamp.loss_scale(optimizer) >= 1.0
     assert len(messages) == 1
-    assert re.search(r"loss scale 1, at its floor \(min_loss_scale=1\).* not finite: b\. ", messages.pop())
-    falls = 15 if level == "O2" else 16
+    assert re.search(r"loss scale 1, at its floor \(min_loss_scale=1\).* not finite: second\.weight\. ", messages.pop())
+    falls = 15 if level != "O1" else 16
     assert reported == [falls + 50 + late, falls + 100 + late, falls + 150 + late]
     assert_same(picture(model, optimizer), still)
     assert xamp.session(optimizer).stats.skipped == 200
@@ -159,7 +161,7 @@ def test_the_message_names_parameters_by_model_and_says_what_to_do(lane: Lane) -
     optimizer: Any = SGD([p for m in models for p in m.parameters()], lr=0.1)
     models, optimizer = xamp.initialize(models, optimizer, level="O2", init_scale=1.0, verbosity=0)
     x = inputs(1, lane)[0]
-    pattern = r"min_loss_scale=1.*not finite: models\[0\]\.b, models\[1\]\.a\. .*keep_fp32"
+    pattern = r"min_loss_scale=1.*not finite: models\[0\]\.second\.weight, models\[1\]\.first\.weight\. .*keep_fp32"
     for count in itertools.count(1):
         optimizer.zero_grad()
         run_backward(models[0](x) + models[1](x), optimizer, lane, [models[0].b, models[1].a])
@@ -189,7 +191,7 @@ def test_a_static_scale_skips_and_stays_and_reports_every_50(lane: Lane, level: 
     assert xamp.loss_scale(optimizer) == float(scale)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", SCALED)
 @pytest.mark.parametrize("fused", [False, "auto"])
 def test_a_static_scale_other_than_one_is_checked_by_default(lane: Lane, level: str, fused: str | bool) -> None:
     model, optimizer = start(lane, level, loss_scale=128, fused=fused)
@@ -212,15 +214,15 @@ def test_on_static_overflow_skip_checks_at_a_scale_of_one(lane: Lane, level: str
     assert (outcome(optimizer), xamp.loss_scale(optimizer)) == ("SKIPPED", 1.0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", SCALED)
 @pytest.mark.parametrize("scale", [128.0, 1000.0])
 def test_on_static_overflow_step_never_checks(lane: Lane, level: str, scale: float) -> None:
     model = Dot().to(lane.device)
     reference = twin(model)
     optimizer: Any = SGD(model.parameters(), lr=0.125)
     plain = SGD(reference.parameters(), lr=0.125)
-    options: dict[str, Any] = {"loss_scale": scale, "on_static_overflow": "step", "verbosity": 0}
-    model, optimizer = xamp.initialize(model, optimizer, level=level, **options)
+    options: dict[str, Any] = {"loss_scale": scale, "on_static_overflow": "step"}
+    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
     with HostReads() as reads:
         for x in inputs(3, lane):
             iterate(model, optimizer, x)

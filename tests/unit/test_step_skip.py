@@ -10,10 +10,12 @@ import pytest
 import torch
 from lanes import Lane
 from stepping import (
+    SCALED,
     Dot,
     assert_follows,
     assert_lowered_follow,
     assert_same,
+    at,
     inputs,
     iterate,
     outcome,
@@ -63,7 +65,7 @@ FORMS += [Form(RMSprop, {"momentum": 0.9}, name) for name in ("for-loop", "forea
 FEW = [Form(SGD, {"momentum": 0.9}, "foreach"), Form(SGD, {"momentum": 0.9}, "auto"), Form(Adam, {}, "auto")]
 each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 few_forms = pytest.mark.parametrize("form", FEW, ids=str)
-scaled_levels = pytest.mark.parametrize("level", ["O1", "O2"])
+scaled_levels = pytest.mark.parametrize("level", SCALED)
 
 
 def start(lane: Lane, form: Form, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
@@ -72,8 +74,8 @@ def start(lane: Lane, form: Form, level: str, **options: Any) -> tuple[Any, Opti
     reference = twin(model)
     plain = form.make(reference.parameters(), lane)
     optimizer = form.make(model.parameters(), lane)
-    options = {"init_scale": SCALE, "verbosity": 0, **options}
-    model, optimizer = xamp.initialize(model, optimizer, level=level, **options)
+    options = {"init_scale": SCALE, **options}
+    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
     return model, optimizer, reference, plain
 
 

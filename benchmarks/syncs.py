@@ -1,0 +1,181 @@
+"""How often one training step waits for the device.
+
+Every scalar that reaches the host is counted: ``aten::_local_scalar_dense`` in a dispatch mode (what ``item()``,
+``bool()`` and ``float()`` become), and calls of ``Tensor.item``, ``tolist`` and ``cpu``, which a CPU answers without.
+A CPU stands in for an accelerator: what is copied asynchronously there, and read many steps later, is no wait. Nor is
+what the optimizer reads in a plain loop too: an unfused Adam keeps its step counters on the host, wherever it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xamp
+from benchmarks import bounds
+from benchmarks.report import Figure
+
+STEPS = 40
+WARM_UP = 3
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+def _adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=1e-3)
+
+
+CASES: dict[str, tuple[Make, dict[str, Any], int]] = {
+    "O1 SGD fused": (_sgd, {"level": "O1"}, bounds.SYNCS["fused"]),
+    "O1 Adam fused": (_adam, {"level": "O1"}, bounds.SYNCS["fused"]),
+    "O2 Adam fused": (_adam, {"level": "O2"}, bounds.SYNCS["fused"]),
+    "O1 Adam unfused": (_adam, {"level": "O1", "fused": False}, bounds.SYNCS["other"]),
+    "O2 Adam unfused": (_adam, {"level": "O2", "fused": False}, bounds.SYNCS["other"]),
+    "O1 SGD unfused, static 128": (_sgd, {"level": "O1", "fused": False, "loss_scale": 128}, bounds.SYNCS["other"]),
+    "O4 Adam unfused": (_adam, {"level": "O4", "fused": False}, bounds.SYNCS["pass-through"]),
+    "O5 Adam unfused": (_adam, {"level": "O5", "fused": False}, bounds.SYNCS["pass-through"]),
+}
+"""Optimizer, arguments of ``initialize``, and how many waits a step may have."""
+
+
+def run(device: torch.device) -> list[Figure]:
+    figures = []
+    for case, (make, arguments, bound) in CASES.items():
+        reads, names = _count(make, arguments, device)
+        if arguments.get("fused") is False:
+            reads -= _count(make, None, device)[0]
+        figures.append(Figure(case, reads / STEPS, "a step", bound, ", ".join(sorted(names))))
+        if device.type != "cpu" and bound == 0:
+            figures.append(_strict(case, make, arguments, device))
+    return figures
+
+
+def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """An optimizer and one step of it; a plain one where ``arguments`` is None."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
+    optimizer = make(model.parameters())
+    x = torch.randn(4, 8, device=device)
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    if arguments is None:
+        return optimizer, plain
+    xamp.initialize(model, optimizer, op_policy="native", verbosity=0, **arguments)
+
+    def one() -> None:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        xamp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    return optimizer, one
+
+
+def _count(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> tuple[int, set[str]]:
+    optimizer, one = _training(make, arguments, device)
+    for _ in range(WARM_UP):  # a parameter's first fused step is decided on the host
+        one()
+    with _as_accelerator(optimizer), _Reads() as reads:
+        for _ in range(STEPS):
+            one()
+    return reads.count, reads.names
+
+
+def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.device) -> Figure:
+    """Let the device's own check raise at the first operation that waits."""
+    _, one = _training(make, arguments, device)
+    for _ in range(WARM_UP):
+        one()
+    waited = ""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(STEPS):
+            one()
+    except RuntimeError as error:
+        waited = str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Figure(f"{case}, sync debug mode", float(bool(waited)), "a step", 0, waited)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts scalars read on the host, whoever reads them."""
+
+    METHODS = ("item", "tolist", "cpu")
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self.names: set[str] = set()
+        self._patches = contextlib.ExitStack()
+        self._inside = False
+
+    def __enter__(self) -> _Reads:
+        for name in self.METHODS:
+            self._patches.enter_context(mock.patch.object(torch.Tensor, name, self._counted(name)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or getattr(tensor, "_copied_long_ago", False):
+                return original(tensor, *args, **kwargs)
+            self._note(f"Tensor.{name}")
+            self._inside = True
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return method
+
+    def _note(self, name: str) -> None:
+        self.count += 1
+        self.names.add(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
+            self._note("_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _as_accelerator(optimizer: Any) -> Iterator[None]:
+    """On a CPU, make what records the state of each step take the way that it takes on a device."""
+    history = optimizer._xamp._history if hasattr(optimizer, "_xamp") else None
+    if history is None or not history._values.is_cpu:
+        yield
+        return
+
+    class Values:
+        is_cpu = False
+
+    def copy() -> tuple[torch.Tensor, Any]:
+        copied = kept.clone()
+        copied._copied_long_ago = True
+        return copied, mock.Mock()
+
+    kept = history._values
+    with mock.patch.multiple(history, _values=Values(), _copy=copy):
+        yield

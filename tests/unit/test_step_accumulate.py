@@ -1,0 +1,275 @@
+"""Gradients of several backwards add up to what fp32 gives, however the scale moves in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lanes import Lane
+from stepping import (
+    SCALED,
+    Dot,
+    assert_follows,
+    assert_lowered_follow,
+    assert_same,
+    at,
+    inputs,
+    iterate,
+    outcome,
+    picture,
+    plain_iterate,
+    run_backward,
+    twin,
+)
+from torch.optim import SGD, Optimizer
+
+import xamp
+
+SCALES: list[dict[str, Any]] = [
+    {"init_scale": 256.0},
+    {"loss_scale": 1000.0},
+    {"loss_scale": 0.3},
+    {"init_scale": 1000.0},
+]
+each_level = pytest.mark.parametrize("level", SCALED)
+each_scale = pytest.mark.parametrize(
+    "scale", SCALES, ids=lambda scale: "-".join(f"{k}={v:g}" for k, v in scale.items())
+)
+
+
+def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
+    """A model under xamp, and its reference in plain fp32."""
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
+    return model, optimizer, reference, plain
+
+
+def tolerance(scale: dict[str, Any], level: str) -> float:
+    """Of the sums: none is lost under a power of two; other scales round each fp16 gradient once."""
+    exact = scale.get("loss_scale", scale.get("init_scale")) == 256.0
+    return 1e-6 if exact or level == "O1" else 2e-3
+
+
+@pytest.mark.parametrize("level", ["O0", *SCALED, "O4", "O5"])
+@each_scale
+def test_any_number_of_micro_batches_add_up(lane: Lane, level: str, scale: dict[str, Any]) -> None:
+    options = scale if level in SCALED else {}
+    model, optimizer, reference, plain = start(lane, level, **options)
+    batches = inputs(9, lane)
+    for some in (batches[:1], batches[1:4], batches[4:]):
+        optimizer.zero_grad()
+        for x in some:
+            run_backward(model(x), optimizer)
+        optimizer.step()
+        plain_iterate(reference, plain, *some)
+    assert_follows(optimizer, reference, rtol=tolerance(scale, level), atol=tolerance(scale, level))
+    assert_lowered_follow(model, optimizer)
+
+
+@each_level
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (3.0, 0.25)], ids=str)
+def test_they_add_up_while_the_scale_grows(lane: Lane, level: str, factors: tuple[float, float]) -> None:
+    growth, backoff = factors
+    model, optimizer, reference, plain = start(
+        lane, level, init_scale=8.0, growth_interval=1, growth_factor=growth, backoff_factor=backoff
+    )
+    batches = inputs(6, lane)
+    for x in batches:
+        run_backward(model(x), optimizer)
+    assert xamp.loss_scale(optimizer) == 8.0 * growth**6
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    rough = 1e-6 if growth == 2.0 or level == "O1" else 2e-3
+    assert_follows(optimizer, reference, rtol=rough, atol=rough)
+
+
+@each_level
+@pytest.mark.parametrize("scale", [256.0, 1000.0])
+def test_they_add_up_when_another_optimizer_backs_the_scale_off(lane: Lane, level: str, scale: float) -> None:
+    models = [Dot().to(lane.device), Dot().to(lane.device)]
+    reference = twin(models[0])
+    plain = SGD(reference.parameters(), lr=0.125)
+    made: Any = [SGD(m.parameters(), lr=0.125) for m in models]
+    models, (mine, other) = xamp.initialize(models, made, init_scale=scale, **at(level))
+    first, second, third = inputs(3, lane)
+    run_backward(models[0](first), mine)
+    run_backward(models[1](second), other, lane, [models[1].a])
+    assert xamp.loss_scale(mine) == scale / 2
+    run_backward(models[0](third), mine)
+    mine.step()
+    other.step()
+    plain_iterate(reference, plain, first, third)
+    assert (outcome(mine), outcome(other)) == ("APPLIED", "SKIPPED")
+    rough = 1e-6 if scale == 256.0 or level == "O1" else 2e-3
+    assert_follows(mine, reference, rtol=rough, atol=rough)
+
+
+@each_level
+@each_scale
+def test_delay_unscale_adds_up(lane: Lane, level: str, scale: dict[str, Any]) -> None:
+    model, optimizer, reference, plain = start(lane, level, growth_interval=1, **scale)
+    batches = inputs(7, lane)
+    for count, x in enumerate(batches):
+        was = xamp.loss_scale(optimizer)
+        run_backward(model(x), optimizer, delay_unscale=count not in (2, 6))
+        if count not in (2, 6):
+            assert xamp.loss_scale(optimizer) == was
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    # Sums of scaled fp16 gradients are rounded to fp16.
+    rough = 1e-6 if level == "O1" else 4e-3
+    assert_follows(optimizer, reference, rtol=rough, atol=rough)
+
+
+@each_level
+def test_delay_unscale_adds_up_across_scales_of_several_losses(lane: Lane, level: str) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0, num_losses=3, growth_interval=1)
+    batches = inputs(6, lane)
+    run_backward(model(batches[0]), optimizer, loss_id=0)
+    run_backward(model(batches[1]), optimizer, loss_id=0, delay_unscale=True)
+    run_backward(model(batches[2]), optimizer, loss_id=1, delay_unscale=True)
+    run_backward(model(batches[3]), optimizer, loss_id=2)
+    run_backward(model(batches[4]), optimizer, loss_id=0, delay_unscale=True)
+    run_backward(model(batches[5]), optimizer, loss_id=1)
+    assert [xamp.loss_scale(optimizer, i) for i in range(3)] == [128.0, 128.0, 128.0]
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    assert_follows(optimizer, reference)
+
+
+@each_level
+def test_losses_with_own_scales_add_up(lane: Lane, level: str) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0, num_losses=2, growth_interval=2)
+    batches = inputs(9, lane)
+    for step in range(3):
+        some = batches[3 * step : 3 * step + 3]
+        optimizer.zero_grad()
+        for x, loss_id in zip(some, (0, 1, 0), strict=True):
+            run_backward(model(x), optimizer, loss_id=loss_id)
+        optimizer.step()
+        plain_iterate(reference, plain, *some)
+    assert [xamp.loss_scale(optimizer, i) for i in range(2)] == [512.0, 128.0]
+    assert_follows(optimizer, reference)
+
+
+@each_level
+@each_scale
+def test_a_plain_backward_before_scale_loss_counts_as_it_is(lane: Lane, level: str, scale: dict[str, Any]) -> None:
+    model, optimizer, reference, plain = start(lane, level, **scale)
+    batches = inputs(3, lane)
+    for x in batches[:2]:
+        model(x).backward()
+    run_backward(model(batches[2]), optimizer)
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    assert_follows(optimizer, reference, rtol=tolerance(scale, level), atol=tolerance(scale, level))
+
+
+@each_level
+@pytest.mark.parametrize("zero", ["a", "b"])
+def test_a_plain_backward_between_two_scale_loss_counts_as_it_is(lane: Lane, level: str, zero: str) -> None:
+    """Also where its gradient is zero in some parameter."""
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0)
+    batches = inputs(3, lane)
+    batches[1][slice(0, 4) if zero == "a" else slice(4, 7)] = 0.0
+    run_backward(model(batches[0]), optimizer)
+    model(batches[1]).backward()
+    run_backward(model(batches[2]), optimizer)
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    assert_follows(optimizer, reference)
+
+
+def drop_gradients(model: Any) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+CLEAR: dict[str, Callable[[Any, Any], object]] = {
+    "optimizer.zero_grad()": lambda _, o: o.zero_grad(),
+    "optimizer.zero_grad(set_to_none=True)": lambda _, o: o.zero_grad(set_to_none=True),
+    "optimizer.zero_grad(set_to_none=False)": lambda _, o: o.zero_grad(set_to_none=False),
+    "model.zero_grad()": lambda m, _: m.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda m, _: m.zero_grad(set_to_none=False),
+    "p.grad = None": lambda m, _: drop_gradients(m),
+    "p.grad.zero_()": lambda m, _: [p.grad.zero_() for p in m.parameters() if p.grad is not None],
+}
+each_clear = pytest.mark.parametrize("clear", CLEAR.values(), ids=CLEAR.keys())
+
+
+@each_level
+@each_clear
+def test_every_way_to_clear_gradients_clears_them(lane: Lane, level: str, clear: Callable[[Any, Any], object]) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0)
+    batches = inputs(8, lane)
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        clear(model, optimizer)
+        run_backward(model(first), optimizer)
+        run_backward(model(second), optimizer)
+        optimizer.step()
+        plain_iterate(reference, plain, first, second)
+    assert_follows(optimizer, reference)
+
+
+@each_level
+@each_clear
+def test_gradients_can_be_cleared_halfway(lane: Lane, level: str, clear: Callable[[Any, Any], object]) -> None:
+    model, optimizer, reference, plain = start(lane, level, init_scale=64.0)
+    first, second = inputs(2, lane)
+    run_backward(model(first), optimizer)
+    clear(model, optimizer)
+    run_backward(model(second), optimizer)
+    optimizer.step()
+    plain_iterate(reference, plain, second)
+    assert_follows(optimizer, reference)
+
+
+@each_level
+@each_clear
+@pytest.mark.parametrize("scale", [{"init_scale": 64.0}, {"loss_scale": 1000.0}], ids=["64", "1000"])
+def test_gradients_can_be_cleared_inside_the_block_before_backward(
+    lane: Lane, level: str, clear: Callable[[Any, Any], object], scale: dict[str, Any]
+) -> None:
+    model, optimizer, reference, plain = start(lane, level, **scale)
+    first, second = inputs(2, lane)
+    run_backward(model(first), optimizer)
+    optimizer.step()
+    plain_iterate(reference, plain, first)
+    with xamp.scale_loss(model(second), optimizer) as scaled:
+        clear(model, optimizer)
+        scaled.backward()
+    optimizer.step()
+    plain_iterate(reference, plain, second)
+    assert_follows(optimizer, reference, rtol=tolerance(scale, level), atol=tolerance(scale, level))
+
+
+@each_level
+def test_a_step_after_gradients_were_cleared_does_nothing(lane: Lane, level: str) -> None:
+    model, optimizer, _, _ = start(lane, level, init_scale=64.0)
+    first, second = inputs(2, lane)
+    iterate(model, optimizer, first)
+    run_backward(model(second), optimizer)
+    still = picture(model, optimizer)
+    drop_gradients(model)
+    optimizer.step()
+    assert_same(picture(model, optimizer), still)
+
+
+@each_level
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("scale", [{"init_scale": 64.0}, {"loss_scale": 1000.0}], ids=["64", "1000"])
+def test_gradients_made_with_create_graph_add_up(lane: Lane, level: str, scale: dict[str, Any]) -> None:
+    """Then torch does not add in place."""
+    model, optimizer, reference, plain = start(lane, level, **scale)
+    batches = inputs(3, lane)
+    for x in batches:
+        with xamp.scale_loss(model(x), optimizer) as scaled:
+            scaled.backward(create_graph=True)
+    optimizer.step()
+    plain_iterate(reference, plain, *batches)
+    assert_follows(optimizer, reference, rtol=tolerance(scale, level), atol=tolerance(scale, level))
+    drop_gradients(model)

@@ -1,0 +1,237 @@
+"""What a session tells, what it takes over, and what it costs the host."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from stepping import (
+    SCALED,
+    Dot,
+    HostReads,
+    assert_follows,
+    assert_lowered_follow,
+    assert_same,
+    at,
+    inputs,
+    iterate,
+    outcome,
+    picture,
+    plain_iterate,
+    run_backward,
+    stepped,
+    twin,
+)
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+import xamp
+from xamp.errors import StateError
+
+scaled_levels = pytest.mark.parametrize("level", SCALED)
+all_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: SGD(params, lr=0.125, momentum=0.9),
+    "SGD-for-loop": lambda params: SGD(params, lr=0.125, momentum=0.9, foreach=False),
+    "Adam": lambda params: Adam(params, lr=0.125),
+    "AdamW-foreach": lambda params: AdamW(params, lr=0.125, foreach=True),
+    "Adagrad": lambda params: Adagrad(params, lr=0.125),
+}
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
+    model = Dot().to(lane.device)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+    model, optimizer = xamp.initialize(model, optimizer, **{"init_scale": 64.0, **at(level), **options})
+    return model, optimizer
+
+
+def test_loss_scale_must_be_told_which_session(lane: Lane) -> None:
+    gc.collect()  # of earlier tests
+    _, first = start(lane, "O1")
+    _, second = start(lane, "O2", init_scale=128.0)
+    with pytest.raises(StateError, match=r"loss_scale\(\): 2 sessions are live.*Pass a model or optimizer"):
+        xamp.loss_scale()
+    assert (xamp.loss_scale(first), xamp.loss_scale(second)) == (64.0, 128.0)
+    xamp.session(first).close()
+    assert xamp.loss_scale() == 128.0
+    xamp.session(second).close()
+    with pytest.raises(StateError, match=r"loss_scale\(\): 0 sessions are live"):
+        xamp.loss_scale()
+
+
+@all_levels
+@pytest.mark.parametrize("fused", [False, "auto"])
+def test_step_without_gradients_is_harmless(lane: Lane, level: str, fused: str | bool) -> None:
+    model, optimizer = start(lane, level, fused=fused)
+    still = picture(model, optimizer)
+    optimizer.step()
+    assert_same(picture(model, optimizer), still)
+    iterate(model, optimizer, inputs(1, lane)[0])
+    optimizer.zero_grad()
+    still = picture(model, optimizer)
+    optimizer.step()
+    assert_same(picture(model, optimizer), still)
+    iterate(model, optimizer, inputs(1, lane)[0])
+
+
+@scaled_levels
+def test_the_outcome_of_several_optimizers_is_a_dict(lane: Lane, level: str) -> None:
+    models: Any = [Dot().to(lane.device), Dot().to(lane.device)]
+    made: Any = [SGD(m.parameters(), lr=0.125) for m in models]
+    models, (first, second) = xamp.initialize(models, made, init_scale=64.0, **at(level))
+    session = xamp.session(models[1])
+    assert session.last_step == {first: None, second: None}
+    x = inputs(1, lane)[0]
+    run_backward(models[0](x) + models[1](x), [first, second], lane, [models[1].b])
+    first.step()
+    assert session.last_step == {first: xamp.StepOutcome.APPLIED, second: None}
+    second.step()
+    assert session.last_step == {first: xamp.StepOutcome.APPLIED, second: xamp.StepOutcome.SKIPPED}
+    assert xamp.session(first).last_step is xamp.StepOutcome.APPLIED
+    assert xamp.session(second).last_step is xamp.StepOutcome.SKIPPED
+
+
+@all_levels
+def test_the_outcome_of_one_optimizer_is_the_outcome(lane: Lane, level: str) -> None:
+    model, optimizer = start(lane, level)
+    assert xamp.session(optimizer).last_step is None
+    iterate(model, optimizer, inputs(1, lane)[0])
+    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
+
+
+# ---------------------------------------------------------------- what it takes over
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@each_optimizer
+def test_an_optimizer_that_has_trained_before_goes_on_where_it_was(lane: Lane, level: str, make: Any) -> None:
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    plain, optimizer = make(reference.parameters()), make(model.parameters())
+    batches = inputs(6, lane)
+    for x in batches[:3]:
+        plain_iterate(model, optimizer, x)
+        plain_iterate(reference, plain, x)
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    assert_follows(optimizer, reference, rtol=0, atol=0)
+    for x in batches[3:]:
+        iterate(model, optimizer, x)
+        plain_iterate(reference, plain, x)
+    assert_follows(optimizer, reference)
+    assert_lowered_follow(model, optimizer)
+
+
+@scaled_levels
+@each_optimizer
+def test_an_optimizer_that_has_trained_before_may_overflow_at_once(lane: Lane, level: str, make: Any) -> None:
+    model = Dot().to(lane.device)
+    optimizer = make(model.parameters())
+    first, second = inputs(2, lane)
+    plain_iterate(model, optimizer, first)
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    still = picture(model, optimizer)
+    iterate(model, optimizer, second, lane, ["a"])
+    assert_same(picture(model, optimizer), still)
+
+
+@scaled_levels
+def test_gradients_that_are_there_already_count(lane: Lane, level: str) -> None:
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    plain = SGD(reference.parameters(), lr=0.125)
+    optimizer: Any = SGD(model.parameters(), lr=0.125)
+    first, second = inputs(2, lane)
+    model(first).backward()
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    run_backward(model(second), optimizer)
+    optimizer.step()
+    plain_iterate(reference, plain, first, second)
+    assert_follows(optimizer, reference)
+
+
+@all_levels
+@each_optimizer
+def test_an_optimizer_made_after_the_model_was_cast(lane: Lane, level: str, make: Any) -> None:
+    if level == "O3" and make is not OPTIMIZERS["SGD"]:
+        pytest.skip("an eps that is zero in fp16 is refused at O3")
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    plain = make(reference.parameters())
+    model = xamp.initialize(model, init_scale=64.0, **at(level))
+    optimizer = make(model.parameters())
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    if level != "O3":
+        assert_follows(optimizer, reference, rtol=0, atol=0)
+    for x in inputs(3, lane):
+        iterate(model, optimizer, x)
+        plain_iterate(reference, plain, x)
+        assert outcome(optimizer) == "APPLIED"
+    rough = 4e-3 if level == "O3" else 1e-6
+    torch.testing.assert_close(
+        [p.float() for p in stepped(optimizer)], [p.detach() for p in reference.parameters()], rtol=rough, atol=rough
+    )
+    assert_lowered_follow(model, optimizer)
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_an_optimizer_made_later_must_come_with_the_same_policy(lane: Lane, level: str) -> None:
+    model: Any = Dot().to(lane.device)
+    model = xamp.initialize(model, **at(level))
+    optimizer = SGD(model.parameters(), lr=0.125)
+    with pytest.raises(StateError, match="was given to initialize before"):
+        xamp.initialize(model, optimizer, level="O4", verbosity=0)
+    assert type(optimizer) is SGD
+    xamp.initialize(model, optimizer, **at(level))
+    with pytest.raises(StateError, match="was given to initialize before"):
+        xamp.initialize(model, SGD(model.parameters(), lr=0.125), **at(level))
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+@scaled_levels
+@pytest.mark.parametrize("make", [OPTIMIZERS["SGD"], OPTIMIZERS["Adam"]], ids=["SGD", "Adam"])
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("static", [False, True])
+def test_the_host_waits_for_no_number_but_one_that_an_unfused_step_needs(
+    lane: Lane, level: str, make: Any, fused: str | bool, static: bool
+) -> None:
+    model = Dot().to(lane.device)
+    optimizer = make(model.parameters())
+    options: dict[str, Any] = {"loss_scale": 128.0} if static else {"init_scale": 64.0, "growth_interval": 2}
+    model, optimizer = xamp.initialize(model, optimizer, fused=fused, **at(level), **options)
+    on_device = optimizer.param_groups[0]["fused"] is True
+    batches = inputs(8, lane)
+    for x in batches[:2]:
+        iterate(model, optimizer, x)
+    foreign = 0
+    if not on_device:  # torch's own for-loop and foreach forms read their step counters
+        probe = make([torch.zeros(2, device=lane.device, requires_grad=True) for _ in range(2)])
+        for p in probe.param_groups[0]["params"]:
+            p.grad = torch.zeros_like(p)
+        with HostReads() as reads:
+            probe.step()
+        foreign = reads.scalars
+    for count, x in enumerate(batches[2:]):
+        with HostReads() as reads:
+            iterate(model, optimizer, x, lane, ["a"] if count == 2 else ())
+        assert reads.scalars == (0 if count == 2 else foreign)
+        if not on_device:
+            assert reads.lists == 1
+        elif lane.device.type != "cpu":
+            assert reads.lists == 0
+
+
+@scaled_levels
+def test_accumulation_and_clipping_wait_for_nothing(lane: Lane, level: str) -> None:
+    model, optimizer = start(lane, level)
+    batches = inputs(6, lane)
+    with HostReads() as reads:
+        for x in batches:
+            run_backward(model(x), optimizer)
+        xamp.clip_grad_norm_(optimizer, 1.0)
+    assert (reads.scalars, reads.lists) == (0, 0)
