@@ -35,7 +35,7 @@ def agrees(compiled: Any, eager: nn.Module, level: str, lane: Lane) -> None:
         out, inside = compiled(batch(lane))
         assert out.dtype == torch.float32
         assert ran_in(inside) == INSIDE[level]
-        assert torch.equal(inside, hidden)
+        torch.testing.assert_close(inside, hidden, atol=1e-2, rtol=1e-2)
         torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
 
 
