@@ -48,6 +48,9 @@ def note_given(wrapper: object) -> None:
         _noted[wrapper] = None
 
 
+_is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+
+
 def is_rank_zero() -> bool:
     """Whether this process is the one that logs."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
@@ -55,7 +58,7 @@ def is_rank_zero() -> bool:
 
 def world_size(group: Any) -> int:
     """Number of processes in ``group`` (None: the default group); 1 where there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not _is_initialized():
         return 1
     return dist.get_world_size(group)
 
@@ -69,6 +72,11 @@ class Wrappers:
         self._adopted: Any = WeakIdKeyDictionary()  # DDP -> ids of our parameters that it reduces
         self._sharded: list[weakref.ref[nn.Module]] | None = None
 
+    @staticmethod
+    def absent() -> bool:
+        """Whether nothing is shared between processes, so that no other question need be asked."""
+        return not _noted.data and not _is_initialized()
+
     def postponed(self) -> bool:
         """Whether the gradients of the last backward have yet to be reduced."""
         if not _noted and world_size(self._group) == 1:
@@ -81,12 +89,12 @@ class Wrappers:
                 return True
         return any(not _reduces(module) for module in self._shards())
 
-    def adopt(self, params: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    def adopt(self, params: Callable[[], Iterable[torch.Tensor]]) -> list[DistributedDataParallel]:
         """DDP objects noticed since the last call that hold one of ``params``."""
         fresh = [ddp for ddp in _noted if ddp not in self._adopted] if _noted else []
         if not fresh:
             return []
-        mine = {id(p) for p in params}
+        mine = {id(p) for p in params()}
         found = []
         for ddp in fresh:
             ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())

@@ -143,7 +143,7 @@ class Engine:
 
     def _settle_masters(self) -> None:
         """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
-        fresh = self._wrappers.adopt(p for p, _ in self._pairs)
+        fresh = self._wrappers.adopt(lambda: [p for p, _ in self._pairs])
         if not self._used or fresh:
             _masters.reconcile(self._pairs)
             self._used = True
@@ -156,9 +156,10 @@ class Engine:
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
         """After a backward: unscale, check, move the scale; or put all of that off."""
-        if not self._pairs:
-            self._wrappers.adopt(p for state in states for p in state.plain)
-        if delay_unscale or self._wrappers.postponed():
+        alone = self._wrappers.absent()
+        if not self._pairs and not alone:
+            self._wrappers.adopt(lambda: [p for state in states for p in state.plain])
+        if delay_unscale or (not alone and self._wrappers.postponed()):
             why = (
                 "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
             )
@@ -170,18 +171,19 @@ class Engine:
             for state in states:
                 state.unscale(scaler, None, done)
             return
-        found_inf = self._check(states, scaler, done, delay_overflow_check)
+        found_inf = self._check(states, scaler, done, delay_overflow_check, alone)
         if not delay_overflow_check:
             scaler.update(found_inf)
 
     def _check(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, done: set[int] | None, throw_away: bool
+        self, states: Sequence[OptimizerState], scaler: LossScaler, done: set[int] | None, throw_away: bool, alone: bool
     ) -> torch.Tensor:
         """Unscale and check; raises the sticky flags and returns one flag for all ``states``."""
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
             only.unscale(scaler, only.sticky, done)
-            self._wrappers.agree(only.sticky, only.model_params)
+            if not alone:
+                self._wrappers.agree(only.sticky, only.model_params)
             only.checked()
             return only.sticky
         flags = self.memory.flags
@@ -229,8 +231,8 @@ class ScaledLoss:
         self._engine.enter(self._states, self._scaler)
         if not self._engine.policy.scales:
             return self._loss
-        scale = self._scaler.scale
-        return self._loss * (scale if self._loss.device == scale.device else scale.to(self._loss.device))
+        loss, scale = self._loss, self._scaler.scale
+        return loss * (scale if loss.device == self._engine.device else scale.to(loss.device))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:

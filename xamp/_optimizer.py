@@ -73,6 +73,7 @@ def _subclass(base: type) -> type:
             "__doc__": base.__doc__,
             "_xamp_base": base,
             "step": _step_of(base),
+            "zero_grad": _zero_grad_of(base),
         }
         found = type(base)(base.__name__, (_Managed, base), namespace)
         _subclasses[id(base)] = found
@@ -95,6 +96,19 @@ def _step_of(base: Any) -> Callable[..., Any]:
     return step
 
 
+def _zero_grad_of(base: Any) -> Callable[..., None]:
+    """The base's, and the gradients in the lowered parameters too."""
+    inner = base.zero_grad
+
+    @functools.wraps(inner)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        for param, _ in self._xamp.pairs:
+            param.grad = None
+
+    return zero_grad
+
+
 class _Managed:
     """The methods of a managed optimizer besides ``step``."""
 
@@ -105,12 +119,6 @@ class _Managed:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The base's, and the gradients in the lowered parameters too."""
-        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
-        for param, _ in self._xamp.pairs:
-            param.grad = None
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """The base's, with masters for the lowered parameters in the group."""

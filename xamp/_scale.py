@@ -7,6 +7,7 @@ the host has to know whether a step is skipped, one read of a few bytes tells it
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,7 +76,18 @@ class LossScaler:
         self.scale.fill_(self.initial)
         torch.reciprocal(self.scale, out=self.inverse)
         moves = (policy.growth_factor, policy.backoff_factor, policy.min_loss_scale, policy.max_loss_scale)
+        self._seen = 0.0
+        self._full_slack = self._slack = 0
         self.exact = all(_is_power_of_two(x) for x in (self.initial, *(moves if policy.dynamic else ())))
+
+    def know(self, scale: float) -> None:
+        """The host has read the scale as it now is: so many updates cannot take it out of its bounds."""
+        if scale != self._seen and self._policy.dynamic:
+            policy = self._policy
+            down = math.log(scale / policy.min_loss_scale) / -math.log(policy.backoff_factor)
+            up = math.log(policy.max_loss_scale / scale) / math.log(policy.growth_factor)
+            self._seen, self._full_slack = scale, int(min(down, up))
+        self._slack = self._full_slack
 
     def update(self, found_inf: torch.Tensor) -> None:
         """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due; never out of the bounds.
@@ -94,7 +106,10 @@ class LossScaler:
             policy.backoff_factor,
             policy.growth_interval,
         )
-        self.scale.clamp_(policy.min_loss_scale, policy.max_loss_scale)
+        if self._slack:
+            self._slack -= 1
+        else:
+            self.scale.clamp_(policy.min_loss_scale, policy.max_loss_scale)
         torch.reciprocal(self.scale, out=self.inverse)
         self.version += 1
 
@@ -112,16 +127,20 @@ class CollapseWatch:
         self._scales: Sequence[float] = [scaler.initial for scaler in scalers]
         self._run = 0
 
-    def collapsed(self, overflowed: bool, scales: Sequence[float], used: Sequence[int]) -> bool:
-        """Take in one step; whether it completes a run of :data:`COLLAPSE_RUN`.
+    def clean(self, scales: Sequence[float]) -> None:
+        """Take in a step that did not overflow."""
+        self._run = 0
+        self._scales = scales
+
+    def collapsed(self, scales: Sequence[float], used: Sequence[int]) -> bool:
+        """Take in a step that overflowed; whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:
-            overflowed: whether the step was skipped.
             scales: all loss scales after the step.
             used: indices of those that scaled this step's losses.
         """
         stuck = not self._dynamic or all(self._scales[i] <= self._floor for i in used)
-        self._run = self._run + 1 if overflowed and stuck else 0
+        self._run = self._run + 1 if stuck else 0
         self._scales = scales
         return self._run > 0 and self._run % COLLAPSE_RUN == 0
 

@@ -211,7 +211,7 @@ def _check_loss(loss: object, engine: Engine) -> None:
             f"scale_loss(loss): the loss must be one floating element, and is {shown}. Reduce it first, as with "
             "loss.mean()."
         )
-    if loss.device.type != engine.device.type:
+    if loss.device != engine.device and loss.device.type != engine.device.type:
         raise PolicyError(
             f"scale_loss(loss): the loss is on {loss.device}, the model on {engine.device}. Compute the loss where the "
             "model is."
@@ -219,6 +219,9 @@ def _check_loss(loss: object, engine: Engine) -> None:
 
 
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
+    only = state_of(optimizers)
+    if only is not None:
+        return [only], only.engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")

@@ -64,6 +64,9 @@ class _Entry:
         )
 
 
+_NOTHING = _Entry()
+
+
 class OptimizerState:
     """What xamp keeps for one optimizer. It sits in the optimizer as ``_xamp`` and holds it weakly.
 
@@ -149,7 +152,9 @@ class OptimizerState:
         if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
             _masters.transfer(self.pairs, None)
         existing = [g for p in self.plain if (g := p.grad) is not None]
-        if not existing or not self.engine.policy.scales:
+        if not existing:
+            self._entry = _NOTHING
+        elif not self.engine.policy.scales:
             self._entry = _Entry(existing)
         elif scaler.exact and self._in_fp32:
             _gradients.multiply_(existing, scaler.scale)
@@ -218,10 +223,10 @@ class OptimizerState:
         self.open = False
         self._pending = None
         self._used.add(scaler.index)
-        params = [p for p in self.plain if p.grad is not None]
+        mine = self.plain if done is None else [p for p in self.plain if id(p) not in done]
+        grads = [g for p in mine if (g := p.grad) is not None]
         if self.engine.policy.scales:
-            mine = params if done is None else [p for p in params if id(p) not in done]
-            self._unscale_list([p.grad for p in mine], scaler, found_inf, mine)  # type: ignore[misc]
+            self._unscale_list(grads, scaler, found_inf, mine)
             if done is not None:
                 done.update(map(id, mine))
         moved = bool(self.pairs) and _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
@@ -229,8 +234,8 @@ class OptimizerState:
             self._witness.leave()
         if self._entry.stash is not None:
             _gradients.add_(self._entry.grads, self._entry.stash)
-        self._entry = _Entry()
-        self._ready = self._ready or bool(params) or moved
+        self._entry = _NOTHING
+        self._ready = self._ready or bool(grads) or moved or mine is not self.plain
 
     def _finisher(self, scaler: LossScaler, found: torch.Tensor | None) -> Callable[[list[torch.Tensor]], None] | None:
         if not self.engine.policy.scales:
@@ -314,18 +319,22 @@ class OptimizerState:
             result = base(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)
             return result
-        if skips_on_device(self.optimizer) and self._is_warm():
+        warming = skips_on_device(self.optimizer)
+        if warming and self._is_warm():
             return self._step_on_device(base, args, kwargs)
-        return self._step_on_host(base, args, kwargs)
+        return self._step_on_host(base, args, kwargs, warming)
 
-    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any, warming: bool) -> Any:
         values = self.engine.memory.values.tolist()  # the one wait for the device
         result, outcome = None, StepOutcome.SKIPPED
         if not self.engine.memory.overflowed(values, self.index):
             result, outcome = base(*args, **kwargs), StepOutcome.APPLIED
-            self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
-            self._warm_states = len(self.optimizer.state)
-        used = tuple(self._used)
+            if warming:  # 40 us at 300 parameters
+                self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
+                self._warm_states = len(self.optimizer.state)
+        used = tuple(self._used) if outcome is StepOutcome.SKIPPED else ()
+        for scaler in self.engine.scalers:
+            scaler.know(values[scaler.index])
         self._finish(outcome)
         self._observe(used, values)
         return result
@@ -380,7 +389,7 @@ class OptimizerState:
             _masters.copy_back(self.pairs)
         if not self.engine.policy.checks:
             self.engine.counts.applied += 1
-        elif not self.fresh:
+        elif not self.fresh and outcome is not StepOutcome.APPLIED:  # where the host applied, it has read a zero
             self.sticky.zero_()
         self.fresh = True
         self._ready = False
@@ -396,10 +405,11 @@ class OptimizerState:
         """Count, log and judge one step whose numbers the host has."""
         memory, stats = self.engine.memory, self.engine.counts
         overflowed, scales = memory.overflowed(values, self.index), memory.scales_in(values)
-        collapsed = self._watch.collapsed(overflowed, scales, used)
         if not overflowed:
+            self._watch.clean(scales)
             stats.applied += 1
             return
+        collapsed = self._watch.collapsed(scales, used)
         stats.skipped += 1
         if self.engine.verbosity:
             say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))

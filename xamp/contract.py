@@ -16,6 +16,7 @@ This module imports no torch, so that a spec can be read where torch is missing 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -163,8 +164,7 @@ class Backend:
             found_inf: fp32, one element; only ever raised from 0.0 to 1.0 here.
             inv_scale: fp32, one element, 1 / loss scale.
         """
-        import torch
-
+        torch = sys.modules["torch"]  # an import statement costs more here than the operator
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
