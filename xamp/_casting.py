@@ -158,8 +158,8 @@ def _check_classes(keep: Sequence[type | str]) -> None:
     for item in keep:
         if isinstance(item, type) and not issubclass(item, nn.Module):
             raise PolicyError(
-                f"initialize(keep_fp32=...): {item.__name__} is neither a module class, nor a qualified name, nor a glob "
-                "pattern of one."
+                f"initialize(keep_fp32=...): {item.__name__} is neither a module class, nor a qualified name, nor a "
+                "glob pattern of one."
             )
 
 
@@ -179,8 +179,8 @@ def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn
     if unmatched:
         names = [name for model in models for name, _ in model.named_modules() if name]
         raise PolicyError(
-            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those of "
-            f"model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
+            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
         )
     return [*found.values(), *_tied_to(found.values(), covered, models)]
 

@@ -22,6 +22,7 @@ __all__ = [
     "check_capabilities",
     "check_models",
     "check_not_initialized",
+    "check_not_shared",
     "check_optimizers",
     "check_owned",
     "device_of",
@@ -197,6 +198,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         PolicyError: one that holds none of the models' parameters, half parameters, or an ``eps`` that rounds to zero.
     """
     check_owned(optimizers, models)
+    if policy.scales or policy.master_weights:
+        check_not_shared(optimizers, policy)
     known = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -207,6 +210,24 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             )
         if policy.casts_parameters and not policy.master_weights:
             _check_eps(optimizer, policy)
+
+
+def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Refuse a parameter that two optimizers hold.
+
+    Raises:
+        PolicyError: each would unscale its gradient, and step a master of its own.
+    """
+    holder: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            other = holder.setdefault(id(param), index)
+            if other != index:
+                raise PolicyError(
+                    f"initialize(level={policy.level!r}): optimizers[{other}] and optimizers[{index}] hold the same "
+                    f"parameter, of shape {tuple(param.shape)}, and two would unscale its gradient. Give each "
+                    "parameter to one optimizer, or use a level without loss scaling and masters (O0, O4)."
+                )
 
 
 def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

@@ -77,7 +77,6 @@ class Engine:
         self._group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
         self._pairs: list[_masters.Pair] = []
-        self._shared = False
         self._used = False
 
     def stats(self) -> Stats:
@@ -100,14 +99,21 @@ class Engine:
         """All lowered parameters and their masters."""
         return self._pairs
 
-    def set_states(self, states: list[OptimizerState]) -> None:
-        """The optimizers' states, complete."""
-        self.states = states
-        self._find_shared()
+    def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
+        """Refuse ``params`` for the optimizer of ``state`` if another one of this engine holds one of them.
 
-    def _find_shared(self) -> None:
-        ids = [id(p) for state in self.states for p in state.model_params()]
-        self._shared = len(set(ids)) < len(ids)
+        Raises:
+            StateError: naming it. Each would unscale its gradient, and step a master of its own.
+        """
+        if not self.policy.scales and not self.policy.master_weights:
+            return
+        held = {id(p) for other in self.states if other is not state for p in other.model_params()}
+        shared = [p for p in params if id(p) in held]
+        if shared:
+            raise StateError(
+                f"add_param_group: {self.names_of(shared)[0]} is in another optimizer of this session, and two would "
+                f"unscale its gradient. At level {self.policy.level} give each parameter to one optimizer."
+            )
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
         """A group was added to an optimizer: give its lowered parameters masters."""
@@ -118,7 +124,6 @@ class Engine:
         if self.policy.checks or self.policy.master_weights:
             state.fused.switch_on(state.optimizer)
         state.find_parameters()
-        self._find_shared()
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
@@ -166,22 +171,21 @@ class Engine:
             for state in states:
                 state.postpone(scaler, why)
             return
-        done: set[int] | None = set() if self._shared and len(states) > 1 else None
         if not self.policy.checks:
             for state in states:
-                state.unscale(scaler, None, done)
+                state.unscale(scaler, None)
             return
-        found_inf = self._check(states, scaler, done, delay_overflow_check, alone)
+        found_inf = self._check(states, scaler, delay_overflow_check, alone)
         if not delay_overflow_check:
             scaler.update(found_inf)
 
     def _check(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, done: set[int] | None, throw_away: bool, alone: bool
+        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, alone: bool
     ) -> torch.Tensor:
         """Unscale and check; raises the sticky flags and returns one flag for all ``states``."""
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
-            only.unscale(scaler, only.sticky, done)
+            only.unscale(scaler, only.sticky)
             if not alone:
                 self._wrappers.agree(only.sticky, only.model_params)
             only.checked()
@@ -189,9 +193,7 @@ class Engine:
         flags = self.memory.flags
         flags.zero_()
         for state in states:
-            state.unscale(scaler, state.flag, done)
-        if done is not None:  # a gradient that two optimizers hold was looked at for one of them
-            flags.fill_(flags.max())
+            state.unscale(scaler, state.flag)
         self._wrappers.agree(flags, lambda: [p for state in states for p in state.model_params()])
         if not throw_away:
             for state in states:
@@ -222,19 +224,20 @@ class ScaledLoss:
         self._delay_overflow_check = delay_overflow_check
 
     def __enter__(self) -> torch.Tensor:
-        for state in self._states:
-            if state.open:
-                raise StateError(
-                    "scale_loss(loss, optimizer): another scale_loss over this optimizer is open. Leave it first, or "
-                    "add the losses up and scale their sum."
-                )
+        if self._scaler.open or any(state.open for state in self._states):
+            raise StateError(
+                "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
+                "Leave it first, or add the losses up and scale their sum."
+            )
+        self._scaler.open = True
         self._engine.enter(self._states, self._scaler)
         if not self._engine.policy.scales:
             return self._loss
-        loss, scale = self._loss, self._scaler.scale
-        return loss * (scale if loss.device == self._engine.device else scale.to(loss.device))
+        loss, factor = self._loss, self._scaler.factor
+        return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._scaler.open = False
         if kind is None:
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
             return

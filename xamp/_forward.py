@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp import _distributed
+from xamp import _distributed, _masters
 from xamp._containers import cast_floats
 from xamp.errors import PolicyError
 
@@ -58,6 +58,12 @@ class _UnderPolicy:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The base's, for gradients that are in masters too."""
+        base: Any = super()
+        base.zero_grad(*args, **kwargs)
+        _masters.clear_gradients(self)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the base class does, and put the copy under the policy again."""

@@ -7,8 +7,9 @@ kernels do that rightly is not looked up but tried, once a process, class and de
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -78,6 +79,24 @@ class FusedForm:
         self._switched = []
         if self._supported_before is None:
             optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+
+    @property
+    def active(self) -> bool:
+        """Whether xamp switched a group to its fused form."""
+        return bool(self._switched)
+
+    @contextlib.contextmanager
+    def off(self, optimizer: Optimizer) -> Iterator[None]:
+        """Without the fused form in the groups that xamp switched, for one step."""
+        for group in self._switched:
+            group["fused"] = None
+        try:
+            yield
+        finally:
+            for group in self._switched:
+                group["fused"] = True
+            if self._switched:
+                self._move_step_counters(optimizer)
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """A sparse gradient came: the fused kernels do not take them."""

@@ -6,26 +6,37 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values"]
+__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values", "zero_"]
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """The dense tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
-    return grad._values() if grad.is_sparse else grad
+    """The dense real tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
+    dense = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(dense) if dense.is_complex() else dense
 
 
+@torch.no_grad()
+def zero_(grads: Iterable[torch.Tensor]) -> None:
+    """Zero ``grads`` in place."""
+    for grad in grads:
+        grad.zero_()
+
+
+@torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``grads`` in place by a scalar tensor."""
     for group in _alike(grads):
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
-def add_(grads: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
-    """Add ``others`` to ``grads`` in place, one to one."""
-    for grad, other in zip(grads, others, strict=True):
+@torch.no_grad()
+def add_(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add the second of each pair to the first, in place."""
+    for grad, other in pairs:
         grad.add_(other)
 
 
+@torch.no_grad()
 def unscale_by_group_(
     grads: Iterable[torch.Tensor],
     found_inf: torch.Tensor,

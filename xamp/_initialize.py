@@ -196,7 +196,7 @@ def _attach(engine: Engine, policy: Policy, arguments: _Arguments) -> None:
             f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
-    _checks.check_owned(arguments.optimizers, arguments.models)
+    _checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = _fused_forms(engine, arguments)
     with contextlib.ExitStack() as undo:
@@ -228,13 +228,14 @@ def _take_optimizers(
         engine.add_pairs(pairs)
         undo.callback(_back_to_model, engine.pairs(), weakref.ref(optimizer))
         replace_params(optimizer, pairs)
-        undo.callback(cast_state(optimizer, params))
+        stepped = [m for _, m in pairs] or [p for p in params if p.dtype in _masters.LOWER]
+        undo.callback(cast_state(optimizer, stepped))
         undo.callback(_unfuse, form, weakref.ref(optimizer))
         form.switch_on(optimizer)
         state = OptimizerState(engine, optimizer, index, form)
         undo.callback(manage(optimizer, state))
         states.append(state)
-    engine.set_states(states)
+    engine.states = states
 
 
 # What undoes a change is kept by the engine, which must not keep models or optimizers alive: it holds them weakly.

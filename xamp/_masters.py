@@ -21,6 +21,7 @@ from xamp.policy import Policy
 __all__ = [
     "GradientWitness",
     "Pair",
+    "clear_gradients",
     "copy_back",
     "ensure_master",
     "master_of",
@@ -159,19 +160,30 @@ class GradientWitness:
         if found is zeros and zeros._version == version:
             return
         self._left = None
-        if found is zeros and bool(zeros.any()):
+        others = (p.grad for p, _ in self._pairs if p is not self._param)
+        if found is zeros and (bool(zeros.any()) or any(g is not None for g in others)):
             return  # a backward added to it: it is a gradient like any other now
         if found is zeros:
             self._param.grad = None
         for _, master in self._pairs:
             master.grad = None
 
-    def collect(self) -> None:
-        """Check, and take the zeros up again."""
+    def collect(self) -> bool:
+        """Check, and take the zeros up again; whether they were still there."""
         self.check()
-        if self._left is not None:
-            self._param.grad = None
-            self._left = None
+        if self._left is None:
+            return False
+        self._param.grad = None
+        self._left = None
+        return True
+
+
+def clear_gradients(model: nn.Module) -> None:
+    """Drop the gradients in the masters of ``model``'s parameters."""
+    for param in model.parameters() if _masters else ():
+        master = _masters.get(param)
+        if master is not None:
+            master.grad = None
 
 
 def watch_state_dicts(model: nn.Module) -> Callable[[], None]:

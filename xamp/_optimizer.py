@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from xamp._containers import CASTABLE
 from xamp._masters import LOWER, master_of
 from xamp._step import OptimizerState
 from xamp.errors import PolicyError
@@ -97,14 +98,13 @@ def _step_of(base: Any) -> Callable[..., Any]:
 
 
 def _zero_grad_of(base: Any) -> Callable[..., None]:
-    """The base's, and the gradients in the lowered parameters too."""
+    """The base's, for the gradients in the lowered parameters too."""
     inner = base.zero_grad
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
-        for param, _ in self._xamp.pairs:
-            param.grad = None
+        self._xamp.cleared()
 
     return zero_grad
 
@@ -123,10 +123,15 @@ class _Managed:
     def add_param_group(self, group: dict[str, Any]) -> None:
         """The base's, with masters for the lowered parameters in the group."""
         params = group.get("params", ())
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # torch refuses a set
+            params = list(params)
+        tensors = [p for p in params if isinstance(p, torch.Tensor)]
         present = {id(p) for g in self.param_groups for p in g["params"]}
-        if any(id(master_of(p)) in present for p in params if isinstance(p, torch.Tensor) and master_of(p) is not None):
+        if any(id(master_of(p)) in present for p in tensors if master_of(p) is not None):
             raise ValueError("some parameters appear in more than one parameter group")
+        self._xamp.engine.check_not_shared(self._xamp, tensors)
         super().add_param_group({**group, "params": params})  # type: ignore[misc]
         self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
 
@@ -155,24 +160,29 @@ def _as_optimizer(managed: Any) -> Optimizer:
 
 
 def cast_state(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Give existing state the dtype of lowered ``params`` that are stepped themselves, as a load would.
+    """Give existing state the dtype in which ``params`` are stepped, as a load would.
+
+    Args:
+        optimizer: with state from earlier steps, or made at once by its constructor.
+        params: what the optimizer steps where the model's parameter was lowered: the parameter or its master.
 
     Returns:
         A function that makes it fp32 again: the very tensors, unless a step has moved them.
     """
     cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
     for param in params:
-        state = optimizer.state.get(param) if param.dtype in LOWER else None
-        for key, value in (state or {}).items():
-            if key != "step" and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
-                lowered = value.to(param.dtype)
-                cast.append((state, key, value, lowered, lowered._version))  # type: ignore[arg-type]
-    for state, key, _, lowered, _ in cast:
-        state[key] = lowered
+        state: dict[str, Any] = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if key != "step" and isinstance(value, torch.Tensor) and value.dtype in CASTABLE:
+                made = value.to(param.dtype)
+                if made is not value:
+                    cast.append((state, key, value, made, made._version))
+    for state, key, _, made, _ in cast:
+        state[key] = made
     held_weakly = weakref.ref(optimizer)
 
     def undo() -> None:
-        before = {id(low): value for _, _, value, low, version in cast if low._version == version}
+        before = {id(made): value for _, _, value, made, version in cast if made._version == version}
         found = held_weakly()
         for state in () if found is None else found.state.values():
             for key, value in state.items() if isinstance(state, dict) else ():

@@ -58,7 +58,9 @@ class LossScaler:
     """The scale of one ``loss_id``: static, or moved by :meth:`update` without the host knowing.
 
     Attributes:
+        open: a ``scale_loss`` with this scale is being executed.
         scale: fp32 scalar tensor.
+        factor: the same number, for losses to be multiplied by.
         inverse: fp32 scalar tensor, 1 / scale.
         version: counts the updates, so that the host can tell that a scale has not moved.
         exact: every value the scale can take is a power of two, so that multiplying by it loses nothing.
@@ -66,7 +68,11 @@ class LossScaler:
 
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
+        self.open = False
         self.scale = state.scales[index]
+        # What losses are multiplied by. ``.data`` shares the number but not the version counter, which all views of the
+        # state share: autograd would take a moved flag for a changed scale.
+        self.factor = self.scale.data
         self.inverse = state.inverses[index]
         self.version = 0
         self._policy = policy

@@ -52,9 +52,11 @@ class _Pending:
 class _Entry:
     """How the gradients stood on entering ``scale_loss``, to tell what an exception in its body has touched."""
 
-    def __init__(self, grads: list[torch.Tensor] | None = None, stash: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, grads: list[torch.Tensor] | None = None, stash: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> None:
         self.grads = grads or []
-        self.stash = stash
+        self.stash = stash  # (parameter, its gradient before)
         self.versions = [g._version for g in self.grads]
 
     def untouched(self, now: list[torch.Tensor]) -> bool:
@@ -62,6 +64,10 @@ class _Entry:
         return len(now) == len(self.grads) and all(
             a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
         )
+
+    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient now, what was put aside of it), but for those that were cleared in the meantime."""
+        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
 
 
 _NOTHING = _Entry()
@@ -101,6 +107,7 @@ class OptimizerState:
         self._mixed = False  # gradients that were checked before are in what is checked next
         self._pending: _Pending | None = None
         self._entry = _Entry()
+        self._witness: _masters.GradientWitness | None = None
         self._used: set[int] = set()  # indices of the scalers since the last step
         self._warm: set[int] = set()  # ids of parameters that have taken a step, so that their state exists
         self._warm_states = 0
@@ -119,7 +126,10 @@ class OptimizerState:
                     self.plain.append(param)
                 else:
                     self.pairs.append((lowered, param))
+        witness = self._witness
         self._witness = _masters.GradientWitness(self.pairs) if self.pairs else None
+        if witness is not None and witness.collect() and self._witness is not None:
+            self._witness.leave()
         self._uniform = len({(p.device, p.dtype) for p in self._stepped()}) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         self._size = len(self.plain) + len(self.pairs)
@@ -161,9 +171,8 @@ class OptimizerState:
             self._mixed = True
             self._entry = _Entry(existing)
         else:
-            stash = [g.clone() for g in existing]
-            for grad in existing:
-                grad.zero_()
+            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
+            _gradients.zero_(existing)
             self._entry = _Entry(existing, stash)
 
     def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
@@ -189,7 +198,7 @@ class OptimizerState:
         if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
             self._drop_gradients()
         elif entry.stash is not None:
-            torch._foreach_copy_(entry.grads, entry.stash)
+            _gradients.add_(entry.to_put_back())
         elif entry.grads and self.engine.policy.scales:
             _gradients.multiply_(entry.grads, scaler.inverse)
         if self._witness is not None:
@@ -202,40 +211,66 @@ class OptimizerState:
         self._ready = False
         self._mixed = False
 
+    def cleared(self) -> None:
+        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too."""
+        for param, _ in self.pairs:
+            param.grad = None
+        if self._entry.stash is not None:
+            self._entry = _NOTHING
+
     def postpone(self, scaler: LossScaler, why: str) -> None:
         """Leave the gradients scaled and where they are, until a later ``scale_loss``."""
         self.open = False
         if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
-            _gradients.multiply_(self._entry.stash, scaler.scale)
-            _gradients.add_(self._entry.grads, self._entry.stash)
+            back = self._entry.to_put_back()
+            _gradients.multiply_([old for _, old in back], scaler.scale)
+            _gradients.add_(back)
             self._mixed = True
         self._entry = _Entry()
         self._pending = _Pending(scaler, why)
 
-    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, done: set[int] | None) -> None:
+    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> None:
         """Unscale the gradients of the backward that just ended.
 
         Args:
             scaler: the scale they have.
             found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
-            done: ids of gradients that another optimizer unscaled already, added to; None: optimizers share nothing.
         """
         self.open = False
         self._pending = None
         self._used.add(scaler.index)
-        mine = self.plain if done is None else [p for p in self.plain if id(p) not in done]
-        grads = [g for p in mine if (g := p.grad) is not None]
+        grads = [g for p in self.plain if (g := p.grad) is not None]
         if self.engine.policy.scales:
-            self._unscale_list(grads, scaler, found_inf, mine)
-            if done is not None:
-                done.update(map(id, mine))
-        moved = bool(self.pairs) and _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
+            self._unscale_list(grads, scaler, found_inf, self.plain)
+        moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf)
+        if self._entry.stash is not None:
+            self._put_stash_back(found_inf)
+        self._entry = _NOTHING
+        self._ready = self._ready or bool(grads) or moved
+
+    def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
+        """Gradients go from the lowered parameters to the masters; whether there was any."""
+        if self.fresh and found_inf is not None:
+            self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
+        moved = _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
         if self._witness is not None:
             self._witness.leave()
-        if self._entry.stash is not None:
-            _gradients.add_(self._entry.grads, self._entry.stash)
-        self._entry = _NOTHING
-        self._ready = self._ready or bool(grads) or moved or mine is not self.plain
+        if self.fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
+            self.fused.met_sparse(self.optimizer)
+        return moved
+
+    def _put_stash_back(self, found_inf: torch.Tensor | None) -> None:
+        """Add the gradients that were put aside."""
+        back = self._entry.to_put_back()
+        if self.fresh and found_inf is not None:
+            self._check_left_over([old for _, old in back], found_inf)
+        _gradients.add_(back)
+
+    def _check_left_over(self, grads: list[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
+        if grads:
+            one = torch.ones_like(found_inf)
+            _gradients.unscale_by_group_(grads, found_inf, one, self.engine.backend.unscale_)
 
     def _finisher(self, scaler: LossScaler, found: torch.Tensor | None) -> Callable[[list[torch.Tensor]], None] | None:
         if not self.engine.policy.scales:
@@ -260,8 +295,9 @@ class OptimizerState:
                 unscale_(grads, found_inf, scaler.inverse)
                 return
             except (RuntimeError, NotImplementedError):
-                # Sparse gradients are refused before anything is changed; looking for them first costs 10 us at 300.
-                if not any(g.is_sparse for g in grads):
+                # Sparse and complex gradients are refused before anything is changed; looking for them first costs
+                # 10 us at 300.
+                if not any(g.is_sparse or g.is_complex() for g in grads):
                     raise
         if any(g.is_sparse for g in grads):
             self.fused.met_sparse(self.optimizer)
@@ -316,22 +352,32 @@ class OptimizerState:
         if not self._ready:  # no gradients at all, or it would have been refused
             return base(*args, **kwargs)
         if not policy.checks:
-            result = base(*args, **kwargs)
+            fused = not self.fused.active or self._is_warm()
+            result = (base if fused else self._warming(base))(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)
             return result
         warming = skips_on_device(self.optimizer)
         if warming and self._is_warm():
             return self._step_on_device(base, args, kwargs)
-        return self._step_on_host(base, args, kwargs, warming)
+        return self._step_on_host(self._warming(base) if warming else base, args, kwargs)
 
-    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any, warming: bool) -> Any:
+    def _warming(self, base: Callable[..., Any]) -> Callable[..., Any]:
+        """``base`` without the fused form, which for a parameter's first step some kernels lack (see _is_warm)."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.fused.off(self.optimizer):
+                result = base(*args, **kwargs)
+            self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
+            self._warm_states = len(self.optimizer.state)
+            return result
+
+        return step
+
+    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = self.engine.memory.values.tolist()  # the one wait for the device
         result, outcome = None, StepOutcome.SKIPPED
         if not self.engine.memory.overflowed(values, self.index):
             result, outcome = base(*args, **kwargs), StepOutcome.APPLIED
-            if warming:  # 40 us at 300 parameters
-                self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
-                self._warm_states = len(self.optimizer.state)
         used = tuple(self._used) if outcome is StepOutcome.SKIPPED else ()
         for scaler in self.engine.scalers:
             scaler.know(values[scaler.index])
@@ -355,8 +401,9 @@ class OptimizerState:
     def _is_warm(self) -> bool:
         """Whether every parameter about to move has its state.
 
-        torch's fused SGD makes momentum buffers of uninitialised memory on a step that ``found_inf`` skips, and the
-        others leave zeros where there was nothing; so the first step of a parameter is decided on the host.
+        torch's fused SGD makes momentum buffers of uninitialised memory on a step that ``found_inf`` skips, and fails
+        where one parameter has a buffer and another none; the others leave zeros where there was nothing. So the first
+        step of a parameter is decided on the host, and taken by the form that the user left it in.
         """
         if len(self.optimizer.state) < self._warm_states:
             self._warm.clear()
