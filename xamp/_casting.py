@@ -154,18 +154,8 @@ def plan(models: Sequence[nn.Module], policy: Policy, device_type: str) -> Plan:
     return Plan(models, policy, device_type)
 
 
-def _check_classes(keep: Sequence[type | str]) -> None:
-    for item in keep:
-        if isinstance(item, type) and not issubclass(item, nn.Module):
-            raise PolicyError(
-                f"initialize(keep_fp32=...): {item.__name__} is neither a module class, nor a qualified name, nor a "
-                "glob pattern of one."
-            )
-
-
 def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
     """The modules to run in fp32: the outermost that ``keep`` matches, and those that share a parameter with them."""
-    _check_classes(keep)
     unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
     found: dict[int, nn.Module] = {}
     covered: set[int] = set()

@@ -224,7 +224,10 @@ class ScaledLoss:
         self._delay_overflow_check = delay_overflow_check
 
     def __enter__(self) -> torch.Tensor:
-        if self._scaler.open or any(state.open for state in self._states):
+        busy = self._scaler.open
+        for state in self._states:
+            busy = busy or state.open
+        if busy:
             raise StateError(
                 "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
                 "Leave it first, or add the losses up and scale their sum."

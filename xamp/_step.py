@@ -212,7 +212,8 @@ class OptimizerState:
         self._mixed = False
 
     def cleared(self) -> None:
-        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too."""
+        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
+        self._ready = False
         for param, _ in self.pairs:
             param.grad = None
         if self._entry.stash is not None:

@@ -379,10 +379,12 @@ def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def _keep_fp32(value: object) -> tuple[type | str, ...]:
+    from torch import nn
+
     items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
-    kept = []
+    kept: list[type | str] = []
     for item in items:
-        if not isinstance(item, (str, type)) or not item:
+        if not ((isinstance(item, type) and issubclass(item, nn.Module)) or (isinstance(item, str) and item)):
             raise PolicyError(
                 f"initialize(keep_fp32={value!r}): {item!r} is neither a module class, nor a qualified name such as "
                 "'encoder.norm', nor a glob pattern such as '*.norm'."

@@ -84,14 +84,20 @@ def test_a_scheduler_stepped_before_the_optimizer_is_still_warned_of(lane: Lane,
 # ---------------------------------------------------------------- hooks and the profiler
 
 
+def follow_up(optimizer: Optimizer, then: str) -> None:
+    """What makes torch wrap ``step`` again."""
+    if then == "StepLR":
+        StepLR(optimizer, step_size=1)
+    elif then:
+        optimizer.load_state_dict(twin(optimizer.state_dict()))
+
+
 @all_levels
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_step_hooks_run_exactly_once_for_an_applied_step(lane: Lane, level: str, when: str, scheduled: bool) -> None:
+@pytest.mark.parametrize("then", ["", "StepLR", "load_state_dict"])
+def test_step_hooks_run_exactly_once_for_an_applied_step(lane: Lane, level: str, when: str, then: str) -> None:
     model: Any = Dot().to(lane.device)
     optimizer: Any = SGD(model.parameters(), lr=0.125)
-    if scheduled:
-        StepLR(optimizer, step_size=1)
     if when == "after":
         model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
     seen: list[tuple[str, bool]] = []
@@ -99,6 +105,7 @@ def test_step_hooks_run_exactly_once_for_an_applied_step(lane: Lane, level: str,
     optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", o is optimizer)))
     if when == "before":
         model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    follow_up(optimizer, then)
     for x in inputs(3, lane):
         iterate(model, optimizer, x)
     assert seen == [("before", True), ("after", True)] * 3
@@ -115,11 +122,10 @@ def test_a_pre_hook_sees_plain_gradients(lane: Lane, level: str) -> None:
 
 
 @all_levels
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_the_profiler_sees_one_step_for_each(lane: Lane, level: str, scheduled: bool) -> None:
+@pytest.mark.parametrize("then", ["", "StepLR", "load_state_dict"])
+def test_the_profiler_sees_one_step_for_each(lane: Lane, level: str, then: str) -> None:
     model, optimizer = start(lane, level)
-    if scheduled:
-        StepLR(optimizer, step_size=1)
+    follow_up(optimizer, then)
     x = inputs(1, lane)[0]
     iterate(model, optimizer, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -179,7 +179,7 @@ def test_a_scale_loss_inside_another_over_the_same_optimizer(lane: Lane, level: 
     model, optimizer = start(lane, level)
     x = inputs(1, lane)[0]
     with xamp.scale_loss(model(x), optimizer) as scaled:
-        with pytest.raises(StateError, match="another scale_loss over this optimizer is open"):
+        with pytest.raises(StateError, match="another scale_loss over this optimizer or with this loss_id is open"):
             xamp.scale_loss(model(x), optimizer).__enter__()
         scaled.backward()
     optimizer.step()

@@ -190,6 +190,25 @@ def test_an_optimizer_made_later_must_come_with_the_same_policy(lane: Lane, leve
         xamp.initialize(model, SGD(model.parameters(), lr=0.125), **at(level))
 
 
+@pytest.mark.parametrize("level", SCALED)
+@pytest.mark.parametrize("part", ["all", "a"])
+def test_weights_written_into_the_model_before_the_first_step_are_trained(lane: Lane, level: str, part: str) -> None:
+    """As an initialization or a broadcast does; a weight that nobody touched keeps its exact master."""
+    model: Any = Dot().to(lane.device)
+    reference = twin(model)
+    optimizer: Any = SGD(model.parameters(), lr=0.125)
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    for under in (model, reference):
+        with torch.no_grad():
+            under.a.fill_(0.5)
+            if part == "all":
+                under.b.fill_(-0.25)
+    x = inputs(1, lane)[0]
+    iterate(model, optimizer, x)
+    plain_iterate(reference, SGD(reference.parameters(), lr=0.125), x)
+    assert_follows(optimizer, reference)
+
+
 # ---------------------------------------------------------------- what it costs
 
 
