@@ -114,14 +114,14 @@ class Plan:
             param.grad = None  # of the old dtype, which the new one does not admit
             self._originals[id(param)] = param.data
             self._grads[id(param)] = grad
-            if self.policy.master_weights:
-                _masters.set_master(param, nn.Parameter(param.data))
+            _masters.set_lowered(param, nn.Parameter(param.data) if self.policy.master_weights else None)
             param.data = value
             if grad is not None:
                 _give_grad(param, grad)
         for module, name, buffer in self._live_buffers():
             module._buffers[name] = lowered = buffer.to(self.policy.dtype)
             self._originals[id(lowered)] = buffer
+            _masters.set_lowered(lowered)
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
@@ -132,7 +132,7 @@ class Plan:
             master, grad = _masters.master_of(param), param.grad
             if master is not None:
                 grad = master.grad
-                _masters.set_master(param, None)
+            _masters.forget_lowered(param)
             param.grad = None
             param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
             grad = self._grads.get(id(param), grad)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from xamp._engine import Engine
 from xamp._forward import is_under_policy
+from xamp._masters import is_lowered
 from xamp._optimizer import state_of
 from xamp._session import find_session
 from xamp.contract import Backend
@@ -152,6 +153,11 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
                     f"initialize: parameter {name!r} of {type(model).__name__} has no shape yet. Run one batch through "
                     "the model first."
                 )
+            if is_lowered(param):
+                raise StateError(
+                    f"initialize: parameter {name!r} of {type(model).__name__} belongs to another session, which has "
+                    "cast it. Give all models that share it to one initialize call, or close that session first."
+                )
             if param.dtype in (torch.float16, torch.bfloat16):
                 raise PolicyError(
                     f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}, and initialize takes "
@@ -203,6 +209,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     known = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        if policy.master_weights:
+            _check_no_inner_optimizer(optimizer, policy)
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in params if id(p) not in known):
             raise PolicyError(
                 f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
@@ -242,6 +250,18 @@ def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) ->
             raise PolicyError(
                 f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
                 "model.parameters() of the very model, after moving that to its device."
+            )
+
+
+def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
+    """An optimizer around another one whose groups are its own would keep the lowered parameters, and never move."""
+    outer = {id(group["params"]) for group in optimizer.param_groups}
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
+            raise UnsupportedPolicy(
+                f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
+                "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
+                "O0, O1, O3, O4."
             )
 
 

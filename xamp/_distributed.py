@@ -70,6 +70,7 @@ class Wrappers:
         self._models = models
         self._group = group
         self._adopted: Any = WeakIdKeyDictionary()  # DDP -> ids of our parameters that it reduces
+        self._looked = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
 
     @staticmethod
@@ -89,8 +90,16 @@ class Wrappers:
                 return True
         return any(not _reduces(module) for module in self._shards())
 
+    def find_inside(self) -> None:
+        """Note each DDP around a part of a model: no region of ours runs inside it to note it in passing."""
+        if not self._looked and _is_initialized():
+            self._looked = True
+            for module in (m for ref in self._models if (model := ref()) is not None for m in model.modules()):
+                note_given(module)
+
     def adopt(self, params: Callable[[], Iterable[torch.Tensor]]) -> list[DistributedDataParallel]:
         """DDP objects noticed since the last call that hold one of ``params``."""
+        self.find_inside()
         fresh = [ddp for ddp in _noted if ddp not in self._adopted] if _noted else []
         if not fresh:
             return []

@@ -1,7 +1,8 @@
 """The engine of one ``initialize`` call: what its models, optimizers and loss scalers share.
 
 The order of a step is in :class:`ScaledLoss` and :meth:`Engine.leave`; what happens to gradients is in
-:mod:`xamp._step`. Models and optimizers are held weakly, so that an engine goes when they go.
+:mod:`xamp._gradients`, what an optimizer's step does in :mod:`xamp._step`. Models and optimizers are held weakly, so
+that an engine goes when they go.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class Engine:
         policy: the effective setting.
         backend: the backend in use.
         device: where the loss scale lives: the device of the models' first parameter.
+        memory: all numbers that live on the device; made by :meth:`prepare_state`.
+        scalers: the loss scales, by ``loss_id``.
+        states: what is kept for each optimizer.
         counts: applied and skipped steps, as far as the host knows of them.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
@@ -69,6 +73,7 @@ class Engine:
         self.device = device
         self.enabled = enabled
         self.verbosity = verbosity
+        self.memory: DeviceState
         self.scalers: list[LossScaler] = []
         self.states: list[OptimizerState] = []
         self.counts = Stats()
@@ -77,7 +82,7 @@ class Engine:
         self._group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
         self._pairs: list[_masters.Pair] = []
-        self._used = False
+        self._reconciled = False
 
     def stats(self) -> Stats:
         """Counts of applied and skipped steps. Waits for the device."""
@@ -107,7 +112,7 @@ class Engine:
         """
         if not self.policy.scales and not self.policy.master_weights:
             return
-        held = {id(p) for other in self.states if other is not state for p in other.model_params()}
+        held = {id(p) for other in self.states if other is not state for p in other.gradients.model_params()}
         shared = [p for p in params if id(p) in held]
         if shared:
             raise StateError(
@@ -144,14 +149,14 @@ class Engine:
             self._settle_masters()
         self.backend.before_backward(self.device)
         for state in states:
-            state.enter(scaler)
+            state.gradients.enter(scaler)
 
     def _settle_masters(self) -> None:
         """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
         fresh = self._wrappers.adopt(lambda: [p for p, _ in self._pairs])
-        if not self._used or fresh:
+        if not self._reconciled or fresh:
             _masters.reconcile(self._pairs)
-            self._used = True
+            self._reconciled = True
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}
             masters = [m.detach() for p, m in self._pairs if id(p) in held]
@@ -163,17 +168,19 @@ class Engine:
         """After a backward: unscale, check, move the scale; or put all of that off."""
         alone = self._wrappers.absent()
         if not self._pairs and not alone:
-            self._wrappers.adopt(lambda: [p for state in states for p in state.plain])
-        if delay_unscale or (not alone and self._wrappers.postponed()):
-            why = (
-                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
-            )
+            self._wrappers.adopt(lambda: [p for state in states for p in state.gradients.plain])
+        why = None
+        if delay_unscale:
+            why = "delay_unscale=True postponed it"
+        elif not alone and self._wrappers.postponed():
+            why = "the wrapper's no_sync postponed its reduction"
+        if why is not None:
             for state in states:
-                state.postpone(scaler, why)
+                state.gradients.postpone(scaler, why)
             return
         if not self.policy.checks:
             for state in states:
-                state.unscale(scaler, None)
+                state.gradients.unscale(scaler, None, False)
             return
         found_inf = self._check(states, scaler, delay_overflow_check, alone)
         if not delay_overflow_check:
@@ -185,20 +192,19 @@ class Engine:
         """Unscale and check; raises the sticky flags and returns one flag for all ``states``."""
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
-            only.unscale(scaler, only.sticky)
+            only.gradients.unscale(scaler, only.sticky, True)
+            only.fresh = False
             if not alone:
-                self._wrappers.agree(only.sticky, only.model_params)
-            only.checked()
+                self._wrappers.agree(only.sticky, only.gradients.model_params)
             return only.sticky
         flags = self.memory.flags
         flags.zero_()
         for state in states:
-            state.unscale(scaler, state.flag)
-        self._wrappers.agree(flags, lambda: [p for state in states for p in state.model_params()])
+            state.gradients.unscale(scaler, state.flag, state.fresh)
+        self._wrappers.agree(flags, lambda: [p for state in states for p in state.gradients.model_params()])
         if not throw_away:
             for state in states:
                 state.keep_flag()
-                state.checked()
         return flags.max()
 
 
@@ -233,7 +239,13 @@ class ScaledLoss:
                 "Leave it first, or add the losses up and scale their sum."
             )
         self._scaler.open = True
-        self._engine.enter(self._states, self._scaler)
+        for state in self._states:
+            state.open = True
+        try:
+            self._engine.enter(self._states, self._scaler)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         if not self._engine.policy.scales:
             return self._loss
         loss, factor = self._loss, self._scaler.factor
@@ -241,8 +253,9 @@ class ScaledLoss:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._scaler.open = False
+        for state in self._states:
+            state.open = False
+            if kind is not None:
+                state.gradients.abandon(self._scaler)
         if kind is None:
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
-            return
-        for state in self._states:
-            state.abandon(self._scaler)

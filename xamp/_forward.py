@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,11 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         if not callable(getattr(module, name, None)):
             raise PolicyError(
                 f"initialize(methods={region.methods!r}): {type(module).__name__} has no method {name!r}."
+            )
+        if inspect.isgeneratorfunction(getattr(module, name)) or inspect.iscoroutinefunction(getattr(module, name)):
+            raise PolicyError(
+                f"initialize(methods={region.methods!r}): {type(module).__name__}.{name} is a generator or coroutine, "
+                "and would run after its region was left. Name the plain methods that it calls."
             )
     # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
     scripted = isinstance(module, torch.jit.ScriptModule)

@@ -108,18 +108,17 @@ class FusedForm:
         switched = [any(group is g for g in self._switched) for group in optimizer.param_groups]
         return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
 
-    def load(self, optimizer: Optimizer, load: Callable[[], Any]) -> Any:
+    def load(self, optimizer: Optimizer, load: Callable[[], None]) -> None:
         """Run ``load``, which replaces the groups, and decide again: the form is this device's, not the file's."""
         said = [
             {str(key): group[key] for key in ("fused", "foreach") if key in group}
             for group in self.as_before(optimizer, optimizer.param_groups)
         ]
-        result = load()
+        load()
         for group, own in zip(optimizer.param_groups, said, strict=True):
             group.update(**own)
         self._switched = []
         self.switch_on(optimizer)
-        return result
 
     def _is_open(self, group: dict[str, Any]) -> bool:
         if group.get("foreach") or group.get("differentiable"):
@@ -149,9 +148,8 @@ class FusedForm:
 @functools.cache
 def _is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Try the fused form: nothing may move under ``found_inf``, and without it the step must be the plain one's."""
-    start = torch.ones(8, dtype=dtype, device=device)
-
     make: Any = cls
+    start = torch.ones(8, dtype=dtype, device=device)
 
     def run(fused: bool, found: Iterable[float]) -> torch.Tensor:
         param = torch.nn.Parameter(start.clone())

@@ -1,66 +1,310 @@
-"""Arithmetic on lists of gradients that need not be alike: sparse ones, several dtypes, several devices of a type."""
+"""One optimizer's gradients: into the loss scale on entering ``scale_loss``, out of it and into masters on leaving.
+
+The life of a gradient, with every value on the device::
+
+    enter   gradients left by earlier losses are multiplied by the scale, so that the backward adds like to like
+    (the body runs backward)
+    leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
+
+From then until ``optimizer.step()`` gradients are plain numbers: clipping, logging and surgery see what fp32 would
+give. Whether there is a step is decided in :mod:`xamp._step`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values", "zero_"]
+from xamp import _foreach, _masters
+from xamp._fused import FusedForm
+from xamp._scale import LossScaler
+from xamp.contract import Backend
+from xamp.errors import StateError
+from xamp.policy import Policy
 
-
-def values(grad: torch.Tensor) -> torch.Tensor:
-    """The dense real tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
-    dense = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-@torch.no_grad()
-def zero_(grads: Iterable[torch.Tensor]) -> None:
-    """Zero ``grads`` in place."""
-    for grad in grads:
-        grad.zero_()
+__all__ = ["Gradients"]
 
 
-@torch.no_grad()
-def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``grads`` in place by a scalar tensor."""
-    for group in _alike(grads):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+class _Pending:
+    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them."""
+
+    def __init__(self, scaler: LossScaler, why: str) -> None:
+        self.scaler = scaler
+        self.version = scaler.version
+        self.inverse = scaler.inverse.clone()
+        self.why = why
 
 
-@torch.no_grad()
-def add_(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add the second of each pair to the first, in place."""
-    for grad, other in pairs:
-        grad.add_(other)
+class _Entry:
+    """How the gradients stood on entering ``scale_loss``, to tell what an exception in its body has touched."""
+
+    def __init__(
+        self, grads: Sequence[torch.Tensor] = (), stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> None:
+        self.grads = grads
+        self.stash = stash  # (parameter, its gradient before)
+        self.versions = [g._version for g in grads]
+
+    def untouched(self, now: Sequence[torch.Tensor]) -> bool:
+        """Whether ``now`` are the gradients of entry, not written to since."""
+        return len(now) == len(self.grads) and all(
+            a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
+        )
+
+    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient now, what was put aside of it), but for those that were cleared in the meantime."""
+        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
 
 
-@torch.no_grad()
-def unscale_by_group_(
-    grads: Iterable[torch.Tensor],
-    found_inf: torch.Tensor,
-    inverse: torch.Tensor,
-    unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
-) -> None:
-    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) on each device's and dtype's gradients."""
-    for group in _alike(grads):
-        device = group[0].device
-        found = torch.zeros_like(found_inf, device=device)
-        unscale_(group, found, inverse.to(device))
-        torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
+_NOTHING = _Entry()
 
 
-def coalesce_half(params: Iterable[torch.Tensor]) -> None:
-    """Sum repeated indices in half sparse gradients, so that a sum that overflows is found, as torch.amp does."""
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad.is_sparse and grad.dtype != torch.float32 and not grad.is_coalesced():
-            param.grad = grad.coalesce()
+class Gradients:
+    """The gradients of one optimizer.
 
+    Attributes:
+        plain: parameters stepped as they are.
+        pairs: lowered parameters and the masters stepped in their place.
+        stepped: what the optimizer steps: ``plain`` and the masters.
+        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
+        used: indices of the loss scales they had since the last step.
+        mixed: gradients that were checked before are in what is checked next.
+    """
 
-def _alike(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in map(values, grads):
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return groups.values()
+    def __init__(
+        self, policy: Policy, backend: Backend, fused: FusedForm, optimizer: weakref.ReferenceType[Optimizer]
+    ) -> None:
+        self.plain: list[torch.Tensor] = []
+        self.pairs: list[_masters.Pair] = []
+        self.stepped: list[torch.Tensor] = []
+        self.ready = False
+        self.used: set[int] = set()
+        self.mixed = False
+        self._scales = policy.scales
+        self._backend = backend
+        self._fused = fused
+        self._optimizer = optimizer
+        self._pending: _Pending | None = None
+        self._entry = _NOTHING
+        self._witness: _masters.GradientWitness | None = None  # where there are pairs
+
+    def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[_masters.Pair]) -> None:
+        """Sort what an optimizer's ``groups`` hold by whether it is a master of one of ``pairs``."""
+        param_of = {id(m): p for p, m in pairs}
+        self.plain, self.pairs = [], []
+        for group in groups:
+            for param in group["params"]:
+                lowered = param_of.get(id(param))
+                if lowered is None:
+                    self.plain.append(param)
+                else:
+                    self.pairs.append((lowered, param))
+        self.stepped = [*self.plain, *(m for _, m in self.pairs)]
+        self._uniform = len({(p.device, p.dtype) for p in self.stepped}) <= 1
+        self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
+        before, self._witness = self._witness, _masters.GradientWitness(self.pairs) if self.pairs else None
+        if before is not None and before.collect() and self._witness is not None:
+            self._witness.leave()
+
+    def model_params(self) -> list[torch.Tensor]:
+        """The parameters as the models and their wrappers know them."""
+        return [*self.plain, *(p for p, _ in self.pairs)]
+
+    def not_finite(self) -> list[torch.Tensor]:
+        """What is stepped and has a gradient with inf or nan in it. Waits for the device."""
+        with_grad = [(p, g) for p in self.stepped if (g := p.grad) is not None]
+        return [p for p, grad in with_grad if not bool(_foreach.values(grad).isfinite().all())]
+
+    # ---------------------------------------------------------------- into the scale
+
+    def enter(self, scaler: LossScaler) -> None:
+        """Bring gradients that are already there to the scale of the backward to come."""
+        if self._witness is not None:
+            self._witness.collect()
+        if self._pending is not None:
+            self._enter_pending(self._pending, scaler)
+            return
+        self.mixed = False
+        if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
+            _masters.transfer(self.pairs, None)
+        existing = [g for p in self.plain if (g := p.grad) is not None]
+        if not existing:
+            self._entry = _NOTHING
+        elif not self._scales:
+            self._entry = _Entry(existing)
+        elif scaler.exact and self._in_fp32:
+            _foreach.multiply_(existing, scaler.scale)
+            self.mixed = True
+            self._entry = _Entry(existing)
+        else:
+            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
+            _foreach.zero_(existing)
+            self._entry = _Entry(existing, stash)
+
+    def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
+        scaled = self._scaled()
+        self.mixed = self.mixed and bool(scaled)
+        if pending.scaler is not scaler or pending.version != scaler.version:
+            _foreach.multiply_(scaled, scaler.scale * pending.inverse)
+            self._pending = _Pending(scaler, pending.why)
+        self._entry = _Entry(scaled)
+
+    def _scaled(self) -> list[torch.Tensor]:
+        """Where gradients are that a backward left scaled."""
+        return [g for p in self.model_params() if (g := p.grad) is not None]
+
+    # ---------------------------------------------------------------- out of the scale
+
+    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> None:
+        """Unscale the gradients of the backward that just ended.
+
+        Args:
+            scaler: the scale they have.
+            found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
+            first: no gradient was looked at since the last step, so those left over from before it are looked at too.
+        """
+        self._pending = None
+        self.used.add(scaler.index)
+        grads = [g for p in self.plain if (g := p.grad) is not None]
+        if self._scales:
+            self._unscale_list(grads, scaler, found_inf, self.plain)
+        moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf, first)
+        if self._entry.stash is not None:
+            back = self._entry.to_put_back()
+            if first and found_inf is not None:
+                self._check_left_over([old for _, old in back], found_inf)
+            _foreach.add_(back)
+        self._entry = _NOTHING
+        self.ready = self.ready or bool(grads) or moved
+
+    def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
+        """Gradients go from the lowered parameters to the masters; whether there was any."""
+        if first and found_inf is not None:
+            self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
+        moved = _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
+        if self._witness is not None:
+            self._witness.leave()
+        if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
+            self._met_sparse()
+        return moved
+
+    def _finisher(
+        self, scaler: LossScaler, found_inf: torch.Tensor | None
+    ) -> Callable[[list[torch.Tensor]], None] | None:
+        if not self._scales:
+            return None
+        return lambda grads: self._unscale_list(grads, scaler, found_inf)
+
+    def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
+        if grads:
+            one = torch.ones_like(found_inf)
+            _foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
+
+    def _unscale_list(
+        self,
+        grads: list[torch.Tensor],
+        scaler: LossScaler,
+        found_inf: torch.Tensor | None,
+        params: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Multiply ``grads`` by 1/scale and check them; ``params`` have them as ``.grad``, where anything has."""
+        if not grads:
+            return
+        if found_inf is None:
+            _foreach.multiply_(grads, scaler.inverse)
+            return
+        unscale_ = self._backend.unscale_
+        if self._uniform:
+            try:
+                unscale_(grads, found_inf, scaler.inverse)
+                return
+            except (RuntimeError, NotImplementedError):
+                # Sparse and complex gradients are refused before anything is changed; looking for them first costs
+                # 10 us at 300.
+                if not any(g.is_sparse or g.is_complex() for g in grads):
+                    raise
+        if any(g.is_sparse for g in grads):
+            self._met_sparse()
+            if params:
+                _foreach.coalesce_half(params)
+                grads = [g for p in params if (g := p.grad) is not None]
+        _foreach.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
+
+    def _met_sparse(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._fused.met_sparse(optimizer)
+
+    # ---------------------------------------------------------------- left scaled, dropped, cleared
+
+    def postpone(self, scaler: LossScaler, why: str) -> None:
+        """Leave the gradients scaled and where they are, until a later ``scale_loss``."""
+        if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
+            back = self._entry.to_put_back()
+            _foreach.multiply_([old for _, old in back], scaler.scale)
+            _foreach.add_(back)
+            self.mixed = True
+        self._entry = _NOTHING
+        self._pending = _Pending(scaler, why)
+
+    def abandon(self, scaler: LossScaler) -> None:
+        """The body raised. Gradients nobody touched become what they were; a half-done backward is dropped whole."""
+        entry, self._entry = self._entry, _NOTHING
+        if self._pending is not None:
+            if not entry.untouched(self._scaled()):
+                self._drop()
+            return
+        for param, _ in self.pairs:
+            param.grad = None
+        if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
+            self._drop()
+        elif entry.stash is not None:
+            _foreach.add_(entry.to_put_back())
+        elif entry.grads and self._scales:
+            _foreach.multiply_(entry.grads, scaler.inverse)
+        if self._witness is not None:
+            self._witness.leave()
+
+    def _drop(self) -> None:
+        for param in (*self.model_params(), *self.stepped):
+            param.grad = None
+        self._pending = None
+        self.ready = False
+
+    def cleared(self) -> None:
+        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
+        self.ready = False
+        for param, _ in self.pairs:
+            param.grad = None
+        if self._entry.stash is not None:
+            self._entry = _NOTHING
+
+    # ---------------------------------------------------------------- before a step
+
+    def settle(self, call: str) -> None:
+        """Called before anything reads or steps the gradients.
+
+        Raises:
+            StateError: they are still scaled.
+        """
+        if self._witness is not None:
+            self._witness.check(call)
+        if self._pending is not None:
+            if self._scaled():
+                raise StateError(
+                    f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
+                    "optimizer that unscales them first."
+                )
+            self._pending = None
+
+    def has_stray(self) -> bool:
+        """Whether there are gradients that did not come through ``scale_loss`` since the last step."""
+        if not self.ready and any(p.grad is not None for p in self.stepped):
+            return True
+        witness = self._witness
+        return witness is not None and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xamp import _casting, _checks, _device, _masters, _registry, ops
+from xamp._arguments import boolean, number_between
 from xamp._engine import Engine
 from xamp._fused import FusedForm
 from xamp._log import say
@@ -103,6 +105,16 @@ def initialize(
         In every case models and optimizers are as they were.
     """
     given = locals()
+    if torch.is_inference_mode_enabled() and optimizers is not None:
+        raise StateError(
+            "initialize: called under torch.inference_mode(), where no tensor that is made can be trained. Call it "
+            "outside."
+        )
+    verbosity = int(
+        number_between(
+            "verbosity", int(verbosity) if verbosity in (True, False) else verbosity, -1, math.inf, whole=True
+        )
+    )
     if not isinstance(backend, str):
         raise PolicyError(f"initialize(backend={backend!r}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
@@ -111,8 +123,9 @@ def initialize(
     optimizer_list: list[Optimizer] = _checks.as_list("optimizers", given_optimizers, Optimizer)  # type: ignore[assignment]
     if not model_list:
         raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
-    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegate, verbosity)
-    if enabled:
+    delegated = bool(boolean("delegate", delegate))
+    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegated, verbosity)
+    if boolean("enabled", enabled) is not False:
         _set_up(request, arguments)
     else:
         _set_up_disabled(arguments)

@@ -24,9 +24,11 @@ __all__ = [
     "clear_gradients",
     "copy_back",
     "ensure_master",
+    "forget_lowered",
+    "is_lowered",
     "master_of",
     "reconcile",
-    "set_master",
+    "set_lowered",
     "transfer",
     "watch_state_dicts",
 ]
@@ -36,6 +38,7 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 
 LOWER = (torch.float16, torch.bfloat16)
 
+# Each parameter and buffer that xamp lowered -> its master, or None.
 _masters: Any = WeakIdKeyDictionary()
 
 
@@ -44,12 +47,19 @@ def master_of(param: torch.Tensor) -> nn.Parameter | None:
     return _masters.get(param)  # type: ignore[no-any-return]
 
 
-def set_master(param: nn.Parameter, master: nn.Parameter | None) -> None:
-    """Make ``master`` the master of ``param``; None takes it away."""
-    if master is None:
-        _masters.pop(param, None)
-    else:
-        _masters[param] = master
+def is_lowered(tensor: torch.Tensor) -> bool:
+    """Whether xamp lowered ``tensor``, in a session that lives."""
+    return tensor in _masters
+
+
+def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
+    """Note that xamp lowered ``tensor``, and its master if it has one."""
+    _masters[tensor] = master
+
+
+def forget_lowered(tensor: torch.Tensor) -> None:
+    """``tensor`` is plain again."""
+    _masters.pop(tensor, None)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
@@ -59,7 +69,7 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
     found = master_of(param)
     if found is None:
         found = nn.Parameter(param.detach().float())
-        set_master(param, found)
+        set_lowered(param, found)
     return found
 
 
@@ -128,17 +138,22 @@ def reconcile(pairs: Sequence[Pair]) -> None:
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
 
+_witnesses: Any = WeakIdKeyDictionary()
+
+
 class GradientWitness:
     """Tells whether somebody cleared the model's gradients while they were in the masters.
 
-    ``model.zero_grad()``, ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered
-    parameters only. So the smallest of them keeps a gradient of zeros, and if that one was cleared all were.
+    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered parameters only. So the
+    smallest of them keeps a gradient of zeros: gone means that all were cleared, changed that somebody took the lowered
+    parameters' gradients for the real ones.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
         self._param = min((p for p, _ in pairs), key=lambda p: p.numel())
         self._left: tuple[torch.Tensor, int] | None = None
+        _witnesses[self._param] = weakref.ref(self)  # which holds the parameter
 
     def leave(self) -> None:
         """Put the zeros down; called when the gradients have gone to the masters."""
@@ -151,31 +166,57 @@ class GradientWitness:
         """Whether the gradient of ``param`` is these zeros."""
         return self._left is not None and param is self._param
 
-    def check(self) -> None:
-        """Drop the masters' gradients if the model's were cleared meanwhile."""
+    def renew(self) -> None:
+        """``zero_grad`` of a managed model took the zeros and has cleared the masters that it means."""
+        if self._left is not None:
+            self._left = None
+            self.leave()
+
+    def check(self, call: str) -> None:
+        """Drop the masters' gradients if the model's were cleared meanwhile.
+
+        Raises:
+            StateError: somebody wrote into the model's gradients.
+        """
         if self._left is None:
             return
         zeros, version = self._left
-        found = self._param.grad
-        if found is zeros and zeros._version == version:
-            return
-        self._left = None
-        others = (p.grad for p, _ in self._pairs if p is not self._param)
-        if found is zeros and (bool(zeros.any()) or any(g is not None for g in others)):
-            return  # a backward added to it: it is a gradient like any other now
-        if found is zeros:
-            self._param.grad = None
-        for _, master in self._pairs:
-            master.grad = None
+        if self._param.grad is not zeros:
+            self._drop()
+        elif zeros._version != version:
+            raise StateError(
+                f"{call}: there are gradients that did not come through scale_loss since the last step: a backward() "
+                "ran without it, or the gradients of the model's own parameters were written to. At this level "
+                "gradients are in the fp32 masters: clip and change those, with xamp.clip_grad_norm_(optimizer, "
+                "max_norm) or xamp.master_params(optimizer), and run every backward() inside the with block."
+            )
 
     def collect(self) -> bool:
-        """Check, and take the zeros up again; whether they were still there."""
-        self.check()
+        """Before the next backward: take the zeros up again; whether they were still there.
+
+        Zeros that were written to and still are zeros were cleared by ``zero_()``. What a plain backward added stays.
+        """
         if self._left is None:
+            return False
+        zeros, version = self._left
+        if self._param.grad is not zeros:
+            self._drop()
+            return False
+        if zeros._version != version:
+            self._left = None
+            others = (p.grad for p, _ in self._pairs if p is not self._param)
+            if not bool(zeros.any()) and all(g is None for g in others):
+                self._param.grad = None
+                self._drop()
             return False
         self._param.grad = None
         self._left = None
         return True
+
+    def _drop(self) -> None:
+        self._left = None
+        for _, master in self._pairs:
+            master.grad = None
 
 
 def clear_gradients(model: nn.Module) -> None:
@@ -184,6 +225,10 @@ def clear_gradients(model: nn.Module) -> None:
         master = _masters.get(param)
         if master is not None:
             master.grad = None
+        found = _witnesses.get(param)
+        witness = None if found is None else found()
+        if witness is not None:
+            witness.renew()
 
 
 def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
@@ -211,13 +256,17 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
 
 
 def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
-    """State-dict hook: a lowered parameter is saved as its master, else, like a lowered buffer, in fp32."""
+    """State-dict hook: what xamp lowered is saved as its master, else in fp32.
+
+    A copy of the model (an average of its weights) was not lowered by xamp but copied so: its entries stay the very
+    tensors of the copy, for whoever writes into them.
+    """
     tensors = {**module._parameters, **module._buffers}
     for name, tensor in tensors.items():
         key = prefix + name
-        if tensor is None or key not in state or tensor.dtype not in LOWER:
+        if tensor is None or key not in state or tensor not in _masters:
             continue
-        master = master_of(tensor)
+        master = _masters[tensor]
         if master is None:
             state[key] = state[key].float()
         else:

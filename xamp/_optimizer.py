@@ -20,7 +20,7 @@ from xamp._masters import LOWER, master_of
 from xamp._step import OptimizerState
 from xamp.errors import PolicyError
 
-__all__ = ["manage", "state_of"]
+__all__ = ["cast_state", "manage", "replace_params", "state_of"]
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
@@ -104,7 +104,7 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
-        self._xamp.cleared()
+        self._xamp.gradients.cleared()
 
     return zero_grad
 
@@ -129,7 +129,7 @@ class _Managed:
             params = list(params)
         tensors = [p for p in params if isinstance(p, torch.Tensor)]
         present = {id(p) for g in self.param_groups for p in g["params"]}
-        if any(id(master_of(p)) in present for p in tensors if master_of(p) is not None):
+        if any(id(m) in present for p in tensors if (m := master_of(p)) is not None):
             raise ValueError("some parameters appear in more than one parameter group")
         self._xamp.engine.check_not_shared(self._xamp, tensors)
         super().add_param_group({**group, "params": params})  # type: ignore[misc]

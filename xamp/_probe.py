@@ -42,6 +42,8 @@ def start(spec: BackendSpec) -> Ready | Failed:
     if isinstance(torch, TorchFailure):
         return Failed(torch.reason, torch.hint, torch.error)
     try:
+        for kind in spec.device_types:
+            torch.device(kind)  # raises where this torch has no such type
         backend = _construct(spec)
         backend.probe()
         return Ready(backend, _describe(backend))

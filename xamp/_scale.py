@@ -29,6 +29,7 @@ class DeviceState:
 
     Attributes:
         values: fp32, shape (2 * losses + 2 * optimizers,).
+        scales, inverses: by loss: views.
         flags: what the backward just left found, by optimizer: a view, scratch for :meth:`LossScaler.update`.
         sticky: whether any backward since the optimizer's last step overflowed, by optimizer: a view.
     """
@@ -121,7 +122,7 @@ class LossScaler:
 
 
 def _is_power_of_two(value: float) -> bool:
-    return value > 0 and float(value).hex().split("p")[0] in ("0x1.0000000000000", "0x1")
+    return math.frexp(value)[0] == 0.5
 
 
 class CollapseWatch:
@@ -130,7 +131,7 @@ class CollapseWatch:
     def __init__(self, policy: Policy, scalers: Sequence[LossScaler]) -> None:
         self._dynamic = policy.dynamic
         self._floor = policy.min_loss_scale
-        self._scales: Sequence[float] = [scaler.initial for scaler in scalers]
+        self._scales: Sequence[float] = [scaler.initial for scaler in scalers]  # after the step before
         self._run = 0
 
     def clean(self, scales: Sequence[float]) -> None:

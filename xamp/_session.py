@@ -247,6 +247,8 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     Raises:
         StateError: the gradients are still scaled, so whoever clips or reads them now would be wrong.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
     state = state_of(optimizer)
     if state is not None:
         state.settle("master_params(optimizer)")

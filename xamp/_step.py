@@ -1,13 +1,8 @@
-"""One optimizer's part in a training step: gradients in and out of the scale, the decision to skip, the masters.
+"""One optimizer's part in a training step: what its backwards found, whether it steps, and what came of it.
 
-The life of a gradient, with every value on the device::
-
-    enter   gradients left by earlier losses are multiplied by the scale, so that the backward adds like to like
-    (the body runs backward)
-    leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
-    step    skipped if a backward since the last step overflowed; then masters are written back
-
-Between ``leave`` and ``step`` gradients are plain numbers: clipping, logging and surgery see what fp32 would give.
+A backward that overflows raises the optimizer's flag, on the device. ``step()`` is skipped if one did since the last
+step: by the fused kernel, to which the flag is handed, or by the host, which then has to read it. After the step
+masters are written back; its numbers are counted, logged and judged once they can be read without waiting.
 """
 
 from __future__ import annotations
@@ -20,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from xamp import _gradients, _masters
+from xamp import _masters
 from xamp._fused import FusedForm, skips_on_device
+from xamp._gradients import Gradients
 from xamp._log import say
-from xamp._scale import COLLAPSE_RUN, CollapseWatch, History, LossScaler
+from xamp._scale import COLLAPSE_RUN, CollapseWatch, History
 from xamp.errors import LossScaleCollapsed, StateError
 
 if TYPE_CHECKING:
@@ -39,40 +35,6 @@ class StepOutcome(enum.Enum):
     SKIPPED = "skipped"
 
 
-class _Pending:
-    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them."""
-
-    def __init__(self, scaler: LossScaler, why: str) -> None:
-        self.scaler = scaler
-        self.version = scaler.version
-        self.inverse = scaler.inverse.clone()
-        self.why = why
-
-
-class _Entry:
-    """How the gradients stood on entering ``scale_loss``, to tell what an exception in its body has touched."""
-
-    def __init__(
-        self, grads: list[torch.Tensor] | None = None, stash: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    ) -> None:
-        self.grads = grads or []
-        self.stash = stash  # (parameter, its gradient before)
-        self.versions = [g._version for g in self.grads]
-
-    def untouched(self, now: list[torch.Tensor]) -> bool:
-        """Whether ``now`` are the gradients of entry, not written to since."""
-        return len(now) == len(self.grads) and all(
-            a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
-        )
-
-    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(gradient now, what was put aside of it), but for those that were cleared in the meantime."""
-        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
-
-
-_NOTHING = _Entry()
-
-
 class OptimizerState:
     """What xamp keeps for one optimizer. It sits in the optimizer as ``_xamp`` and holds it weakly.
 
@@ -80,11 +42,10 @@ class OptimizerState:
         engine: what it belongs to.
         index: its place among the engine's optimizers.
         fused: the choice of the fused form.
-        plain: parameters stepped as they are.
-        pairs: lowered parameters and the masters stepped in their place.
+        gradients: its gradients, in and out of the loss scale.
         outcome: what the last step did: an outcome, or the flag on the device that tells; None before the first.
         open: a ``scale_loss`` over this optimizer is being executed.
-        fresh: no backward went through ``scale_loss`` since the last step, so the sticky flag is down.
+        fresh: no backward was checked since the last step, so the sticky flag is down.
         flag: fp32 scalar, what the backward just left found where it cannot go into ``sticky`` at once.
         sticky: fp32 scalar, whether any backward since the last step overflowed.
     """
@@ -93,47 +54,19 @@ class OptimizerState:
         self.engine = engine
         self.index = index
         self.fused = fused
-        self.plain: list[torch.Tensor] = []
-        self.pairs: list[_masters.Pair] = []
         self.outcome: StepOutcome | torch.Tensor | None = None
         self.open = False
         self.fresh = True
-        self.flag = engine.memory.flags[index]
-        self.sticky = engine.memory.sticky[index]
+        self._memory = engine.memory
+        self.flag = self._memory.flags[index]
+        self.sticky = self._memory.sticky[index]
         self._optimizer = weakref.ref(optimizer)
+        self.gradients = Gradients(engine.policy, engine.backend, fused, self._optimizer)
         self._watch = CollapseWatch(engine.policy, engine.scalers)
-        self._history = History(engine.memory)
-        self._ready = False  # some backward went through scale_loss since the last step
-        self._mixed = False  # gradients that were checked before are in what is checked next
-        self._pending: _Pending | None = None
-        self._entry = _Entry()
-        self._witness: _masters.GradientWitness | None = None
-        self._used: set[int] = set()  # indices of the scalers since the last step
+        self._history = History(self._memory)
         self._warm: set[int] = set()  # ids of parameters that have taken a step, so that their state exists
         self._warm_states = 0
         self.find_parameters()
-
-    # ---------------------------------------------------------------- parameters
-
-    def find_parameters(self) -> None:
-        """Read the optimizer's groups again; called when they changed."""
-        param_of = {id(m): p for p, m in self.engine.pairs()}
-        self.plain, self.pairs = [], []
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                lowered = param_of.get(id(param))
-                if lowered is None:
-                    self.plain.append(param)
-                else:
-                    self.pairs.append((lowered, param))
-        witness = self._witness
-        self._witness = _masters.GradientWitness(self.pairs) if self.pairs else None
-        if witness is not None and witness.collect() and self._witness is not None:
-            self._witness.leave()
-        self._uniform = len({(p.device, p.dtype) for p in self._stepped()}) <= 1
-        self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
-        self._size = len(self.plain) + len(self.pairs)
-        self._warm = set()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -142,182 +75,19 @@ class OptimizerState:
         assert found is not None, "the optimizer owns this object"
         return found
 
-    def model_params(self) -> list[torch.Tensor]:
-        """The parameters as the models and their wrappers know them."""
-        return [*self.plain, *(p for p, _ in self.pairs)]
-
-    def _stepped(self) -> list[torch.Tensor]:
-        return [*self.plain, *(m for _, m in self.pairs)]
-
-    # ---------------------------------------------------------------- scale_loss
-
-    def enter(self, scaler: LossScaler) -> None:
-        """Bring gradients that are already there to the scale of the backward to come."""
-        self.open = True
-        if self._witness is not None:
-            self._witness.collect()
-        if self._pending is not None:
-            self._enter_pending(self._pending, scaler)
-            return
-        if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
-            _masters.transfer(self.pairs, None)
-        existing = [g for p in self.plain if (g := p.grad) is not None]
-        if not existing:
-            self._entry = _NOTHING
-        elif not self.engine.policy.scales:
-            self._entry = _Entry(existing)
-        elif scaler.exact and self._in_fp32:
-            _gradients.multiply_(existing, scaler.scale)
-            self._mixed = True
-            self._entry = _Entry(existing)
-        else:
-            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
-            _gradients.zero_(existing)
-            self._entry = _Entry(existing, stash)
-
-    def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
-        scaled = self._scaled_gradients()
-        if pending.scaler is not scaler or pending.version != scaler.version:
-            _gradients.multiply_(scaled, scaler.scale * pending.inverse)
-            self._pending = _Pending(scaler, pending.why)
-        self._entry = _Entry(scaled)
-
-    def _scaled_gradients(self) -> list[torch.Tensor]:
-        return [g for p in self.model_params() if (g := p.grad) is not None]
-
-    def abandon(self, scaler: LossScaler) -> None:
-        """The body raised. Gradients nobody touched become what they were; a half-done backward is dropped whole."""
-        self.open = False
-        entry, self._entry = self._entry, _Entry()
-        if self._pending is not None:
-            if not entry.untouched(self._scaled_gradients()):
-                self._drop_gradients()
-            return
-        for param, _ in self.pairs:
-            param.grad = None
-        if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
-            self._drop_gradients()
-        elif entry.stash is not None:
-            _gradients.add_(entry.to_put_back())
-        elif entry.grads and self.engine.policy.scales:
-            _gradients.multiply_(entry.grads, scaler.inverse)
-        if self._witness is not None:
-            self._witness.leave()
-
-    def _drop_gradients(self) -> None:
-        for param in (*self.model_params(), *self._stepped()):
-            param.grad = None
-        self._pending = None
-        self._ready = False
-        self._mixed = False
-
-    def cleared(self) -> None:
-        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
-        self._ready = False
-        for param, _ in self.pairs:
-            param.grad = None
-        if self._entry.stash is not None:
-            self._entry = _NOTHING
-
-    def postpone(self, scaler: LossScaler, why: str) -> None:
-        """Leave the gradients scaled and where they are, until a later ``scale_loss``."""
-        self.open = False
-        if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
-            back = self._entry.to_put_back()
-            _gradients.multiply_([old for _, old in back], scaler.scale)
-            _gradients.add_(back)
-            self._mixed = True
-        self._entry = _Entry()
-        self._pending = _Pending(scaler, why)
-
-    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> None:
-        """Unscale the gradients of the backward that just ended.
-
-        Args:
-            scaler: the scale they have.
-            found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
-        """
-        self.open = False
-        self._pending = None
-        self._used.add(scaler.index)
-        grads = [g for p in self.plain if (g := p.grad) is not None]
-        if self.engine.policy.scales:
-            self._unscale_list(grads, scaler, found_inf, self.plain)
-        moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf)
-        if self._entry.stash is not None:
-            self._put_stash_back(found_inf)
-        self._entry = _NOTHING
-        self._ready = self._ready or bool(grads) or moved
-
-    def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
-        """Gradients go from the lowered parameters to the masters; whether there was any."""
-        if self.fresh and found_inf is not None:
-            self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
-        moved = _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
-        if self._witness is not None:
-            self._witness.leave()
-        if self.fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
-            self.fused.met_sparse(self.optimizer)
-        return moved
-
-    def _put_stash_back(self, found_inf: torch.Tensor | None) -> None:
-        """Add the gradients that were put aside."""
-        back = self._entry.to_put_back()
-        if self.fresh and found_inf is not None:
-            self._check_left_over([old for _, old in back], found_inf)
-        _gradients.add_(back)
-
-    def _check_left_over(self, grads: list[torch.Tensor], found_inf: torch.Tensor) -> None:
-        """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
-        if grads:
-            one = torch.ones_like(found_inf)
-            _gradients.unscale_by_group_(grads, found_inf, one, self.engine.backend.unscale_)
-
-    def _finisher(self, scaler: LossScaler, found: torch.Tensor | None) -> Callable[[list[torch.Tensor]], None] | None:
-        if not self.engine.policy.scales:
-            return None
-        return lambda grads: self._unscale_list(grads, scaler, found)
-
-    def _unscale_list(
-        self,
-        grads: list[torch.Tensor],
-        scaler: LossScaler,
-        found_inf: torch.Tensor | None,
-        params: Sequence[torch.Tensor] = (),
-    ) -> None:
-        if not grads:
-            return
-        if found_inf is None:
-            _gradients.multiply_(grads, scaler.inverse)
-            return
-        unscale_ = self.engine.backend.unscale_
-        if self._uniform:
-            try:
-                unscale_(grads, found_inf, scaler.inverse)
-                return
-            except (RuntimeError, NotImplementedError):
-                # Sparse and complex gradients are refused before anything is changed; looking for them first costs
-                # 10 us at 300.
-                if not any(g.is_sparse or g.is_complex() for g in grads):
-                    raise
-        if any(g.is_sparse for g in grads):
-            self.fused.met_sparse(self.optimizer)
-            _gradients.coalesce_half(params)
-            grads = [p.grad for p in params if p.grad is not None] or grads
-        _gradients.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
+    def find_parameters(self) -> None:
+        """Read the optimizer's groups again; called when they changed."""
+        self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
+        self._warm = set()
 
     def keep_flag(self) -> None:
         """Fold what this backward found into the sticky flag, and take out of it what an earlier one found."""
-        if self._mixed:
+        if self.gradients.mixed:
             self.flag.addcmul_(self.flag, self.sticky, value=-1)
         torch.maximum(self.sticky, self.flag, out=self.sticky)
-
-    def checked(self) -> None:
-        """The sticky flag now says something of the gradients there are."""
         self.fresh = False
-        self._mixed = False
 
-    # ---------------------------------------------------------------- step
+    # ---------------------------------------------------------------- the decision
 
     def settle(self, call: str) -> None:
         """Called before anything reads or steps the gradients.
@@ -327,15 +97,7 @@ class OptimizerState:
         """
         if self.open:
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
-        if self._witness is not None:
-            self._witness.check()
-        if self._pending is not None:
-            if self._scaled_gradients():
-                raise StateError(
-                    f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
-                    "optimizer that unscales them first."
-                )
-            self._pending = None
+        self.gradients.settle(call)
 
     def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``optimizer.step(*args, **kwargs)``; ``base`` is the optimizer's own.
@@ -346,40 +108,49 @@ class OptimizerState:
         """
         policy = self.engine.policy
         if not policy.scales and not policy.master_weights:
-            result = base(*args, **kwargs)
-            self._finish(StepOutcome.APPLIED)
-            return result
+            return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
-        if not self._ready:  # no gradients at all, or it would have been refused
+        if not self.gradients.ready:  # no gradients at all, or it would have been refused
             return base(*args, **kwargs)
         if not policy.checks:
-            fused = not self.fused.active or self._is_warm()
-            result = (base if fused else self._warming(base))(*args, **kwargs)
-            self._finish(StepOutcome.APPLIED)
-            return result
-        warming = skips_on_device(self.optimizer)
-        if warming and self._is_warm():
-            return self._step_on_device(base, args, kwargs)
-        return self._step_on_host(self._warming(base) if warming else base, args, kwargs)
+            if self.fused.active and not self._is_warm():
+                base = self._unfused(base)
+            return self._step_unchecked(base, args, kwargs)
+        if skips_on_device(self.optimizer):
+            if self._is_warm():
+                return self._step_on_device(base, args, kwargs)
+            base = self._unfused(base)
+        return self._step_on_host(base, args, kwargs)
 
-    def _warming(self, base: Callable[..., Any]) -> Callable[..., Any]:
-        """``base`` without the fused form, which for a parameter's first step some kernels lack (see _is_warm)."""
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            raise StateError(
+                f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
+                f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
+                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at levels O0 and O4."
+            )
+        self.settle("optimizer.step()")
+        if self.gradients.has_stray():
+            raise StateError(
+                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
+                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
+                "with block, and clear the gradients with optimizer.zero_grad() after a step."
+            )
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with self.fused.off(self.optimizer):
-                result = base(*args, **kwargs)
-            self._warm.update(id(p) for p in self._stepped() if p.grad is not None)
-            self._warm_states = len(self.optimizer.state)
-            return result
-
-        return step
+    def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = base(*args, **kwargs)
+        self._finish(StepOutcome.APPLIED)
+        return result
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        values = self.engine.memory.values.tolist()  # the one wait for the device
-        result, outcome = None, StepOutcome.SKIPPED
-        if not self.engine.memory.overflowed(values, self.index):
-            result, outcome = base(*args, **kwargs), StepOutcome.APPLIED
-        used = tuple(self._used) if outcome is StepOutcome.SKIPPED else ()
+        values = self._memory.values.tolist()  # the one wait for the device
+        result, outcome = None, StepOutcome.APPLIED
+        used: tuple[int, ...] = ()
+        if self._memory.overflowed(values, self.index):
+            outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
+        else:
+            result = base(*args, **kwargs)
         for scaler in self.engine.scalers:
             scaler.know(values[scaler.index])
         self._finish(outcome)
@@ -393,11 +164,23 @@ class OptimizerState:
             result = base(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        readable = list(self._history.push(tuple(self._used)))
+        readable = list(self._history.push(tuple(self.gradients.used)))
         self._finish(self.sticky.clone())
         for used, values in readable:
             self._observe(used, values)
         return result
+
+    def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
+        """``base`` in the form that the user left, for the first step of some parameter (see :meth:`_is_warm`)."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.fused.off(self.optimizer):
+                result = base(*args, **kwargs)
+            self._warm.update(id(p) for p in self.gradients.stepped if p.grad is not None)
+            self._warm_states = len(self.optimizer.state)
+            return result
+
+        return step
 
     def _is_warm(self) -> bool:
         """Whether every parameter about to move has its state.
@@ -408,52 +191,34 @@ class OptimizerState:
         """
         if len(self.optimizer.state) < self._warm_states:
             self._warm.clear()
-        if len(self._warm) == self._size:
+        if len(self._warm) == len(self.gradients.stepped):
             return True
-        return self._warm.issuperset(id(p) for p in self._stepped() if p.grad is not None)
+        return self._warm.issuperset(id(p) for p in self.gradients.stepped if p.grad is not None)
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
-            raise StateError(
-                f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
-                f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
-                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at levels O0 and O4."
-            )
-        self.settle("optimizer.step()")
-        witness = self._witness
-        stray = not self._ready and any(p.grad is not None for p in self._stepped())
-        if stray or (witness and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))):
-            raise StateError(
-                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
-                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
-                "with block, and clear the gradients with optimizer.zero_grad() after a step."
-            )
+    # ---------------------------------------------------------------- the outcome
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
         """The step is over: masters go back, the flags go down."""
         self.outcome = outcome
         if outcome is not StepOutcome.SKIPPED:
-            _masters.copy_back(self.pairs)
+            _masters.copy_back(self.gradients.pairs)
         if not self.engine.policy.checks:
             self.engine.counts.applied += 1
         elif not self.fresh and outcome is not StepOutcome.APPLIED:  # where the host applied, it has read a zero
             self.sticky.zero_()
         self.fresh = True
-        self._ready = False
-        self._mixed = False
-        self._used.clear()
+        self.gradients.ready = False
+        self.gradients.used.clear()
 
     def unobserved(self) -> Iterable[bool]:
         """Whether each step overflowed that has not been counted yet. Waits for the device."""
         for _, values in self._history.peek():
-            yield self.engine.memory.overflowed(values, self.index)
+            yield self._memory.overflowed(values, self.index)
 
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
-        memory, stats = self.engine.memory, self.engine.counts
-        overflowed, scales = memory.overflowed(values, self.index), memory.scales_in(values)
-        if not overflowed:
+        stats, scales = self.engine.counts, self._memory.scales_in(values)
+        if not self._memory.overflowed(values, self.index):
             self._watch.clean(scales)
             stats.applied += 1
             return
@@ -468,10 +233,7 @@ class OptimizerState:
         policy = self.engine.policy
         at = ", ".join(f"{scales[i]:g}" for i in used)
         kind = f"at its floor (min_loss_scale={policy.min_loss_scale:g})" if policy.dynamic else "static"
-        bad = [
-            p for p in self._stepped() if p.grad is not None and not bool(_gradients.values(p.grad).isfinite().all())
-        ]
-        names = self.engine.names_of(bad)
+        names = self.engine.names_of(self.gradients.not_finite())
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "

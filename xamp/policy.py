@@ -7,10 +7,12 @@ into a value once; nothing after it looks at an option again. Imports no torch a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from xamp import _arguments
 from xamp.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -54,18 +56,16 @@ LEVELS = {
     )
 }
 _BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
-_DTYPE_SPELLINGS = {
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-}
-_FUSED = ("auto", True, False)
 _ON_STATIC_OVERFLOW = ("skip", "step")
+_SCALER_RANGES = {  # above, below, whole
+    "num_losses": (0, 2.0**31, True),
+    "init_scale": (0, math.inf, False),
+    "growth_factor": (1, math.inf, False),
+    "backoff_factor": (0, 1, False),
+    "growth_interval": (0, 2.0**31, True),
+    "min_loss_scale": (0, 2.0**127, False),
+    "max_loss_scale": (0, 2.0**127, False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Policy:
     min_loss_scale: float
     max_loss_scale: float
 
-    @property
+    @functools.cached_property  # read several times a step
     def scales(self) -> bool:
         """Whether the loss is multiplied by anything, or gradients are checked: whether ``scale_loss`` has work."""
         return self.checks or self.static_scale != 1.0
@@ -201,22 +201,22 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
         autocast=level.dtype is not None and not level.casts_parameters,
         master_weights=masters,
         keep_batchnorm_fp32=keep_bn,
-        keep_fp32=_keep_fp32(request.keep_fp32),
-        output_dtype=_output_dtype(request.cast_model_outputs),
-        methods=_methods(request.methods),
+        keep_fp32=_arguments.keep_fp32(request.keep_fp32),
+        output_dtype=_arguments.output_dtype(request.cast_model_outputs),
+        methods=_arguments.methods(request.methods),
         dynamic=dynamic,
         static_scale=static_scale,
         checks=_checks(request.on_static_overflow, dynamic, static_scale),
-        op_policy=_choice("op_policy", request.op_policy, tuple(op_policies)),
-        fused=_fused(request.fused),
+        op_policy=_arguments.choice("op_policy", request.op_policy, tuple(op_policies)),
+        fused=_arguments.fused(request.fused),
         **_scaler_numbers(request),
     )
 
 
 def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | None]:
     """``master_weights`` and ``keep_batchnorm_fp32`` of the policy."""
-    masters = _boolean("master_weights", request.master_weights)
-    keep_bn = _boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
+    masters = _arguments.boolean("master_weights", request.master_weights)
+    keep_bn = _arguments.boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
     if masters and not level.casts_parameters:
         raise PolicyError(
             f"initialize(level={level.name!r}, master_weights=True): at {level.name} the parameters are fp32, so there "
@@ -241,7 +241,7 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
 
     if value is None:
         return torch.float32 if level.dtype is None else getattr(torch, level.dtype)
-    dtype = _dtype("dtype", value)
+    dtype = _arguments.dtype("dtype", value)
     if level.dtype is None and dtype != torch.float32:
         raise PolicyError(
             f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level "
@@ -255,32 +255,6 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
     return dtype
 
 
-def _dtype(name: str, value: object) -> torch.dtype:
-    import torch
-
-    if isinstance(value, torch.dtype):
-        spelling = str(value).removeprefix("torch.")
-    else:
-        spelling = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
-    canonical = _DTYPE_SPELLINGS.get(spelling)
-    if canonical is None:
-        raise PolicyError(
-            f"initialize({name}={value!r}): not a dtype that mixed precision works in. Choices: torch.float16, "
-            f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_SPELLINGS)}."
-        )
-    return getattr(torch, canonical)  # type: ignore[no-any-return]
-
-
-def _output_dtype(value: object) -> torch.dtype | None:
-    import torch
-
-    if value is None:
-        return torch.float32
-    if isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() in ("true", "false")):
-        return torch.float32 if _boolean("cast_model_outputs", value) else None
-    return _dtype("cast_model_outputs", value)
-
-
 def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
     """(dynamic, static scale) for a ``loss_scale`` argument; the static scale is 1.0 where dynamic."""
     if value is None:
@@ -288,7 +262,7 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
     if isinstance(value, str) and value.strip().lower() == "dynamic":
         return True, 1.0
     try:
-        scale = _number("loss_scale", value)
+        scale = _arguments.number("loss_scale", value)
     except PolicyError:
         scale = math.nan
     if not 0.0 < scale < math.inf:
@@ -300,39 +274,21 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
 
 
 def _checks(on_static_overflow: object, dynamic: bool, static_scale: float) -> bool:
-    if on_static_overflow is not None:
-        on_static_overflow = _choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW)
-    if dynamic:
-        return True
+    """Whether gradients are checked: always under a dynamic scale, else as asked, else where there is a scale."""
     if on_static_overflow is None:
-        return static_scale != 1.0
-    return on_static_overflow == "skip"
+        return dynamic or static_scale != 1.0
+    return _arguments.choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW) == "skip" or dynamic
 
 
 def _scaler_numbers(request: Request) -> dict[str, Any]:
-    """The numbers of the loss scalers, each in its range."""
-
-    def checked(name: str, low: float, high: float, *, whole: bool = False) -> float:
-        given = getattr(request, name)
-        value = _number(name, given)
-        if not low < value < high or (whole and value != int(value)):
-            kind = "a whole number" if whole else "a number"
-            bound = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
-            raise PolicyError(f"initialize({name}={given!r}): must be {kind} {bound}.")
-        return int(value) if whole else value
-
+    """The numbers of the loss scalers, each in its range. None stands for the default of the bounds."""
     if request.min_loss_scale is None:
         request = dataclasses.replace(request, min_loss_scale=Request.min_loss_scale)
     if request.max_loss_scale is None:
         request = dataclasses.replace(request, max_loss_scale=Request.max_loss_scale)
     numbers = {
-        "num_losses": checked("num_losses", 0, 2.0**31, whole=True),
-        "init_scale": checked("init_scale", 0, math.inf),
-        "growth_factor": checked("growth_factor", 1, math.inf),
-        "backoff_factor": checked("backoff_factor", 0, 1),
-        "growth_interval": checked("growth_interval", 0, 2.0**31, whole=True),
-        "min_loss_scale": checked("min_loss_scale", 0, 2.0**127),
-        "max_loss_scale": checked("max_loss_scale", 0, 2.0**127),
+        name: _arguments.number_between(name, getattr(request, name), low, high, whole=whole)
+        for name, (low, high, whole) in _SCALER_RANGES.items()
     }
     if numbers["min_loss_scale"] > numbers["max_loss_scale"]:
         raise PolicyError(
@@ -340,75 +296,6 @@ def _scaler_numbers(request: Request) -> dict[str, Any]:
             "floor is above the ceiling. Raise max_loss_scale or lower min_loss_scale."
         )
     return numbers
-
-
-def _number(name: str, value: object) -> float:
-    """A real number, also from a string; a bool is no number here."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        number = math.nan
-    if math.isnan(number):
-        raise PolicyError(f"initialize({name}={value!r}): must be a number.")
-    return number
-
-
-def _boolean(name: str, value: object) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    raise PolicyError(
-        f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own."
-    )
-
-
-def _fused(value: object) -> str | bool:
-    if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.strip().lower(), value)
-    if not isinstance(value, (str, bool)) or value not in _FUSED:
-        raise PolicyError(f"initialize(fused={value!r}): no such choice. Choices: 'auto', True, False.")
-    return value
-
-
-def _choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        listed = ", ".join(repr(c) for c in choices)
-        raise PolicyError(f"initialize({name}={value!r}): no such choice. Choices: {listed}.")
-    return value
-
-
-def _keep_fp32(value: object) -> tuple[type | str, ...]:
-    from torch import nn
-
-    items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
-    kept: list[type | str] = []
-    for item in items:
-        if not ((isinstance(item, type) and issubclass(item, nn.Module)) or (isinstance(item, str) and item)):
-            raise PolicyError(
-                f"initialize(keep_fp32={value!r}): {item!r} is neither a module class, nor a qualified name such as "
-                "'encoder.norm', nor a glob pattern such as '*.norm'."
-            )
-        kept.append(item)
-    return tuple(kept)
-
-
-def _methods(value: object) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(_items("methods", value))
-    for name in names:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise PolicyError(
-                f"initialize(methods={value!r}): {name!r} is no method name. Names look like ('forward', 'generate')."
-            )
-    return tuple(dict.fromkeys(("forward", *names)))
-
-
-def _items(name: str, value: object) -> Iterable[Any]:
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
-        raise PolicyError(f"initialize({name}={value!r}): must be a list or tuple.")
-    return value
 
 
 def _short(dtype: torch.dtype) -> str:

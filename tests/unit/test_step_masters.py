@@ -1,0 +1,126 @@
+"""Where the gradients are in fp32 masters: what people do to the model's own parameters is right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from stepping import Dot, assert_follows, inputs, plain_iterate, run_backward, twin
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import xamp
+from xamp.errors import StateError, UnsupportedPolicy
+
+with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+
+
+def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Any, Dot]:
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, verbosity=0, init_scale=64.0, **options)
+    return model, optimizer, reference
+
+
+def clip(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def divide(model: nn.Module) -> None:
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.div_(2)
+
+
+@with_masters
+@pytest.mark.parametrize("change", [clip, divide])
+def test_changing_the_models_own_gradients_is_refused(
+    lane: Lane, level: str, change: Callable[[nn.Module], None]
+) -> None:
+    """They are zeros there, and the real ones would be stepped unclipped."""
+    model, optimizer, _ = start(lane, level)
+    run_backward(model(inputs(1, lane)[0]), optimizer)
+    before = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    change(model)
+    with pytest.raises(StateError, match=r"gradients of the model's own parameters were written to.*clip_grad_norm_"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
+
+
+@with_masters
+def test_clearing_one_of_two_models_leaves_the_others_gradients(lane: Lane, level: str) -> None:
+    models = [Dot().to(lane.device), Dot().to(lane.device)]
+    references = [twin(model) for model in models]
+    optimizer = SGD([p for model in models for p in model.parameters()], lr=0.125)
+    xamp.initialize(models, optimizer, level, verbosity=0, init_scale=64.0)
+    x = inputs(1, lane)[0]
+    run_backward(models[0](x) + models[1](x), optimizer)
+    models[1].zero_grad()
+    optimizer.step()
+    plain_iterate(references[0], SGD(references[0].parameters(), lr=0.125), x)
+    masters = optimizer.param_groups[0]["params"]
+    expected = [*references[0].parameters(), *references[1].parameters()]
+    for master, plain in zip(masters, expected, strict=True):
+        torch.testing.assert_close(master.detach(), plain.detach())
+
+
+class Around(Optimizer):
+    """An optimizer that steps another one with groups of its own."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        held = list(params)
+        super().__init__(held, {"lr": 0.1})
+        self.inner = SGD(held, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@with_masters
+def test_an_optimizer_around_another_with_groups_of_its_own_is_refused(lane: Lane, level: str) -> None:
+    """It would step lowered parameters that have no gradients: nothing would ever move."""
+    model = Dot().to(lane.device)
+    optimizer = Around(model.parameters())
+    with pytest.raises(UnsupportedPolicy, match=r"Around\.inner is another optimizer.*O0, O1, O3, O4"):
+        xamp.initialize(model, optimizer, level, verbosity=0)
+    assert type(optimizer) is Around
+    assert model.a.dtype == torch.float32
+
+
+def test_such_an_optimizer_trains_where_there_are_no_masters(lane: Lane) -> None:
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    optimizer = Around(model.parameters())
+    xamp.initialize(model, optimizer, "O1", verbosity=0, init_scale=64.0)
+    x = inputs(1, lane)[0]
+    run_backward(model(x), optimizer)
+    optimizer.step()
+    plain_iterate(reference, SGD(reference.parameters(), lr=0.1), x)
+    assert_follows(optimizer, reference)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closing_with_gradients_still_scaled_is_refused(lane: Lane, level: str) -> None:
+    model, optimizer, _ = start(lane, level)
+    x = inputs(1, lane)[0]
+    with xamp.scale_loss(model(x), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.raises(StateError, match=r"session\.close\(\): the gradients are still scaled"):
+        xamp.session(model).close()
+    run_backward(model(x), optimizer)
+    xamp.session(model).close()
+    torch.testing.assert_close(model.a.grad, 2 * x[:4])
+
+
+@with_masters
+def test_a_group_cannot_be_added_twice(lane: Lane, level: str) -> None:
+    model = Dot().to(lane.device)
+    optimizer = SGD([model.a], lr=0.125)
+    xamp.initialize(model, optimizer, level, verbosity=0)
+    optimizer.add_param_group({"params": [model.b]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [model.b]})

@@ -1,0 +1,143 @@
+"""Single arguments of ``initialize``, from the spellings people and argparse give them to values.
+
+Each function takes what was given, and the argument's name where several arguments share the function; it raises a
+PolicyError that echoes the call and says what would do. Imports no torch at module level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from xamp.errors import PolicyError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["boolean", "choice", "dtype", "fused", "keep_fp32", "methods", "number", "number_between", "output_dtype"]
+
+_DTYPE_SPELLINGS = {
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+}
+
+
+def number(name: str, value: object) -> float:
+    """A real number, also from a string; a bool is no number here."""
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = math.nan
+    if math.isnan(found):
+        raise PolicyError(f"initialize({name}={value!r}): must be a number.")
+    return found
+
+
+def number_between(name: str, value: object, low: float, high: float, *, whole: bool = False) -> float:
+    """A number above ``low`` and below ``high``; an int where it is to be a ``whole`` one."""
+    found = number(name, value)
+    if not low < found < high or (whole and found != int(found)):
+        kind = "a whole number" if whole else "a number"
+        bound = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
+        raise PolicyError(f"initialize({name}={value!r}): must be {kind} {bound}.")
+    return int(found) if whole else found
+
+
+def boolean(name: str, value: object) -> bool | None:
+    """True, False, or None for the level's own."""
+    found = _respelt(value)
+    if found is None or isinstance(found, bool):
+        return found
+    raise PolicyError(
+        f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own."
+    )
+
+
+def _respelt(value: object) -> object:
+    """The boolean that a string spells; anything else as it is."""
+    return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
+    """One of ``choices``, spelt exactly so."""
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise PolicyError(f"initialize({name}={value!r}): no such choice. Choices: {listed}.")
+    return value
+
+
+def fused(value: object) -> str | bool:
+    """``"auto"``, True or False."""
+    found = _respelt(value)
+    if isinstance(found, bool) or (isinstance(found, str) and found == "auto"):
+        return found
+    raise PolicyError(f"initialize(fused={value!r}): no such choice. Choices: 'auto', True, False.")
+
+
+def dtype(name: str, value: object) -> torch.dtype:
+    """One of the three floating dtypes that mixed precision is about."""
+    import torch
+
+    if isinstance(value, torch.dtype):
+        spelling = str(value).removeprefix("torch.")
+    else:
+        spelling = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
+    canonical = _DTYPE_SPELLINGS.get(spelling)
+    if canonical is None:
+        raise PolicyError(
+            f"initialize({name}={value!r}): not a dtype that mixed precision works in. Choices: torch.float16, "
+            f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_SPELLINGS)}."
+        )
+    return getattr(torch, canonical)  # type: ignore[no-any-return]
+
+
+def output_dtype(value: object) -> torch.dtype | None:
+    """The dtype of ``cast_model_outputs``: fp32 for None and True; None for False."""
+    import torch
+
+    found = _respelt(value)
+    if found is None or found is True:
+        return torch.float32
+    return None if found is False else dtype("cast_model_outputs", value)
+
+
+def keep_fp32(value: object) -> tuple[type | str, ...]:
+    """Module classes, qualified names and glob patterns; a single one may come without a list."""
+    from torch import nn
+
+    items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
+    kept: list[type | str] = []
+    for item in items:
+        if not ((isinstance(item, type) and issubclass(item, nn.Module)) or (isinstance(item, str) and item)):
+            raise PolicyError(
+                f"initialize(keep_fp32={value!r}): {item!r} is neither a module class, nor a qualified name such as "
+                "'encoder.norm', nor a glob pattern such as '*.norm'."
+            )
+        kept.append(item)
+    return tuple(kept)
+
+
+def methods(value: object) -> tuple[str, ...]:
+    """Names of methods, without doubles, ``forward`` always the first of them."""
+    names = (value,) if isinstance(value, str) else tuple(_items("methods", value))
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise PolicyError(
+                f"initialize(methods={value!r}): {name!r} is no method name. Names look like ('forward', 'generate')."
+            )
+    return tuple(dict.fromkeys(("forward", *names)))
+
+
+def _items(name: str, value: object) -> Iterable[Any]:
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
+        raise PolicyError(f"initialize({name}={value!r}): must be a list or tuple.")
+    return value

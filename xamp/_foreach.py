@@ -1,0 +1,66 @@
+"""Arithmetic on lists of gradients that need not be alike: sparse ones, several dtypes, several devices of a type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values", "zero_"]
+
+
+def values(grad: torch.Tensor) -> torch.Tensor:
+    """The dense real tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
+    dense = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+@torch.no_grad()
+def zero_(grads: Iterable[torch.Tensor]) -> None:
+    """Zero ``grads`` in place."""
+    for grad in grads:
+        grad.zero_()
+
+
+@torch.no_grad()
+def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply ``grads`` in place by a scalar tensor."""
+    for group in _alike(grads):
+        torch._foreach_mul_(group, factor.to(group[0].device))
+
+
+@torch.no_grad()
+def add_(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Add the second of each pair to the first, in place."""
+    for grad, other in pairs:
+        grad.add_(other)
+
+
+@torch.no_grad()
+def unscale_by_group_(
+    grads: Iterable[torch.Tensor],
+    found_inf: torch.Tensor,
+    inverse: torch.Tensor,
+    unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) on each device's and dtype's gradients."""
+    for group in _alike(grads):
+        device = group[0].device
+        found = torch.zeros_like(found_inf, device=device)
+        unscale_(group, found, inverse.to(device))
+        torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
+
+
+def coalesce_half(params: Iterable[torch.Tensor]) -> None:
+    """Sum repeated indices in half sparse gradients, so that a sum that overflows is found, as torch.amp does."""
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse and grad.dtype != torch.float32 and not grad.is_coalesced():
+            param.grad = grad.coalesce()
+
+
+def _alike(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for grad in map(values, grads):
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return groups.values()
