@@ -204,7 +204,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         PolicyError: one that holds none of the models' parameters, half parameters, or an ``eps`` that rounds to zero.
     """
     check_owned(optimizers, models)
-    if policy.scales or policy.master_weights:
+    if policy.manages_gradients:
         check_not_shared(optimizers, policy)
     known = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:

@@ -69,64 +69,51 @@ class Wrappers:
     def __init__(self, models: Sequence[weakref.ref[nn.Module]], group: Any) -> None:
         self._models = models
         self._group = group
-        self._adopted: Any = WeakIdKeyDictionary()  # DDP -> ids of our parameters that it reduces
+        self._held: Any = WeakIdKeyDictionary()  # DDP -> ids of the parameters it reduces
         self._looked = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
 
     @staticmethod
     def absent() -> bool:
         """Whether nothing is shared between processes, so that no other question need be asked."""
-        return not _noted.data and not _is_initialized()
+        return not _is_initialized() and not _noted.data  # its length is counted in Python
 
-    def postponed(self) -> bool:
-        """Whether the gradients of the last backward have yet to be reduced."""
-        if not _noted and world_size(self._group) == 1:
-            return False
-        for ddp, held in self._adopted.items():
-            if not held:
-                continue
+    def find(self) -> list[DistributedDataParallel]:
+        """The DDP objects noticed since the last call."""
+        if not self._looked and _is_initialized():
+            self._looked = True  # no region runs inside a DDP around a part of a model, to note it in passing
+            for module in self._modules():
+                note_given(module)
+        fresh = [ddp for ddp in _noted if ddp not in self._held]
+        for ddp in fresh:
+            ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+            self._held[ddp] = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+        return fresh
+
+    def postponed(self, params: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradients that the last backward left in ``params`` have yet to be reduced."""
+        ids = {id(p) for p in params}
+        for ddp, held in self._held.items():
             reduced = _noted.get(ddp)
-            if not (ddp.require_backward_grad_sync if reduced is None else reduced):
+            if not (ddp.require_backward_grad_sync if reduced is None else reduced) and not held.isdisjoint(ids):
                 return True
         return any(not _reduces(module) for module in self._shards())
 
-    def find_inside(self) -> None:
-        """Note each DDP around a part of a model: no region of ours runs inside it to note it in passing."""
-        if not self._looked and _is_initialized():
-            self._looked = True
-            for module in (m for ref in self._models if (model := ref()) is not None for m in model.modules()):
-                note_given(module)
-
-    def adopt(self, params: Callable[[], Iterable[torch.Tensor]]) -> list[DistributedDataParallel]:
-        """DDP objects noticed since the last call that hold one of ``params``."""
-        self.find_inside()
-        fresh = [ddp for ddp in _noted if ddp not in self._adopted] if _noted else []
-        if not fresh:
-            return []
-        mine = {id(p) for p in params()}
-        found = []
-        for ddp in fresh:
-            ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-            held = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
-            self._adopted[ddp] = held & mine
-            if held & mine:
-                found.append(ddp)
-        return found
-
-    def agree(self, flags: torch.Tensor, params: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def agree(self, flags: torch.Tensor, params: Iterable[torch.Tensor]) -> None:
         """Raise ``flags`` (1.0: overflow) to their maximum over the ranks, unless a DDP made the gradients equal."""
         if world_size(self._group) == 1:
             return
-        reduced: set[int] = set().union(*self._adopted.values())
-        if all(id(p) in reduced for p in params()):
-            return
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        reduced: set[int] = set().union(*self._held.values())
+        if not all(id(p) in reduced for p in params):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (m for ref in self._models if (model := ref()) is not None for m in model.modules())
 
     def _shards(self) -> Iterator[nn.Module]:
         """Modules of the models that FSDP manages; looked for once, when the processes are connected."""
         if self._sharded is None:
-            modules = [m for ref in self._models if (model := ref()) is not None for m in model.modules()]
-            self._sharded = [weakref.ref(m) for m in modules if _is_sharded(m)]
+            self._sharded = [weakref.ref(m) for m in self._modules() if _is_sharded(m)]
         return (module for ref in self._sharded if (module := ref()) is not None)
 
 

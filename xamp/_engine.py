@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from xamp import _distributed, _masters
 from xamp._optimizer import replace_params
@@ -82,6 +83,7 @@ class Engine:
         self._group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
         self._pairs: list[_masters.Pair] = []
+        self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
         self._reconciled = False
 
     def stats(self) -> Stats:
@@ -110,7 +112,7 @@ class Engine:
         Raises:
             StateError: naming it. Each would unscale its gradient, and step a master of its own.
         """
-        if not self.policy.scales and not self.policy.master_weights:
+        if not self.policy.manages_gradients:
             return
         held = {id(p) for other in self.states if other is not state for p in other.gradients.model_params()}
         shared = [p for p in params if id(p) in held]
@@ -126,8 +128,7 @@ class Engine:
             pairs = [(p, m) for p in group["params"] if (m := _masters.ensure_master(p, self.policy)) is not None]
             self.add_pairs(pairs)
             replace_params(state.optimizer, pairs)
-        if self.policy.checks or self.policy.master_weights:
-            state.fused.switch_on(state.optimizer)
+        state.fused.switch_on(state.optimizer)
         state.find_parameters()
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
@@ -145,15 +146,16 @@ class Engine:
 
     def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
         """Before a backward."""
+        self._alone = self._wrappers.absent()
+        fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if self._pairs:
-            self._settle_masters()
+            self._settle_masters(fresh)
         self.backend.before_backward(self.device)
         for state in states:
             state.gradients.enter(scaler)
 
-    def _settle_masters(self) -> None:
+    def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
         """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
-        fresh = self._wrappers.adopt(lambda: [p for p, _ in self._pairs])
         if not self._reconciled or fresh:
             _masters.reconcile(self._pairs)
             self._reconciled = True
@@ -166,13 +168,11 @@ class Engine:
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
         """After a backward: unscale, check, move the scale; or put all of that off."""
-        alone = self._wrappers.absent()
-        if not self._pairs and not alone:
-            self._wrappers.adopt(lambda: [p for state in states for p in state.gradients.plain])
+        params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
         why = None
         if delay_unscale:
             why = "delay_unscale=True postponed it"
-        elif not alone and self._wrappers.postponed():
+        elif params and self._wrappers.postponed(params):
             why = "the wrapper's no_sync postponed its reduction"
         if why is not None:
             for state in states:
@@ -182,26 +182,34 @@ class Engine:
             for state in states:
                 state.gradients.unscale(scaler, None, False)
             return
-        found_inf = self._check(states, scaler, delay_overflow_check, alone)
+        found_inf = self._check(states, scaler, delay_overflow_check, params)
         if not delay_overflow_check:
             scaler.update(found_inf)
 
     def _check(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, alone: bool
+        self,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        throw_away: bool,
+        shared: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Unscale and check; raises the sticky flags and returns one flag for all ``states``."""
+        """Unscale and check; raises the sticky flags and returns one flag for all ``states``.
+
+        ``shared``: the parameters that may be shared between processes; empty where nothing is.
+        """
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
             only.gradients.unscale(scaler, only.sticky, True)
             only.fresh = False
-            if not alone:
-                self._wrappers.agree(only.sticky, only.gradients.model_params)
+            if shared:
+                self._wrappers.agree(only.sticky, shared)
             return only.sticky
         flags = self.memory.flags
         flags.zero_()
         for state in states:
             state.gradients.unscale(scaler, state.flag, state.fresh)
-        self._wrappers.agree(flags, lambda: [p for state in states for p in state.gradients.model_params()])
+        if shared:
+            self._wrappers.agree(flags, shared)
         if not throw_away:
             for state in states:
                 state.keep_flag()

@@ -17,18 +17,15 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 
-__all__ = ["FusedForm", "skips_on_device"]
-
-
-def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether ``step`` honours ``found_inf`` in every group, so that the host need not know it."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused", True) for group in optimizer.param_groups
-    )
+__all__ = ["FusedForm"]
 
 
 class FusedForm:
-    """Which groups of one optimizer xamp switched to ``fused=True``, and what they said before."""
+    """Which groups of one optimizer xamp switched to ``fused=True``, and what they said before.
+
+    Attributes:
+        skips_on_device: ``step`` honours ``found_inf`` in every group, so that the host need not know it.
+    """
 
     def __init__(self, optimizer: Optimizer, choice: str | bool, names: Iterable[str], *, sparse: bool) -> None:
         self._choice = choice
@@ -37,6 +34,19 @@ class FusedForm:
         self._sparse = sparse
         self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
         self._switched: list[dict[str, Any]] = []
+        self.skips_on_device = False
+
+    def look_again(self, optimizer: Optimizer) -> None:
+        """Find out anew whether ``step`` honours ``found_inf`` in every group; called when they changed.
+
+        A torch class that the user made fused is tried too; another's is taken at its word.
+        """
+        groups = optimizer.param_groups
+        self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+            group.get("fused", True) for group in groups
+        )
+        if self.skips_on_device and type(optimizer).__module__.startswith("torch.optim"):
+            self.skips_on_device = all(self._right(group["params"]) for group in groups)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise if ``fused=True`` was asked for and cannot be.
@@ -102,6 +112,7 @@ class FusedForm:
         """A sparse gradient came: the fused kernels do not take them."""
         self._sparse = True
         self.switch_off(optimizer)
+        self.look_again(optimizer)
 
     def as_before(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """``groups``, saved from ``optimizer`` in its order, with ``fused`` as the user had it."""

@@ -294,13 +294,18 @@ class Gradients:
         """
         if self._witness is not None:
             self._witness.check(call)
-        if self._pending is not None:
-            if self._scaled():
-                raise StateError(
-                    f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
-                    "optimizer that unscales them first."
-                )
-            self._pending = None
+        self.refuse_scaled(call)
+
+    def refuse_scaled(self, call: str) -> None:
+        """Raise a StateError if there are gradients that are still scaled."""
+        if self._pending is None:
+            return
+        if self._scaled():
+            raise StateError(
+                f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
+                "optimizer that unscales them first, or clear them."
+            )
+        self._pending = None
 
     def has_stray(self) -> bool:
         """Whether there are gradients that did not come through ``scale_loss`` since the last step."""

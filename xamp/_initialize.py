@@ -269,7 +269,7 @@ def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
 def _set_up_disabled(arguments: _Arguments) -> None:
     """A session in which everything works and does nothing."""
     _checks.check_not_initialized(arguments.models, arguments.optimizers)
-    device = next((p.device for model in arguments.models for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(_registry.HOST))
     policy = compile_policy(Request(), LEVELS["O0"], tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
     engine = Engine(policy, backend, device, arguments.models, verbosity=0, enabled=False)

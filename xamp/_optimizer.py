@@ -127,7 +127,8 @@ class _Managed:
             params = [params]
         elif not isinstance(params, set):  # torch refuses a set
             params = list(params)
-        tensors = [p for p in params if isinstance(p, torch.Tensor)]
+        named = (p[1] if isinstance(p, tuple) else p for p in params)  # torch takes (name, parameter) too
+        tensors = [p for p in named if isinstance(p, torch.Tensor)]
         present = {id(p) for g in self.param_groups for p in g["params"]}
         if any(id(m) in present for p in tensors if (m := master_of(p)) is not None):
             raise ValueError("some parameters appear in more than one parameter group")

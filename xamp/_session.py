@@ -94,10 +94,12 @@ class Session:
         """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
 
         Raises:
-            StateError: a ``scale_loss`` is open.
+            StateError: a ``scale_loss`` is open, or gradients are still scaled.
         """
         if any(state.open for state in self.engine.states):
             raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
+        for state in self.engine.states:
+            state.gradients.refuse_scaled("session.close()")
         for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
             del _sessions[key]
         self.engine.undo.close()
@@ -189,7 +191,7 @@ def scale_loss(
     scaler = _scaler_of("scale_loss", engine, loss_id)
     if loss.dtype in _masters.LOWER:
         loss = loss.float()
-    if not engine.policy.scales and not engine.policy.master_weights:
+    if not engine.policy.manages_gradients:
         return contextlib.nullcontext(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
 

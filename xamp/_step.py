@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import _masters
-from xamp._fused import FusedForm, skips_on_device
+from xamp._fused import FusedForm
 from xamp._gradients import Gradients
 from xamp._log import say
 from xamp._scale import COLLAPSE_RUN, CollapseWatch, History
@@ -78,6 +78,7 @@ class OptimizerState:
     def find_parameters(self) -> None:
         """Read the optimizer's groups again; called when they changed."""
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
+        self.fused.look_again(self.optimizer)
         self._warm = set()
 
     def keep_flag(self) -> None:
@@ -107,7 +108,7 @@ class OptimizerState:
             LossScaleCollapsed: :data:`xamp._scale.COLLAPSE_RUN` overflows in a row that no smaller scale could cure.
         """
         policy = self.engine.policy
-        if not policy.scales and not policy.master_weights:
+        if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
         if not self.gradients.ready:  # no gradients at all, or it would have been refused
@@ -116,19 +117,18 @@ class OptimizerState:
             if self.fused.active and not self._is_warm():
                 base = self._unfused(base)
             return self._step_unchecked(base, args, kwargs)
-        if skips_on_device(self.optimizer):
+        if self.fused.skips_on_device:
             if self._is_warm():
                 return self._step_on_device(base, args, kwargs)
             base = self._unfused(base)
         return self._step_on_host(base, args, kwargs)
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        closure = args[0] if args else kwargs.get("closure")
-        if closure is not None:
+        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
             raise StateError(
                 f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
                 f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
-                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at levels O0 and O4."
+                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at O0, O3 and O4."
             )
         self.settle("optimizer.step()")
         if self.gradients.has_stray():
@@ -152,8 +152,10 @@ class OptimizerState:
         else:
             result = base(*args, **kwargs)
         for scaler in self.engine.scalers:
-            scaler.know(values[scaler.index])
+            scaler.know(values)
         self._finish(outcome)
+        for late in self._history.drain():  # the host has waited anyway, and steps are judged in their order
+            self._observe(*late)
         self._observe(used, values)
         return result
 

@@ -20,12 +20,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from xamp.policy import LEVELS
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities"]
-
-ALL_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Capabilities:
         delegates: whether ``initialize(..., delegate=True)`` has something to hand over to.
     """
 
-    levels: tuple[str, ...] = ALL_LEVELS
+    levels: tuple[str, ...] = tuple(LEVELS)
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     fast_dtypes: tuple[str, ...] = ()
     fused_optimizers: tuple[str, ...] = ()

@@ -142,6 +142,11 @@ class Policy:
         """Whether the loss is multiplied by anything, or gradients are checked: whether ``scale_loss`` has work."""
         return self.checks or self.static_scale != 1.0
 
+    @functools.cached_property
+    def manages_gradients(self) -> bool:
+        """Whether gradients are scaled, checked or moved to masters: whether steps are xamp's to decide."""
+        return self.scales or self.master_weights
+
     @property
     def loss_scale(self) -> str | float:
         """``"dynamic"`` or the static scale, as ``initialize`` takes it."""

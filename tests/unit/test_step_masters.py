@@ -76,7 +76,7 @@ class Around(Optimizer):
         super().__init__(held, {"lr": 0.1})
         self.inner = SGD(held, lr=0.1)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.inner.step()
 
 
