@@ -59,9 +59,9 @@ def initialize(
     op_policy: str = Request.op_policy,
     fused: bool | str = Request.fused,
     process_group: Any = None,
-    delegate: bool = False,
-    enabled: bool = True,
-    verbosity: int = 1,
+    delegate: bool | str = False,
+    enabled: bool | str = True,
+    verbosity: int | str = 1,
     opt_level: str | None = None,
 ) -> Any:
     """Put models and their optimizers under a precision level.
@@ -110,11 +110,8 @@ def initialize(
             "initialize: called under torch.inference_mode(), where no tensor that is made can be trained. Call it "
             "outside."
         )
-    verbosity = int(
-        number_between(
-            "verbosity", int(verbosity) if verbosity in (True, False) else verbosity, -1, math.inf, whole=True
-        )
-    )
+    spelt = int(verbosity) if isinstance(verbosity, bool) else verbosity
+    loudness = int(number_between("verbosity", spelt, -1, math.inf, whole=True))
     if not isinstance(backend, str):
         raise PolicyError(f"initialize(backend={backend!r}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
@@ -124,7 +121,7 @@ def initialize(
     if not model_list:
         raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
     delegated = bool(boolean("delegate", delegate))
-    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegated, verbosity)
+    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegated, loudness)
     if boolean("enabled", enabled) is not False:
         _set_up(request, arguments)
     else:

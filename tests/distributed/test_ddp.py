@@ -47,3 +47,12 @@ def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str
     assert first["scales"] == second["scales"] == [1024.0, 512.0, 512.0]
     assert first["finite"]
     assert second["finite"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("mode", ["part", "two"])
+def test_ddp_around_less_than_the_session_is_seen(mode: str, level: str, tmp_path: Path) -> None:
+    first, second = torchrun(tmp_path, "parts_worker.py", mode, level)
+    assert first["grads"] == second["grads"]
+    assert all(first["refused"])
+    assert all(second["refused"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import xamp
 from xamp._registry import Registry
 from xamp.contract import Backend, BackendSpec, Capabilities
-from xamp.errors import BackendUnavailable, UnsupportedPolicy
+from xamp.errors import BackendUnavailable, PolicyError, StateError, UnsupportedPolicy
 
 SPOKEN = "level O4, dtype bf16, op policy native, loss scale static 1, outputs fp32, backend cpu on cpu"
 SCRIPT = """
@@ -162,3 +163,41 @@ def test_with_logging_set_up_it_goes_there_only() -> None:
     )
     assert done.stdout == f"xamp|{SPOKEN}\n"
     assert SPOKEN not in done.stderr
+
+
+@pytest.mark.parametrize(("spelling", "lowered"), [("False", False), ("true", True)])
+def test_enabled_is_read_from_a_string_too(spelling: Any, lowered: bool) -> None:
+    model = nn.Linear(2, 2)
+    xamp.initialize(model, level="O2", enabled=spelling, verbosity="0")
+    assert (model.weight.dtype == torch.float16) is lowered
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enabled": "perhaps"}, "enabled='perhaps'"),
+        ({"verbosity": "loud"}, "verbosity='loud'"),
+        ({"delegate": 3}, "delegate=3"),
+    ],
+)
+def test_a_switch_that_is_none_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        xamp.initialize(nn.Linear(2, 2), level="O1", **options)
+
+
+def test_training_cannot_be_set_up_in_inference_mode() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode(), pytest.raises(StateError, match=r"inference_mode\(\)"):
+        xamp.initialize(model, optimizer, "O2")
+    assert model.weight.dtype == torch.float32
+
+
+class Streaming(nn.Linear):
+    def stream(self, x: torch.Tensor) -> Any:
+        yield self(x)
+
+
+def test_a_generator_cannot_run_in_a_region() -> None:
+    with pytest.raises(PolicyError, match=r"Streaming\.stream is a generator or coroutine"):
+        xamp.initialize(Streaming(2, 2), level="O4", methods=["stream"])

@@ -1,0 +1,84 @@
+"""What each process of test_ddp.py runs where DDP wraps less than a session: a part of a model, or one of two models.
+
+``part``: DDP around the trunk of a model that is in a session already; three micro-batches, two of them without
+reduction. ``two``: two models in a DDP each; the first postpones its reduction while the second steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import xamp
+
+
+def refused(call: Any) -> bool:
+    try:
+        call()
+    except xamp.StateError:
+        return True
+    return False
+
+
+def backward(loss: torch.Tensor, optimizer: Any) -> None:
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def part(level: str, rank: int) -> dict[str, Any]:
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+    model[0] = DistributedDataParallel(model[0])
+    clipping_refused = []
+    for step in range(3):
+        with model[0].no_sync() if step < 2 else contextlib.nullcontext():
+            backward(model(data(step, rank)).square().mean(), optimizer)
+        if step < 2:
+            clipping_refused.append(refused(lambda: xamp.clip_grad_norm_(optimizer, 1.0)))
+    grads = [p.grad.flatten().tolist() for p in xamp.master_params(optimizer) if p.grad is not None]
+    optimizer.step()
+    return {"refused": clipping_refused, "grads": grads}
+
+
+def two(level: str, rank: int) -> dict[str, Any]:
+    models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    xamp.initialize(models, optimizers, level, init_scale=1024.0, verbosity=0)
+    first, second = (DistributedDataParallel(m) for m in models)
+    with first.no_sync():
+        backward(first(data(0, rank)).square().mean(), optimizers[0])
+    backward(second(data(1, rank)).square().mean(), optimizers[1])
+    optimizers[1].step()
+    clipping_refused = [refused(optimizers[0].step)]
+    backward(first(data(2, rank)).square().mean(), optimizers[0])
+    grads = [p.grad.flatten().tolist() for o in optimizers for p in xamp.master_params(o) if p.grad is not None]
+    optimizers[0].step()
+    return {"refused": clipping_refused, "grads": grads}
+
+
+def main(mode: str, level: str, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    result = {"part": part, "two": two}[mode](level, rank)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    os._exit(0)  # see ddp_worker.py
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
