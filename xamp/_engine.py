@@ -161,8 +161,9 @@ class Engine:
             self._reconciled = True
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}
-            masters = [m.detach() for p, m in self._pairs if id(p) in held]
-            _distributed.share_from_rank_zero(masters, ddp.process_group)
+            pairs = [pair for pair in self._pairs if id(pair[0]) in held]
+            _distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+            _masters.copy_back(pairs)
 
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool

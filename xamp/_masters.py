@@ -40,6 +40,8 @@ LOWER = (torch.float16, torch.bfloat16)
 
 # Each parameter and buffer that xamp lowered -> its master, or None.
 _masters: Any = WeakIdKeyDictionary()
+# Each master -> its version when it and its parameter were last made to agree.
+_agreed: Any = WeakIdKeyDictionary()
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
@@ -55,6 +57,8 @@ def is_lowered(tensor: torch.Tensor) -> bool:
 def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
     """Note that xamp lowered ``tensor``, and its master if it has one."""
     _masters[tensor] = master
+    if master is not None:
+        _agreed[master] = master._version
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
@@ -130,12 +134,17 @@ def copy_back(pairs: Sequence[Pair]) -> None:
 
 @torch.no_grad()
 def reconcile(pairs: Sequence[Pair]) -> None:
-    """Take over what was written into the parameters since their masters were made (an initialization, a broadcast).
+    """Take over what was written since masters were made: into parameters (an initialization, a broadcast) or masters.
 
-    Where the parameter still is its master rounded, the master stays exact.
+    The latter are what ``model.state_dict()`` holds, so writing into that means the model. Else, where the parameter
+    still is its master rounded, the master stays exact.
     """
     for param, master in pairs:
-        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        if master._version != _agreed.get(master, master._version):
+            param.copy_(master)
+        else:
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        _agreed[master] = master._version
 
 
 _witnesses: Any = WeakIdKeyDictionary()
@@ -292,3 +301,4 @@ def _load_masters(
         if loaded.dtype in LOWER:  # saved without masters: ours stays where it rounds to what was saved
             loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
         master.copy_(loaded)
+        _agreed[master] = master._version

@@ -124,3 +124,39 @@ def test_a_group_cannot_be_added_twice(lane: Lane, level: str) -> None:
     optimizer.add_param_group({"params": [model.b]})
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": [model.b]})
+
+
+@with_masters
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_what_is_written_into_the_state_dict_is_what_trains_on(lane: Lane, level: str, steps_before: int) -> None:
+    """A broadcast of ``model.state_dict()`` writes into the masters that it holds."""
+    model, optimizer, reference = start(lane, level)
+    for x in inputs(steps_before, lane):
+        optimizer.zero_grad()
+        run_backward(model(x), optimizer)
+        optimizer.step()
+    for value in model.state_dict().values():
+        value.fill_(0.5)
+    x = inputs(1, lane)[0]
+    optimizer.zero_grad()
+    run_backward(model(x), optimizer)
+    optimizer.step()
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.fill_(0.5)
+    plain_iterate(reference, SGD(reference.parameters(), lr=0.125), x)
+    assert_follows(optimizer, reference)
+
+
+@with_masters
+def test_parameters_written_after_a_load_and_before_training_are_what_trains_on(lane: Lane, level: str) -> None:
+    model, optimizer, reference = start(lane, level)
+    model.load_state_dict(reference.state_dict())
+    with torch.no_grad():
+        model.a.fill_(0.25)
+        reference.a.fill_(0.25)
+    x = inputs(1, lane)[0]
+    run_backward(model(x), optimizer)
+    optimizer.step()
+    plain_iterate(reference, SGD(reference.parameters(), lr=0.125), x)
+    assert_follows(optimizer, reference)
