@@ -34,7 +34,7 @@ class BackendSpec:
 
     Attributes:
         name: what ``backend=`` and ``XAMP_BACKEND`` call it.
-        device_types: the ``torch.device`` types it serves, such as ``("cuda",)``.
+        device_types: the ``torch.device`` types it serves; mostly one.
         target: ``"package.module:Class"`` of the :class:`Backend`, imported only when the backend is probed.
         priority: among backends that serve a device type, and for the best device of a machine, the highest wins.
         install_hint: what to do where the backend's framework is missing, shown in errors and by ``doctor``.
