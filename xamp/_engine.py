@@ -163,7 +163,7 @@ class Engine:
             held = {id(p) for p in ddp.parameters()}
             pairs = [pair for pair in self._pairs if id(pair[0]) in held]
             _distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
-            _masters.copy_back(pairs)
+            _masters.write_quietly(pairs)
 
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool

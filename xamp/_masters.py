@@ -8,7 +8,7 @@ it is exact. Gradients go from parameter to master on leaving ``scale_loss``, we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "set_lowered",
     "transfer",
     "watch_state_dicts",
+    "write_quietly",
 ]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
@@ -132,6 +133,12 @@ def copy_back(pairs: Sequence[Pair]) -> None:
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
+def write_quietly(pairs: Iterable[Pair]) -> None:
+    """Write masters into parameters between a forward and its backward, which must not take it for a change."""
+    for param, master in pairs:
+        param.data.copy_(master.detach())  # .data has a version counter of its own
+
+
 @torch.no_grad()
 def reconcile(pairs: Sequence[Pair]) -> None:
     """Take over what was written since masters were made: into parameters (an initialization, a broadcast) or masters.
@@ -141,7 +148,7 @@ def reconcile(pairs: Sequence[Pair]) -> None:
     """
     for param, master in pairs:
         if master._version != _agreed.get(master, master._version):
-            param.copy_(master)
+            write_quietly(((param, master),))
         else:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         _agreed[master] = master._version
