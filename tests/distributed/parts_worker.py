@@ -2,6 +2,7 @@
 
 ``part``: DDP around the trunk of a model that is in a session already; three micro-batches, two of them without
 reduction. ``two``: two models in a DDP each; the first postpones its reduction while the second steps.
+``compiled``: DDP around a compiled model, in whose graph nothing is noted again.
 """
 
 from __future__ import annotations
@@ -54,6 +55,23 @@ def part(level: str, rank: int) -> dict[str, Any]:
     return {"refused": clipping_refused, "grads": grads}
 
 
+def compiled(level: str, rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)  # masters must follow what DDP shares, between a forward and its backward
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+    ddp = DistributedDataParallel(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    clipping_refused = []
+    for step in range(3):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            backward(ddp(data(step, rank)).square().mean(), optimizer)
+        clipping_refused.append(refused(lambda: xamp.clip_grad_norm_(optimizer, 1.0)))
+        backward(ddp(data(step + 10, rank)).square().mean(), optimizer)
+        optimizer.step()
+    return {"refused": clipping_refused, "grads": [p.flatten().tolist() for p in xamp.master_params(optimizer)]}
+
+
 def two(level: str, rank: int) -> dict[str, Any]:
     models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
@@ -74,7 +92,7 @@ def main(mode: str, level: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    result = {"part": part, "two": two}[mode](level, rank)
+    result = {"part": part, "two": two, "compiled": compiled}[mode](level, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -50,8 +50,8 @@ def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("mode", ["part", "two"])
-def test_ddp_around_less_than_the_session_is_seen(mode: str, level: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["part", "two", "compiled"])
+def test_a_ddp_that_no_region_of_ours_notes_is_seen(mode: str, level: str, tmp_path: Path) -> None:
     first, second = torchrun(tmp_path, "parts_worker.py", mode, level)
     assert first["grads"] == second["grads"]
     assert all(first["refused"])
