@@ -10,6 +10,7 @@ and ``isinstance``, ``repr`` and the signature of ``forward`` stay as they were.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -122,6 +123,8 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
         module.__dict__[name] = _InstanceMethod(getattr(module, name), region)
+    if scripted:
+        module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
 
     held_weakly = weakref.ref(module)  # what undoes a change must not keep the model alive
 
@@ -129,7 +132,9 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         found = held_weakly()
         if found is None:
             return
-        if not scripted:
+        if scripted:
+            del found.__dict__["__deepcopy__"]
+        else:
             found.__class__ = before
         for name in region.methods:
             method = found.__dict__.get(name)
@@ -202,6 +207,25 @@ class _InstanceMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _caller(self._region)(self.function, *args, **kwargs)
+
+
+class _ScriptCopy:
+    """``__deepcopy__`` of a ScriptModule, which would leave behind all that Python put into the instance."""
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        self._module = weakref.ref(module)
+        self._region = region
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it is being copied"
+        del module.__dict__["__deepcopy__"]
+        try:
+            made = copy.deepcopy(module, memo)
+        finally:
+            module.__dict__["__deepcopy__"] = self
+        enter_policy(made, self._region)
+        return made
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -233,3 +234,18 @@ def test_a_jit_trace_of_a_model_under_a_policy_computes_as_it_does(level: str, l
 def test_a_script_module_inside_a_model_runs_under_the_policy(level: str, lane: Lane) -> None:
     model = start(nn.Sequential(scripted(lane)), level, lane)
     assert ran_in(model(batch(lane))[1]) == INSIDE[level]
+
+
+@jit
+@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("level", SCRIPT_LEVELS)
+def test_a_deepcopy_of_a_script_module_runs_under_the_policy(
+    level: str, make: Callable[[Lane], nn.Module], lane: Lane
+) -> None:
+    model = start(make(lane), level, lane)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    assert ran_in(twin(batch(lane))[1]) == INSIDE[level]
+    xamp.session(model).close()
+    assert ran_in(model(batch(lane))[1]) == torch.float32
+    assert ran_in(twin(batch(lane))[1]) == INSIDE[level]
+    assert ran_in(copy.deepcopy(model)(batch(lane))[1]) == torch.float32
