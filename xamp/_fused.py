@@ -2,7 +2,7 @@
 
 A fused step takes ``found_inf`` as a tensor and skips on the device, so the host never waits. Whether a device's
 kernels do that rightly is not looked up but tried, once a process, class and device: a kernel that ignores
-``found_inf`` (torch_npu's AdamW does) then is simply not used.
+``found_inf`` (torch_npu's AdamW does) is not switched to, and where the user asked for it the host decides.
 """
 
 from __future__ import annotations

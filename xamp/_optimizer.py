@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ def _as_optimizer(managed: Any) -> Optimizer:
     return managed  # type: ignore[no-any-return]
 
 
-def cast_state(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> Callable[[], None]:
+def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Give existing state the dtype in which ``params`` are stepped, as a load would.
 
     Args:
@@ -168,7 +168,7 @@ def cast_state(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> Callable
         params: what the optimizer steps where the model's parameter was lowered: the parameter or its master.
 
     Returns:
-        A function that makes it fp32 again: the very tensors, unless a step has moved them.
+        A function that makes lowered state fp32 again: the very tensors, unless a step has moved them.
     """
     cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
     for param in params:
@@ -182,7 +182,11 @@ def cast_state(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> Callable
         state[key] = made
     held_weakly = weakref.ref(optimizer)
 
+    lowered = any(p.dtype in LOWER for p in params)
+
     def undo() -> None:
+        if not lowered:  # state in half precision, if there is any, is the optimizer's own wish
+            return
         before = {id(made): value for _, _, value, made, version in cast if made._version == version}
         found = held_weakly()
         for state in () if found is None else found.state.values():

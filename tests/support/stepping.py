@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lanes import Lane
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
@@ -199,3 +199,30 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.scalars += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda params: SGD(params, lr=0.125, momentum=0.9),
+    "SGD-for-loop": lambda params: SGD(params, lr=0.125, momentum=0.9, foreach=False),
+    "Adam": lambda params: Adam(params, lr=0.125),
+    "AdamW-foreach": lambda params: AdamW(params, lr=0.125, foreach=True),
+    "Adagrad": lambda params: Adagrad(params, lr=0.125),
+}
+
+
+def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
+    """A model under xamp, its scale 64 unless told otherwise, and SGD with momentum over it."""
+    model = Dot().to(lane.device)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+    model, optimizer = xamp.initialize(model, optimizer, **{"init_scale": 64.0, **at(level), **options})
+    return model, optimizer
+
+
+def start_beside(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
+    """The same with a reference in plain fp32 and its optimizer; the scale is torch's unless told otherwise."""
+    model = Dot().to(lane.device)
+    reference = twin(model)
+    plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)
+    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
+    return model, optimizer, reference, plain

@@ -9,34 +9,24 @@ import torch
 from lanes import Lane
 from stepping import (
     SCALED,
-    Dot,
     assert_follows,
     assert_same,
-    at,
     inputs,
     iterate,
     picture,
     plain_iterate,
     run_backward,
-    twin,
 )
-from torch.optim import SGD, Optimizer
+from stepping import (
+    start_beside as start,
+)
+from torch.optim import Optimizer
 
 import xamp
 from xamp.errors import StateError
 
 each_level = pytest.mark.parametrize("level", SCALED)
 each_scale = pytest.mark.parametrize("scale", [{"init_scale": 256.0}, {"loss_scale": 1000.0}], ids=["256", "1000"])
-
-
-def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
-    """A model under xamp, and its reference in plain fp32."""
-    model = Dot().to(lane.device)
-    reference = twin(model)
-    plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
-    return model, optimizer, reference, plain
 
 
 def tolerance(scale: dict[str, Any], level: str) -> float:

@@ -22,7 +22,10 @@ from stepping import (
     run_backward,
     twin,
 )
-from torch.optim import SGD, Optimizer
+from stepping import (
+    start_beside as start,
+)
+from torch.optim import SGD
 
 import xamp
 
@@ -36,16 +39,6 @@ each_level = pytest.mark.parametrize("level", SCALED)
 each_scale = pytest.mark.parametrize(
     "scale", SCALES, ids=lambda scale: "-".join(f"{k}={v:g}" for k, v in scale.items())
 )
-
-
-def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
-    """A model under xamp, and its reference in plain fp32."""
-    model = Dot().to(lane.device)
-    reference = twin(model)
-    plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
-    return model, optimizer, reference, plain
 
 
 def tolerance(scale: dict[str, Any], level: str) -> float:

@@ -18,9 +18,10 @@ from stepping import (
     picture,
     plain_iterate,
     run_backward,
+    start,
     twin,
 )
-from torch.optim import LBFGS, SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam
 
 import xamp
 from xamp.errors import PolicyError, StateError
@@ -32,13 +33,6 @@ all_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5
 STRAY = r"optimizer\.step\(\): there are gradients that did not come through scale_loss.*inside the with block"
 STILL_SCALED = r"{}: the gradients are still scaled, because delay_unscale=True postponed it\. Run a scale_loss"
 INSIDE = r"{}: inside `with xamp\.scale_loss"
-
-
-def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
-    model = Dot().to(lane.device)
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    model, optimizer = xamp.initialize(model, optimizer, **{"init_scale": 64.0, **at(level), **options})
-    return model, optimizer
 
 
 # ---------------------------------------------------------------- gradients that never were scaled

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lanes import Lane
 from stepping import (
+    OPTIMIZERS,
     SCALED,
     Dot,
     HostReads,
@@ -22,31 +23,18 @@ from stepping import (
     picture,
     plain_iterate,
     run_backward,
+    start,
     stepped,
     twin,
 )
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD
 
 import xamp
 from xamp.errors import StateError
 
 scaled_levels = pytest.mark.parametrize("level", SCALED)
 all_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda params: SGD(params, lr=0.125, momentum=0.9),
-    "SGD-for-loop": lambda params: SGD(params, lr=0.125, momentum=0.9, foreach=False),
-    "Adam": lambda params: Adam(params, lr=0.125),
-    "AdamW-foreach": lambda params: AdamW(params, lr=0.125, foreach=True),
-    "Adagrad": lambda params: Adagrad(params, lr=0.125),
-}
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-
-
-def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
-    model = Dot().to(lane.device)
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    model, optimizer = xamp.initialize(model, optimizer, **{"init_scale": 64.0, **at(level), **options})
-    return model, optimizer
 
 
 def test_loss_scale_must_be_told_which_session(lane: Lane) -> None:
