@@ -3,6 +3,7 @@
 ``part``: DDP around the trunk of a model that is in a session already; three micro-batches, two of them without
 reduction. ``two``: two models in a DDP each; the first postpones its reduction while the second steps.
 ``compiled``: DDP around a compiled model, in whose graph nothing is noted again.
+``before``: DDP is there before the session.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def part(level: str, rank: int) -> dict[str, Any]:
             clipping_refused.append(refused(lambda: xamp.clip_grad_norm_(optimizer, 1.0)))
     grads = [p.grad.flatten().tolist() for p in xamp.master_params(optimizer) if p.grad is not None]
     optimizer.step()
-    return {"refused": clipping_refused, "grads": grads}
+    return {"seen": clipping_refused, "grads": grads}
 
 
 def compiled(level: str, rank: int) -> dict[str, Any]:
@@ -69,7 +70,21 @@ def compiled(level: str, rank: int) -> dict[str, Any]:
         clipping_refused.append(refused(lambda: xamp.clip_grad_norm_(optimizer, 1.0)))
         backward(ddp(data(step + 10, rank)).square().mean(), optimizer)
         optimizer.step()
-    return {"refused": clipping_refused, "grads": [p.flatten().tolist() for p in xamp.master_params(optimizer)]}
+    return {"seen": clipping_refused, "grads": [p.flatten().tolist() for p in xamp.master_params(optimizer)]}
+
+
+def before(level: str, rank: int) -> dict[str, Any]:
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    ddp: Any = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(ddp, optimizer, level, init_scale=1024.0, verbosity=0)
+    start = [p.detach().clone() for p in model.parameters()]
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(ddp(data(step, rank)).square().mean(), optimizer)
+        optimizer.step()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), start, strict=True)]
+    return {"seen": moved, "grads": [p.flatten().tolist() for p in model.parameters()]}
 
 
 def two(level: str, rank: int) -> dict[str, Any]:
@@ -85,14 +100,14 @@ def two(level: str, rank: int) -> dict[str, Any]:
     backward(first(data(2, rank)).square().mean(), optimizers[0])
     grads = [p.grad.flatten().tolist() for o in optimizers for p in xamp.master_params(o) if p.grad is not None]
     optimizers[0].step()
-    return {"refused": clipping_refused, "grads": grads}
+    return {"seen": clipping_refused, "grads": grads}
 
 
 def main(mode: str, level: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    result = {"part": part, "two": two, "compiled": compiled}[mode](level, rank)
+    result = {"part": part, "two": two, "compiled": compiled, "before": before}[mode](level, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py
