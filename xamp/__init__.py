@@ -20,9 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xamp._device import device, device_type, distributed_backend, is_available
+    from xamp._grad_scaler import GradScaler
     from xamp._initialize import initialize
     from xamp._registry import available_backends, register_backend
-    from xamp._session import StepOutcome, clip_grad_norm_, loss_scale, master_params, scale_loss, session
+    from xamp._session import (
+        StepOutcome,
+        clip_grad_norm_,
+        load_state_dict,
+        loss_scale,
+        master_params,
+        scale_loss,
+        session,
+        state_dict,
+    )
     from xamp.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -37,9 +47,19 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "_device": ("device", "device_type", "distributed_backend", "is_available"),
+    "_grad_scaler": ("GradScaler",),
     "_initialize": ("initialize",),
     "_registry": ("available_backends", "register_backend"),
-    "_session": ("StepOutcome", "clip_grad_norm_", "loss_scale", "master_params", "scale_loss", "session"),
+    "_session": (
+        "StepOutcome",
+        "clip_grad_norm_",
+        "load_state_dict",
+        "loss_scale",
+        "master_params",
+        "scale_loss",
+        "session",
+        "state_dict",
+    ),
     "errors": (
         "BackendUnavailable",
         "CheckpointError",
@@ -56,6 +76,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "BackendUnavailable",
     "CheckpointError",
+    "GradScaler",
     "LossScaleCollapsed",
     "PolicyError",
     "StateError",
@@ -70,11 +91,13 @@ __all__ = [
     "distributed_backend",
     "initialize",
     "is_available",
+    "load_state_dict",
     "loss_scale",
     "master_params",
     "register_backend",
     "scale_loss",
     "session",
+    "state_dict",
 ]
 
 

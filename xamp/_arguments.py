@@ -29,24 +29,26 @@ _DTYPE_SPELLINGS = {
 }
 
 
-def number(name: str, value: object) -> float:
+def number(name: str, value: object, *, call: str = "initialize") -> float:
     """A real number, also from a string; a bool is no number here."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = math.nan
     if math.isnan(found):
-        raise PolicyError(f"initialize({name}={value!r}): must be a number.")
+        raise PolicyError(f"{call}({name}={value!r}): must be a number.")
     return found
 
 
-def number_between(name: str, value: object, low: float, high: float, *, whole: bool = False) -> float:
+def number_between(
+    name: str, value: object, low: float, high: float, *, whole: bool = False, call: str = "initialize"
+) -> float:
     """A number above ``low`` and below ``high``; an int where it is to be a ``whole`` one."""
-    found = number(name, value)
+    found = number(name, value, call=call)
     if not low < found < high or (whole and found != int(found)):
         kind = "a whole number" if whole else "a number"
         bound = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
-        raise PolicyError(f"initialize({name}={value!r}): must be {kind} {bound}.")
+        raise PolicyError(f"{call}({name}={value!r}): must be {kind} {bound}.")
     return int(found) if whole else found
 
 

@@ -17,7 +17,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Wrappers", "is_rank_zero", "note_given", "note_wrapper", "note_wrapper_while_tracing", "world_size"]
+__all__ = [
+    "Wrappers",
+    "is_rank_zero",
+    "is_shard",
+    "note_given",
+    "note_wrapper",
+    "note_wrapper_while_tracing",
+    "share_from_rank_zero",
+    "share_overflow",
+    "world_size",
+]
 
 # DDP object -> whether its last forward with gradients enabled asked for a reduction; None: read it when needed.
 _noted: Any = WeakIdKeyDictionary()
@@ -63,6 +73,16 @@ def world_size(group: Any) -> int:
     return dist.get_world_size(group)
 
 
+def share_overflow(flags: torch.Tensor, group: Any) -> None:
+    """Raise ``flags`` (1.0: overflow) to their maximum over the ranks of ``group``."""
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+
+
+def is_shard(param: torch.Tensor) -> bool:
+    """Whether ``param`` is one rank's part of a parameter: FSDP2's are DTensors, FSDP1's lie in a flat parameter."""
+    return hasattr(param, "device_mesh") or hasattr(param, "_fsdp_flattened") or hasattr(param, "_is_flat_param")
+
+
 class Wrappers:
     """The wrappers around one session's models."""
 
@@ -105,7 +125,7 @@ class Wrappers:
             return
         reduced: set[int] = set().union(*self._held.values())
         if not all(id(p) in reduced for p in params):
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            share_overflow(flags, self._group)
 
     def _modules(self) -> Iterator[nn.Module]:
         return (m for ref in self._models if (model := ref()) is not None for m in model.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,13 @@ class Engine:
         scalers: the loss scales, by ``loss_id``.
         states: what is kept for each optimizer.
         counts: applied and skipped steps, as far as the host knows of them.
+        process_group: ranks that decide together; None: the default group.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
+        moves_before_step: scales move on leaving ``scale_loss``; a GradScaler's move in ``update()``, after the step.
     """
+
+    moves_before_step = True
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class Engine:
         self.counts = Stats()
         self.undo = contextlib.ExitStack()
         self._models = [weakref.ref(model) for model in models]
-        self._group = process_group
+        self.process_group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
         self._pairs: list[_masters.Pair] = []
         self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
@@ -92,10 +96,18 @@ class Engine:
         skipped = sum(late)
         return Stats(self.counts.applied + len(late) - skipped, self.counts.skipped + skipped)
 
+    def last_step(self) -> Any:
+        """What the last step did; of several optimizers a dict by optimizer. May wait for the device."""
+        outcomes = {state.optimizer: state.known_outcome() for state in self.states}
+        return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
+
     def prepare_state(self, optimizers: int) -> None:
-        """Make the device state for that many optimizers."""
+        """Make the device state for that many optimizers. Scales that were loaded before stay."""
+        before = self.scalers
         self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
         self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        for old, new in zip(before, self.scalers, strict=False):
+            new.set(old.host_scale, int(old.growth_tracker))
 
     def add_pairs(self, pairs: Iterable[_masters.Pair]) -> None:
         """Take note of masters that an optimizer of this session holds."""
@@ -131,9 +143,13 @@ class Engine:
         state.fused.switch_on(state.optimizer)
         state.find_parameters()
 
+    def models(self) -> Iterator[nn.Module]:
+        """The models that are still alive, in the order of ``initialize``, inside their wrappers."""
+        return (model for ref in self._models if (model := ref()) is not None)
+
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
-        models = [model for ref in self._models if (model := ref()) is not None]
+        models = list(self.models())
         names: dict[int, str] = {}
         for index, model in enumerate(models):
             prefix = f"models[{index}]." if len(models) > 1 else ""

@@ -267,7 +267,7 @@ class Gradients:
             _foreach.add_(entry.to_put_back())
         elif entry.grads and self._scales:
             _foreach.multiply_(entry.grads, scaler.inverse)
-        if self._witness is not None:
+        if self._witness is not None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
 
     def _drop(self) -> None:
@@ -279,6 +279,7 @@ class Gradients:
     def cleared(self) -> None:
         """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
         self.ready = False
+        self._pending = None
         for param, _ in self.pairs:
             param.grad = None
         if self._entry.stash is not None:

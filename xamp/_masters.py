@@ -27,6 +27,7 @@ __all__ = [
     "forget_lowered",
     "is_lowered",
     "master_of",
+    "overwrite",
     "reconcile",
     "set_lowered",
     "transfer",
@@ -307,5 +308,11 @@ def _load_masters(
         loaded = loaded.to(master.device)
         if loaded.dtype in LOWER:  # saved without masters: ours stays where it rounds to what was saved
             loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
-        master.copy_(loaded)
-        _agreed[master] = master._version
+        overwrite(master, loaded)
+
+
+@torch.no_grad()
+def overwrite(master: torch.Tensor, value: torch.Tensor) -> None:
+    """Give ``master`` a loaded value; the caller writes its parameter, or torch is about to."""
+    master.copy_(value)
+    _agreed[master] = master._version

@@ -7,6 +7,7 @@ the host has to know whether a step is skipped, one read of a few bytes tells it
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from xamp.policy import Policy
 
-__all__ = ["CollapseWatch", "DeviceState", "History", "LossScaler"]
+__all__ = ["CollapseWatch", "DeviceState", "History", "LossScaler", "ScaleRules"]
 
 COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
@@ -46,6 +47,10 @@ class DeviceState:
         self._losses = losses
         self._first_sticky = 2 * losses + optimizers
 
+    def lower_flags(self) -> None:
+        """Take all flags down."""
+        self.values[2 * self._losses :].zero_()
+
     def overflowed(self, values: Sequence[float], optimizer: int) -> bool:
         """Whether ``optimizer`` overflowed, in ``values`` read from the device."""
         return values[self._first_sticky + optimizer] != 0.0
@@ -55,6 +60,48 @@ class DeviceState:
         return values[: self._losses]
 
 
+@dataclasses.dataclass(frozen=True)
+class ScaleRules:
+    """How a loss scale moves; see :func:`xamp.initialize` for the numbers.
+
+    Attributes:
+        dynamic: whether it moves at all.
+        floor, ceiling: it stays between these.
+    """
+
+    dynamic: bool
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    floor: float
+    ceiling: float
+
+    @classmethod
+    def of(cls, policy: Policy) -> ScaleRules:
+        """The rules of a policy."""
+        return cls(
+            policy.dynamic,
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.growth_interval,
+            policy.min_loss_scale,
+            policy.max_loss_scale,
+        )
+
+    def within(self, scale: float) -> float:
+        """``scale``, or the bound that it has passed."""
+        return min(max(scale, self.floor), self.ceiling)
+
+    def moves_before_bound(self, scale: float) -> int:
+        """How many updates, whatever they find, cannot take ``scale`` out of its bounds."""
+        moves = []
+        if self.backoff_factor != 1.0:
+            moves.append(math.log(scale / self.floor) / -math.log(self.backoff_factor))
+        if self.growth_factor != 1.0:
+            moves.append(math.log(self.ceiling / scale) / math.log(self.growth_factor))
+        return int(max(min(moves, default=0.0), 0.0))
+
+
 class LossScaler:
     """The scale of one ``loss_id``: static, or moved by :meth:`update` without the host knowing.
 
@@ -62,6 +109,9 @@ class LossScaler:
         open: a ``scale_loss`` with this scale is being executed.
         scale: fp32 scalar tensor.
         factor: the same number, for losses to be multiplied by.
+        growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
+        rules: how it moves; :meth:`follow` changes them.
+        host_scale: what the host last set it to.
         version: counts the updates, so that the host can tell that a scale has not moved.
         exact: every value the scale can take is a power of two, so that multiplying by it loses nothing.
     """
@@ -69,23 +119,45 @@ class LossScaler:
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
         self.open = False
-        self.scale = state.scales[index]
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
+        self.version = 0
+        self.live_in(state)
+        self.rules = ScaleRules.of(policy)
+        self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
+
+    def live_in(self, state: DeviceState) -> None:
+        """Keep the scale in ``state`` from now on."""
+        self.scale = state.scales[self.index]
         # What losses are multiplied by. ``.data`` shares the number but not the version counter, which all views of the
         # state share: autograd would take a moved flag for a changed scale.
         self.factor = self.scale.data
-        self._inverse = state.inverses[index]
-        self._inverse_is_stale = True
+        self._inverse = state.inverses[self.index]
         self._losses = len(state.scales)
-        self.version = 0
-        self._policy = policy
-        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        start = min(max(policy.init_scale, policy.min_loss_scale), policy.max_loss_scale)
-        self.initial = start if policy.dynamic else policy.static_scale
-        self.scale.fill_(self.initial)
-        moves = (policy.growth_factor, policy.backoff_factor, policy.min_loss_scale, policy.max_loss_scale)
+
+    def set(self, scale: float, growth_tracker: int = 0) -> None:
+        """Make ``scale`` the scale, after ``growth_tracker`` clean updates. Does not wait for the device."""
+        self.growth_tracker.fill_(growth_tracker)
+        self.fill(scale)
+
+    def fill(self, scale: float) -> None:
+        """Make ``scale`` the scale, and go on counting."""
+        self.scale.fill_(scale)
+        self.host_scale = scale
+        self.follow(self.rules)
+
+    def follow(self, rules: ScaleRules) -> None:
+        """Move by ``rules`` from now on."""
+        self.rules = rules
+        moves = (rules.growth_factor, rules.backoff_factor, rules.floor, rules.ceiling) if rules.dynamic else ()
+        self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
+        self.changed()
+
+    def changed(self) -> None:
+        """Whoever wrote to :attr:`scale` says so: what was known of it no longer holds."""
         self._seen = 0.0
         self._full_slack = self._slack = 0
-        self.exact = all(_is_power_of_two(x) for x in (self.initial, *(moves if policy.dynamic else ())))
+        self._inverse_is_stale = True
+        self.version += 1
 
     @property
     def inverse(self) -> torch.Tensor:
@@ -103,11 +175,8 @@ class LossScaler:
         """
         scale = values[self.index]
         self._inverse_is_stale = scale * values[self._losses + self.index] != 1.0
-        if scale != self._seen and self._policy.dynamic:
-            policy = self._policy
-            down = math.log(scale / policy.min_loss_scale) / -math.log(policy.backoff_factor)
-            up = math.log(policy.max_loss_scale / scale) / math.log(policy.growth_factor)
-            self._seen, self._full_slack = scale, int(min(down, up))
+        if scale != self._seen and self.rules.dynamic:
+            self._seen, self._full_slack = scale, self.rules.moves_before_bound(scale)
         self._slack = self._full_slack
 
     def update(self, found_inf: torch.Tensor) -> None:
@@ -116,21 +185,21 @@ class LossScaler:
         Args:
             found_inf: fp32, one element, on the scale's device. It is not read by the host.
         """
-        policy = self._policy
-        if not policy.dynamic:
+        rules = self.rules
+        if not rules.dynamic:
             return
         torch._amp_update_scale_(
             self.scale,
-            self._growth_tracker,
+            self.growth_tracker,
             found_inf,
-            policy.growth_factor,
-            policy.backoff_factor,
-            policy.growth_interval,
+            rules.growth_factor,
+            rules.backoff_factor,
+            rules.growth_interval,
         )
         if self._slack:
             self._slack -= 1
         else:
-            self.scale.clamp_(policy.min_loss_scale, policy.max_loss_scale)
+            self.scale.clamp_(rules.floor, rules.ceiling)
         self._inverse_is_stale = True
         self.version += 1
 
@@ -140,30 +209,43 @@ def _is_power_of_two(value: float) -> bool:
 
 
 class CollapseWatch:
-    """Counts, for one optimizer, the overflows in a row that no smaller scale can cure."""
+    """Counts, for one optimizer, the overflows in a row that no smaller scale can cure.
 
-    def __init__(self, policy: Policy, scalers: Sequence[LossScaler]) -> None:
-        self._dynamic = policy.dynamic
-        self._floor = policy.min_loss_scale
-        self._scales: Sequence[float] = [scaler.initial for scaler in scalers]  # after the step before
-        self._run = 0
+    Attributes:
+        run: how many there have been.
+
+    Args:
+        scalers: the loss scales.
+        moved_before_step: a scale moves when its backward is checked, not after the step.
+    """
+
+    def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
+        self._scalers = scalers
+        self._moved_before_step = moved_before_step
+        self.resume(0)
+
+    def resume(self, run: int) -> None:
+        """Start anew with the scales as the host set them, after ``run`` overflows in a row."""
+        self.run = run
+        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the step before
 
     def clean(self, scales: Sequence[float]) -> None:
         """Take in a step that did not overflow."""
-        self._run = 0
+        self.run = 0
         self._scales = scales
 
     def collapsed(self, scales: Sequence[float], used: Sequence[int]) -> bool:
         """Take in a step that overflowed; whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:
-            scales: all loss scales after the step.
+            scales: all loss scales when the step was taken.
             used: indices of those that scaled this step's losses.
         """
-        stuck = not self._dynamic or all(self._scales[i] <= self._floor for i in used)
-        self._run = self._run + 1 if stuck else 0
+        had = self._scales if self._moved_before_step else scales
+        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).dynamic)
+        self.run = self.run + 1 if stuck else 0
         self._scales = scales
-        return self._run > 0 and self._run % COLLAPSE_RUN == 0
+        return self.run > 0 and self.run % COLLAPSE_RUN == 0
 
 
 class History:
@@ -187,6 +269,10 @@ class History:
         self._waiting.append((note, copy, event))
         if len(self._waiting) > HISTORY_LAG:
             yield self._oldest()
+
+    def forget(self) -> None:
+        """Drop everything recorded."""
+        self._waiting.clear()
 
     def drain(self) -> Sequence[tuple[Any, list[float]]]:
         """Hand out everything recorded. Waits for the device."""

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp import _distributed, _masters
+from xamp import _checkpoint, _distributed, _masters
 from xamp._engine import Engine, ScaledLoss, Stats
 from xamp._forward import Region
 from xamp._optimizer import state_of
@@ -29,11 +29,13 @@ __all__ = [
     "StepOutcome",
     "clip_grad_norm_",
     "find_session",
+    "load_state_dict",
     "loss_scale",
     "master_params",
     "register",
     "scale_loss",
     "session",
+    "state_dict",
 ]
 
 # Each model, wrapper and optimizer that was given to initialize -> its session.
@@ -73,10 +75,7 @@ class Session:
         Seen from a model with several optimizers: a dict by optimizer.
         """
         state = state_of(self._seen_from())
-        if state is not None:
-            return _outcome(state)
-        outcomes = {state.optimizer: _outcome(state) for state in self.engine.states}
-        return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
+        return self.engine.last_step() if state is None else state.known_outcome()
 
     @property
     def stats(self) -> Stats:
@@ -89,6 +88,14 @@ class Session:
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
         return Region(self.device.type, lower, None, None).autocast()
+
+    def state_dict(self, format: str = "xamp") -> Any:
+        """See :func:`state_dict`."""
+        return _checkpoint.save(self.engine, format)
+
+    def load_state_dict(self, state: Any) -> None:
+        """See :func:`load_state_dict`. The two make a session a ``Stateful`` of torch.distributed.checkpoint."""
+        _checkpoint.load(self.engine, state)
 
     def close(self) -> None:
         """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
@@ -109,12 +116,6 @@ def register(engine: Engine, objects: Iterable[object]) -> None:
     """Make :func:`session` find ``engine`` by each of ``objects``."""
     for found in objects:
         _sessions[found] = Session(engine, found)
-
-
-def _outcome(state: OptimizerState) -> StepOutcome | None:
-    if isinstance(state.outcome, torch.Tensor):
-        state.outcome = StepOutcome.SKIPPED if bool(state.outcome) else StepOutcome.APPLIED
-    return state.outcome
 
 
 def find_session(found: object) -> Session | None:
@@ -293,3 +294,40 @@ def loss_scale(obj: object = None, loss_id: int = 0) -> float:
     if not found.enabled:
         return 1.0
     return float(_scaler_of("loss_scale", found, loss_id).scale)
+
+
+def state_dict(obj: object = None, format: str = "xamp") -> Any:
+    """What a resumed run needs besides the states of model and optimizer: loss scales and exact masters.
+
+    Args:
+        obj: a model or optimizer; None where only one session is live.
+        format: ``"xamp"``; or ``"torch"`` or ``"torch_npu"`` to go back to a GradScaler of theirs, whose state it then
+            is (a list of them under ``num_losses`` above 1, an empty dict under ``enabled=False``).
+
+    Returns:
+        Plain dicts and lists of numbers, strings and CPU tensors (copies: 4 bytes a parameter that has a master), which
+        ``torch.load(weights_only=True)`` takes. Making it waits for the device.
+
+    Raises:
+        StateError: no session, or several and ``obj`` is None.
+        PolicyError: no such format.
+    """
+    return _checkpoint.save(_the_engine("state_dict()", obj), format)
+
+
+def load_state_dict(state: Any, obj: object = None) -> None:
+    """Load what :func:`state_dict` saved, or the state of torch's or torch_npu's GradScaler or of apex.amp.
+
+    It may come before or after the states of model and optimizer. Scales are taken over where they are dynamic here and
+    were there, and kept within this session's bounds; everything else about them is what ``initialize`` was told.
+    Masters are written into master and parameter, or cast into the parameter where there is no master here.
+
+    Args:
+        state: the state. It is not kept.
+        obj: a model or optimizer; None where only one session is live.
+
+    Raises:
+        CheckpointError: it does not fit: the message names the key, and everything is as it was.
+        StateError: no session, several and ``obj`` is None, or a ``scale_loss`` is open.
+    """
+    _checkpoint.load(_the_engine("load_state_dict()", obj), state)

@@ -7,9 +7,10 @@ masters are written back; its numbers are counted, logged and judged once they c
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from xamp import _masters
 from xamp._fused import FusedForm
 from xamp._gradients import Gradients
 from xamp._log import say
-from xamp._scale import COLLAPSE_RUN, CollapseWatch, History
+from xamp._scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History
 from xamp.errors import LossScaleCollapsed, StateError
 
 if TYPE_CHECKING:
@@ -57,16 +58,20 @@ class OptimizerState:
         self.outcome: StepOutcome | torch.Tensor | None = None
         self.open = False
         self.fresh = True
-        self._memory = engine.memory
-        self.flag = self._memory.flags[index]
-        self.sticky = self._memory.sticky[index]
         self._optimizer = weakref.ref(optimizer)
         self.gradients = Gradients(engine.policy, engine.backend, fused, self._optimizer)
-        self._watch = CollapseWatch(engine.policy, engine.scalers)
-        self._history = History(self._memory)
-        self._warm: set[int] = set()  # ids of parameters that have taken a step, so that their state exists
+        self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
+        self.live_in(engine.memory)
+        self._warm: set[int] = set()  # ids of parameters whose state exists: by a step, or loaded
         self._warm_states = 0
         self.find_parameters()
+
+    def live_in(self, memory: DeviceState) -> None:
+        """Keep the flags in ``memory`` from now on."""
+        self._memory = memory
+        self.flag = memory.flags[self.index]
+        self.sticky = memory.sticky[self.index]
+        self._history = History(memory)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -79,7 +84,8 @@ class OptimizerState:
         """Read the optimizer's groups again; called when they changed."""
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
         self.fused.look_again(self.optimizer)
-        self._warm = set()
+        self._warm = set(map(id, _with_state(self.optimizer)))
+        self._warm_states = len(self.optimizer.state)
 
     def keep_flag(self) -> None:
         """Fold what this backward found into the sticky flag, and take out of it what an earlier one found."""
@@ -189,7 +195,8 @@ class OptimizerState:
 
         torch's fused SGD makes momentum buffers of uninitialised memory on a step that ``found_inf`` skips, and fails
         where one parameter has a buffer and another none; the others leave zeros where there was nothing. So the first
-        step of a parameter is decided on the host, and taken by the form that the user left it in.
+        step of a parameter is decided on the host, and taken by the form that the user left it in. A loaded state
+        counts: a resumed run must take the very form that the run it resumes took, whose last bits differ.
         """
         if len(self.optimizer.state) < self._warm_states:
             self._warm.clear()
@@ -206,26 +213,51 @@ class OptimizerState:
             _masters.copy_back(self.gradients.pairs)
         if not self.engine.policy.checks:
             self.engine.counts.applied += 1
-        elif not self.fresh and outcome is not StepOutcome.APPLIED:  # where the host applied, it has read a zero
-            self.sticky.zero_()
+        elif self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED:
+            self.sticky.zero_()  # needless where the host applied, for it has read a zero; too early before update()
         self.fresh = True
         self.gradients.ready = False
         self.gradients.used.clear()
+
+    def known_outcome(self) -> StepOutcome | None:
+        """What the last step did. May wait for the device."""
+        if isinstance(self.outcome, torch.Tensor):
+            self.outcome = StepOutcome.SKIPPED if bool(self.outcome) else StepOutcome.APPLIED
+        return self.outcome
 
     def unobserved(self) -> Iterable[bool]:
         """Whether each step overflowed that has not been counted yet. Waits for the device."""
         for _, values in self._history.peek():
             yield self._memory.overflowed(values, self.index)
 
+    def overflow_run(self) -> int:
+        """Overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device."""
+        watch = copy.copy(self._watch)
+        for used, values in self._history.peek():
+            self._judge(watch, used, values)
+        return watch.run
+
+    def resume(self, overflow_run: int) -> None:
+        """Go on as after ``overflow_run`` such overflows, with the scales that were just loaded."""
+        self._history.forget()
+        self._watch.resume(overflow_run)
+
+    def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool | None:
+        """Let ``watch`` take in one step: None where it did not overflow, else whether a run is complete."""
+        scales = self._memory.scales_in(values)
+        if not self._memory.overflowed(values, self.index):
+            watch.clean(scales)
+            return None
+        return watch.collapsed(scales, used)
+
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
-        stats, scales = self.engine.counts, self._memory.scales_in(values)
-        if not self._memory.overflowed(values, self.index):
-            self._watch.clean(scales)
-            stats.applied += 1
+        collapsed = self._judge(self._watch, used, values)
+        if collapsed is None:
+            self.engine.counts.applied += 1
             return
-        collapsed = self._watch.collapsed(scales, used)
-        stats.skipped += 1
+        scales = self._memory.scales_in(values)
+        self.engine.counts.skipped += 1
         if self.engine.verbosity:
             say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
         if collapsed:
@@ -242,3 +274,13 @@ class OptimizerState:
             f"will cure it. Gradients that are not finite: {listed or 'none at this moment'}. Look for a division, log "
             "or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 (O4, O5)."
         )
+
+
+def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that have state, and those of an SGD that keeps none."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            has_some = isinstance(state, dict) and any(isinstance(v, torch.Tensor) for v in state.values())
+            if has_some or group.get("momentum") == 0:
+                yield param

@@ -18,7 +18,7 @@ from xamp.errors import PolicyError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEVELS", "Level", "Policy", "Request", "compile_policy", "parse_level"]
+__all__ = ["LEVELS", "SCALER_RANGES", "Level", "Policy", "Request", "compile_policy", "parse_level"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ LEVELS = {
 }
 _BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
 _ON_STATIC_OVERFLOW = ("skip", "step")
-_SCALER_RANGES = {  # above, below, whole
+SCALER_RANGES = {  # above, below, whole
     "num_losses": (0, 2.0**31, True),
     "init_scale": (0, math.inf, False),
     "growth_factor": (1, math.inf, False),
@@ -293,7 +293,7 @@ def _scaler_numbers(request: Request) -> dict[str, Any]:
         request = dataclasses.replace(request, max_loss_scale=Request.max_loss_scale)
     numbers = {
         name: _arguments.number_between(name, getattr(request, name), low, high, whole=whole)
-        for name, (low, high, whole) in _SCALER_RANGES.items()
+        for name, (low, high, whole) in SCALER_RANGES.items()
     }
     if numbers["min_loss_scale"] > numbers["max_loss_scale"]:
         raise PolicyError(

@@ -1,0 +1,312 @@
+"""What a saved state looks like: xamp's own, and those of the scalers that people come from and go back to.
+
+:func:`read` turns any of them into a :class:`Saved`, or says which key is wrong; :func:`write` and
+:func:`write_foreign` make them. Nothing here knows a session. A state holds numbers, strings and CPU tensors in plain
+dicts and lists, so that ``torch.load(weights_only=True)`` takes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xamp.errors import CheckpointError, PolicyError
+
+__all__ = ["FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
+
+SCHEMA = 1
+FORMATS = ("xamp", "torch", "torch_npu")
+_OURS = {"format", "schema", "level", "dtype", "steps", "scalers", "optimizers", "masters"}
+_TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+_STATIC_INTERVAL = 2**31 - 1  # what torch's scaler counts in is an int32
+_SMALLEST, _LARGEST = 2.0**-149, float(torch.finfo(torch.float32).max)
+_KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedScale:
+    """One loss scale.
+
+    Attributes:
+        scale: above 0.
+        growth_tracker: clean updates since it last moved.
+        dynamic: whether it moved; None where the format does not say.
+        factors: growth factor, backoff factor and growth interval, where the format has them.
+    """
+
+    scale: float
+    growth_tracker: int
+    dynamic: bool | None = True
+    factors: tuple[float, float, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A state, checked for everything that can be checked without a session.
+
+    Attributes:
+        scales: by ``loss_id``.
+        masters: for each model, fp32 master weights by qualified name.
+        others: for each optimizer, the masters of parameters of no model, by ``"group.position"``.
+        overflow_runs: for each optimizer, the overflows in a row that no smaller scale could cure.
+        steps: applied and skipped; None where the format does not say.
+        level: what it was saved at; for messages.
+        dtype: name of the lower dtype it was saved at; for messages.
+    """
+
+    scales: Sequence[SavedScale]
+    masters: Sequence[Mapping[str, torch.Tensor]] = ()
+    others: Sequence[Mapping[str, torch.Tensor]] = ()
+    overflow_runs: Sequence[int] = ()
+    steps: tuple[int, int] | None = None
+    level: str = ""
+    dtype: str = ""
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write(saved: Saved) -> dict[str, Any]:
+    """``saved`` in xamp's own format."""
+    applied, skipped = saved.steps or (0, 0)
+    return {
+        "format": "xamp",
+        "schema": SCHEMA,
+        "level": saved.level,
+        "dtype": saved.dtype,
+        "steps": {"applied": applied, "skipped": skipped},
+        "scalers": [{"dynamic": s.dynamic, "scale": s.scale, "growth_tracker": s.growth_tracker} for s in saved.scales],
+        "optimizers": [
+            {"overflow_run": run, "masters": dict(others)}
+            for run, others in zip(saved.overflow_runs, saved.others, strict=True)
+        ],
+        "masters": [dict(named) for named in saved.masters],
+    }
+
+
+def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
+    """``saved`` as ``"torch"`` or ``"torch_npu"`` writes it.
+
+    torch's scaler knows no static scale; factors of 1 make it one that skips a step that overflows and stays.
+    """
+    growth, backoff, interval = saved.factors if saved.dynamic and saved.factors else (1.0, 1.0, _STATIC_INTERVAL)
+    state = {
+        "scale": saved.scale,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "_growth_tracker": saved.growth_tracker,
+    }
+    return {**state, "dynamic": bool(saved.dynamic)} if kind == "torch_npu" else state
+
+
+def check_format(call: str, kind: object) -> str:
+    """``kind`` if it is one that can be written; raises a PolicyError that lists them."""
+    if kind not in FORMATS:
+        raise PolicyError(f"{call}(format={kind!r}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
+    return str(kind)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(call: str, state: object) -> Saved:
+    """Read a state of any known format.
+
+    Args:
+        call: for messages.
+        state: from :func:`write`, torch's or torch_npu's GradScaler (a list of them for several losses), or apex.amp.
+
+    Raises:
+        CheckpointError: it is none of them, was written by a newer xamp, or a key is missing, unknown or has a value
+            that cannot be right. The message names the key.
+    """
+    try:
+        return _Reader(call).read(state)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a container or a number of somebody else's making
+        raise CheckpointError(f"{call}: the state cannot be read: {type(error).__name__}: {error}") from error
+
+
+class _Reader:
+    """Reads one state; every message begins with the call."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def read(self, state: object) -> Saved:
+        if isinstance(state, (list, tuple)) and state:
+            return Saved([self._torch(one, f"[{i}]") for i, one in enumerate(state)])
+        found = self._mapping(state, "")
+        if not found:
+            raise self._error("the state is empty, perhaps saved from a disabled GradScaler")
+        keys = set(found)
+        if "format" in keys or "schema" in keys:
+            return self._ours(found)
+        if keys & _TORCH:
+            return Saved([self._torch(found, "")])
+        if any(str(key).startswith("loss_scaler") for key in keys):
+            return Saved(self._apex(found))
+        shown = ", ".join(sorted(map(repr, keys))[:6])
+        raise self._error(f"no known format has the keys {shown}. What can be read is the state of {_KINDS}")
+
+    def _ours(self, state: Mapping[str, Any]) -> Saved:
+        schema = state.get("schema")
+        if state.get("format") != "xamp" or not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
+            raise self._error(f"not a state of xamp: format={state.get('format')!r}, schema={schema!r}")
+        if schema > SCHEMA:
+            raise self._error(
+                f"'schema' is {schema}, from a newer xamp; this one reads up to {SCHEMA}. Upgrade xamp, or save with "
+                "this one"
+            )
+        self._same_keys(state, _OURS, "")
+        steps = self._mapping(state["steps"], "['steps']")
+        self._same_keys(steps, {"applied", "skipped"}, "['steps']")
+        optimizers = [self._mapping(o, f"['optimizers'][{i}]") for i, o in self._list(state, "optimizers")]
+        for i, optimizer in enumerate(optimizers):
+            self._same_keys(optimizer, {"overflow_run", "masters"}, f"['optimizers'][{i}]")
+        return Saved(
+            scales=[self._our_scale(s, f"['scalers'][{i}]") for i, s in self._list(state, "scalers")],
+            masters=[self._masters(named, f"['masters'][{i}]") for i, named in self._list(state, "masters")],
+            others=[self._masters(o["masters"], f"['optimizers'][{i}]['masters']") for i, o in enumerate(optimizers)],
+            overflow_runs=[
+                self._count(o["overflow_run"], f"['optimizers'][{i}]['overflow_run']") for i, o in enumerate(optimizers)
+            ],
+            steps=(
+                self._count(steps["applied"], "['steps']['applied']"),
+                self._count(steps["skipped"], "['steps']['skipped']"),
+            ),
+            level=self._word(state, "level"),
+            dtype=self._word(state, "dtype"),
+        )
+
+    def _our_scale(self, value: object, key: str) -> SavedScale:
+        scaler = self._mapping(value, key)
+        self._same_keys(scaler, {"dynamic", "scale", "growth_tracker"}, key)
+        return SavedScale(
+            self._scale(scaler["scale"], f"{key}['scale']"),
+            self._count(scaler["growth_tracker"], f"{key}['growth_tracker']"),
+            self._flag(scaler["dynamic"], f"{key}['dynamic']"),
+        )
+
+    def _torch(self, value: object, key: str) -> SavedScale:
+        state = self._mapping(value, key)
+        self._same_keys(state, _TORCH, key, optional={"dynamic"})
+        factors = (
+            self._scale(state["growth_factor"], f"{key}['growth_factor']"),
+            self._scale(state["backoff_factor"], f"{key}['backoff_factor']"),
+            self._count(state["growth_interval"], f"{key}['growth_interval']", 2**63),
+        )
+        dynamic = self._flag(state.get("dynamic", True), f"{key}['dynamic']")
+        return SavedScale(
+            self._scale(state["scale"], f"{key}['scale']"),
+            self._count(state["_growth_tracker"], f"{key}['_growth_tracker']"),
+            dynamic,
+            factors,
+        )
+
+    def _apex(self, state: Mapping[str, Any]) -> list[SavedScale]:
+        names = [f"loss_scaler{i}" for i in range(len(state))]  # by number: the order in a file means nothing
+        self._same_keys(state, set(names), "")
+        found = []
+        for name in names:
+            key = f"[{name!r}]"
+            scaler = self._mapping(state[name], key)
+            self._same_keys(scaler, {"loss_scale", "unskipped"}, key)
+            found.append(
+                SavedScale(
+                    self._scale(scaler["loss_scale"], f"{key}['loss_scale']"),
+                    self._count(scaler["unskipped"], f"{key}['unskipped']"),
+                    dynamic=None,
+                )
+            )
+        return found
+
+    # ---------------------------------------------------------------- single values
+
+    def _error(self, what: str, key: str = "") -> CheckpointError:
+        where = f"state{key}: " if key else ""
+        return CheckpointError(f"{self._call}: {where}{what}. Nothing was loaded.")
+
+    def _same_keys(
+        self, found: Mapping[str, Any], wanted: set[str], key: str, *, optional: set[str] | frozenset[str] = frozenset()
+    ) -> None:
+        missing = sorted(wanted - set(found))
+        unknown = sorted(map(str, set(found) - wanted - optional))
+        if missing:
+            raise self._error(f"the key {missing[0]!r} is missing", key)
+        if unknown:
+            raise self._error(f"unknown key {unknown[0]!r}", key)
+
+    def _mapping(self, value: object, key: str) -> Mapping[str, Any]:
+        if not isinstance(value, Mapping):
+            what = f"must be a dict, and is {type(value).__name__}. What can be read is the state of {_KINDS}"
+            raise self._error(what, key or " itself")
+        return value
+
+    def _list(self, state: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:
+        value = state[name]
+        if not isinstance(value, (list, tuple)):
+            raise self._error(f"must be a list, and is {type(value).__name__}", f"[{name!r}]")
+        return list(enumerate(value))
+
+    def _word(self, state: Mapping[str, Any], name: str) -> str:
+        value = state[name]
+        if not isinstance(value, str):
+            raise self._error(f"must be a string, and is {type(value).__name__}", f"[{name!r}]")
+        return value
+
+    def _scale(self, value: object, key: str) -> float:
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        if not _SMALLEST <= number <= _LARGEST:
+            raise self._error(f"must be a finite number above 0 that fp32 can hold, and is {_shown(value)}", key)
+        return float(number)
+
+    def _count(self, value: object, key: str, below: int = 2**31) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < below:
+            bound = f"2**{below.bit_length() - 1} - 1"
+            raise self._error(f"must be a whole number from 0 to {bound}, and is {_shown(value)}", key)
+        return value
+
+    def _flag(self, value: object, key: str) -> bool:
+        if not isinstance(value, bool):
+            raise self._error(f"must be True or False, and is {value!r}", key)
+        return value
+
+    def _masters(self, value: object, key: str) -> Mapping[str, torch.Tensor]:
+        found = self._mapping(value, key)
+        for name, tensor in found.items():
+            inner = f"{key}[{name!r}]"
+            if not isinstance(name, str):
+                raise self._error("a name must be a string", inner)
+            problem = _unfit(tensor)
+            if problem:
+                raise self._error(f"must be a dense fp32 tensor, and is {problem}", inner)
+        return found
+
+
+def _unfit(value: object) -> str:
+    """What keeps ``value`` from being copied into an fp32 tensor; nothing where it can be."""
+    if type(value) not in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    ):  # a subclass, such as a sharded DTensor, copies its own way
+        return f"of type {type(value).__name__}"
+    assert isinstance(value, torch.Tensor)
+    if value.layout is not torch.strided or value.is_nested:
+        return f"{value.layout}, nested" if value.is_nested else str(value.layout)
+    if value.is_meta:
+        return "on the device 'meta', which holds no numbers"
+    return "" if value.dtype == torch.float32 else str(value.dtype)
+
+
+def _shown(value: object) -> str:
+    """``repr``, but of a number so long that Python will not print it."""
+    return (
+        f"a number of {value.bit_length()} bits" if type(value) is int and value >> 64 not in (0, -1) else repr(value)
+    )
