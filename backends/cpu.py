@@ -9,10 +9,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
+from xamp._findings import environment_settings
+from xamp.backends import host
 from xamp.backends.native import NativeBackend
+from xamp.contract import Setting
 
 __all__ = ["CpuBackend"]
 
@@ -30,6 +34,26 @@ class CpuBackend(NativeBackend):
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
         """bf16 where the processor multiplies in it; never fp16, which no CPU kernel of torch is fast in."""
         return ("bfloat16",) if has_native_bf16() else ()
+
+    def runtime(self, device_type: str) -> ModuleType:
+        """See :meth:`xamp.contract.Backend.runtime`."""
+        return host
+
+    def precision_settings(self, device: torch.device) -> Sequence[Setting]:
+        """See :meth:`xamp.contract.Backend.precision_settings`: oneDNN's environment variables."""
+        return list(environment_settings(_VARIABLES))
+
+
+_LOWER_FP32 = "oneDNN may compute float32 in a lower dtype, where processor and build allow it, at every level"
+_FEWER_INSTRUCTIONS = "newer instructions of the processor are not used: other rounding, and bfloat16 may be slow"
+# By name: values that mean nothing, the effect, whether it is a note only.
+_VARIABLES = {
+    "ONEDNN_DEFAULT_FPMATH_MODE": ("strict", _LOWER_FP32, False),
+    "DNNL_DEFAULT_FPMATH_MODE": ("strict", _LOWER_FP32, False),  # the name before oneDNN 2.0, still read
+    "ONEDNN_MAX_CPU_ISA": ("default all", _FEWER_INSTRUCTIONS, True),
+    "DNNL_MAX_CPU_ISA": ("default all", _FEWER_INSTRUCTIONS, True),
+    "ATEN_CPU_CAPABILITY": ("", _FEWER_INSTRUCTIONS, True),
+}
 
 
 @functools.cache

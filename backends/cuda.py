@@ -3,49 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from xamp._findings import environment_settings
 from xamp.backends.native import ModuleBackend
+from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
 
 __all__ = ["CudaBackend"]
 
-_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _INSTALL = "install a CUDA or ROCm build of torch, chosen at https://pytorch.org/get-started/locally"
 # Of AMD's architectures, those with matrix instructions for bf16; the others emulate it.
 _AMD_WITH_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _AMD_WITHOUT_FP16 = ("gfx7", "gfx80")
 # Of NVIDIA's before 7.0, those that compute fp16 at twice the rate of fp32; 6.1 does at a 64th.
 _NVIDIA_WITH_FP16 = ((5, 3), (6, 0), (6, 2))
-# What torch.cuda.init() says (a part of it, the same from torch 2.6 to 2.13), the cause, the cure.
-_CAUSES = (
-    (
-        "Found no NVIDIA driver",
-        "there is no NVIDIA driver",
-        "install the driver, see https://www.nvidia.com/drivers; in a container start it with the GPUs (--gpus all)",
-    ),
-    (
-        "driver on your system is too old",
-        "the NVIDIA driver is too old for this build of torch, {build}",
-        "update the driver, or install a build of torch for an older CUDA, see https://pytorch.org/get-started",
-    ),
-    (
-        "forked subprocess",
-        "a process that was forked after the GPU was in use cannot use it",
-        'start processes with multiprocessing.set_start_method("spawn")',
-    ),
-    (
-        "driver initialization failed",
-        "the GPU driver does not start",
-        "run nvidia-smi: where it fails too, reload or reinstall the driver, or restart the machine",
-    ),
-)
+_TRANSFER = "torch_npu.contrib.transfer_to_npu"
+_TELLING = ("init", "current_device", "set_device", "get_device_properties")  # replaced by whoever stands in for a GPU
+_DETERMINISM = "a cuBLAS workspace of fixed size: results repeat, some products are slower"
+_TF32 = "10 bits of mantissa instead of 23"
 
 
 class CudaBackend(ModuleBackend):
@@ -56,12 +40,17 @@ class CudaBackend(ModuleBackend):
 
     def require_device(self) -> None:
         """See :meth:`xamp.backends.native.NativeBackend.require_device`."""
+        owner = stand_in()
+        if owner:
+            raise BackendUnavailable(f"torch.cuda is not torch's own: {owner}\n{_leave_out(owner)}")
         if torch.version.cuda is None and torch.version.hip is None:
             raise BackendUnavailable(f"this torch ({torch.__version__}) is built without CUDA and ROCm\n{_INSTALL}")
         try:
             self.module.init()  # is_available() would swallow the reason
         except Exception as error:
-            raise BackendUnavailable("\n".join(explain(str(error), os.environ))) from error
+            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+            cure = "run nvidia-smi or rocm-smi, and `python -m torch.utils.collect_env`"
+            raise BackendUnavailable(f"torch.cuda.init() failed: {first}\n{cure}") from error
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
         """fp16 on all of them, bf16 where the GPU computes in it rather than emulate it."""
@@ -86,27 +75,38 @@ class CudaBackend(ModuleBackend):
         driver = _driver_version()
         return {**found, "driver": driver} if driver else found
 
+    def precision_settings(self, device: torch.device) -> Sequence[Setting]:
+        """See :meth:`xamp.contract.Backend.precision_settings`: TF32, reductions, cuDNN's freedom, the environment."""
+        hip = torch.version.hip is not None
+        off = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"  # over every switch
+        tf32 = not (hip or off) and torch.cuda.get_device_properties(device).major >= 8
+        return [*(_tf32_settings() if tf32 else ()), *_switch_settings(), *_variable_settings(hip)]
 
-def explain(message: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Cause and cure behind what ``torch.cuda.init()`` raised.
 
-    Args:
-        message: the text of its error.
-        environment: the process's environment variables; those that mask GPUs matter where none is left.
+def stand_in() -> str:
+    """Who has put another device behind torch.cuda, as a sentence's end; empty where it is torch's own.
+
+    Such a patch makes scripts written for GPUs run elsewhere: it overwrites the functions of torch.cuda in place, so
+    that ``torch.cuda.is_available()`` no longer speaks of NVIDIA or AMD.
     """
-    for part, cause, cure in _CAUSES:
-        if part in message:
-            return cause.format(build=torch.__version__), cure
-    if re.search(r"No (CUDA|HIP) GPUs are available", message):
-        masks = [f"{name}={environment[name]!r}" for name in _MASKS if name in environment]
-        if masks:
-            return (
-                f"no GPU is visible under {' '.join(masks)}",
-                f"unset {masks[0].partition('=')[0]}, or name GPUs in it",
-            )
-        return "the driver finds no GPU", "check that the machine has one and that nvidia-smi or rocm-smi lists it"
-    first = next((line.strip() for line in message.splitlines() if line.strip()), "no reason given")
-    return f"torch.cuda.init() failed: {first}", "run nvidia-smi or rocm-smi, and `python -m torch.utils.collect_env`"
+    if _TRANSFER in sys.modules:
+        return f"{_TRANSFER} is active, and what it calls cuda is an NPU"
+    owners = {str(getattr(getattr(torch.cuda, name, None), "__module__", None) or "torch") for name in _TELLING}
+    foreign = sorted(owner for owner in owners if owner.partition(".")[0] != "torch")
+    if foreign:
+        return f"{foreign[0]} has replaced its functions, and what they call cuda is another device"
+    if torch.version.cuda is None and torch.version.hip is None and torch.cuda.is_available():
+        return "this torch is built without CUDA and ROCm, yet torch.cuda.is_available() is True"
+    return ""
+
+
+def _leave_out(owner: str) -> str:
+    if owner.startswith(_TRANSFER):
+        return (
+            "xamp needs no such patch: take out `from torch_npu.contrib import transfer_to_npu`, unset "
+            "TORCH_TRANSFER_TO_NPU, and let xamp.device() name the device"
+        )
+    return "take out what patches torch.cuda, and let xamp.device() name the device"
 
 
 def fast_on_nvidia(compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -142,3 +142,76 @@ def _driver_version() -> str:
             if match is not None:
                 return match[1]
     return ""
+
+
+def _tf32_settings() -> Iterator[Setting]:
+    if _switched_on("backends.cuda.matmul.allow_tf32"):
+        yield Setting(
+            "torch.backends.cuda.matmul.allow_tf32",
+            "True",
+            f"float32 matrix products are computed in TF32 ({_TF32}), at every level",
+            "torch.backends.cuda.matmul.allow_tf32 = False, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE not set",
+        )
+    if _switched_on("backends.cudnn.allow_tf32"):
+        yield Setting(
+            "torch.backends.cudnn.allow_tf32",
+            "True",
+            f"float32 convolutions and RNNs are computed in TF32 ({_TF32}), at every level; torch's default",
+            "torch.backends.cudnn.allow_tf32 = False",
+            expected=True,
+        )
+
+
+# The switch, whether torch's default is on, what it does where it is on.
+_SWITCHES = (
+    (
+        "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+        True,
+        "float16 products may add up partial sums in float16; torch's default",
+    ),
+    (
+        "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+        True,
+        "bfloat16 products may add up partial sums in bfloat16; torch's default",
+    ),
+    (
+        "backends.cuda.matmul.allow_fp16_accumulation",
+        False,
+        "float16 products add up in float16: faster, less exact, and sums above 65504 overflow",
+    ),
+)
+_FREEDOMS = (
+    ("backends.cudnn.benchmark", "cuDNN picks the fastest algorithm by trial: rounding may differ from run to run"),
+    ("backends.cudnn.deterministic", "cuDNN uses deterministic algorithms only, often slower ones"),
+)
+# By name: values that mean nothing, the effect, whether it is a note only.
+_VARIABLES = {
+    "NVIDIA_TF32_OVERRIDE": (
+        "0",
+        f"NVIDIA's libraries compute float32 in TF32 ({_TF32}), whatever the program says",
+        False,
+    ),
+    "CUBLAS_WORKSPACE_CONFIG": ("", _DETERMINISM, True),
+}
+_HIP_VARIABLES = {"HIPBLASLT_ALLOW_TF32": ("0", f"float32 products may be computed in TF32 ({_TF32})", False)}
+
+
+def _switch_settings() -> Iterator[Setting]:
+    for path, default, effect in _SWITCHES:
+        if _switched_on(path):
+            yield Setting(f"torch.{path}", "True", effect, f"torch.{path} = False", expected=default)
+    for path, effect in _FREEDOMS:
+        if _switched_on(path):
+            yield Setting(f"torch.{path}", "True", effect, f"torch.{path} = False", expected=True)
+
+
+def _variable_settings(hip: bool) -> Iterator[Setting]:
+    yield from environment_settings(_HIP_VARIABLES if hip else _VARIABLES)
+
+
+def _switched_on(path: str) -> bool:
+    """Whether the switch ``torch.<path>`` is on; a torch that lacks it, or cannot say, has nothing to report."""
+    try:
+        return operator.attrgetter(path)(torch) is True
+    except (AttributeError, RuntimeError, Warning):  # torch refuses where its old and new names were both written to
+        return False

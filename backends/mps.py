@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from xamp.backends.native import ModuleBackend
@@ -18,3 +20,22 @@ class MpsBackend(ModuleBackend):
     def is_available(self) -> bool:
         """See :meth:`xamp.backends.native.ModuleBackend.is_available`: asked where every torch since 2.6 answers."""
         return torch.backends.mps.is_available()
+
+    def runtime(self, device_type: str) -> Any:
+        """See :meth:`xamp.contract.Backend.runtime`: torch.mps, with two of its names turned into torch.cuda's."""
+        return _Runtime()
+
+
+class _Runtime:
+    """torch.mps has one index and one queue, counts no peaks, and names its figures otherwise."""
+
+    def memory_allocated(self) -> int:
+        """Bytes that tensors take up."""
+        return torch.mps.current_allocated_memory()
+
+    def memory_reserved(self) -> int:
+        """Bytes that the driver has given to this process."""
+        return torch.mps.driver_allocated_memory()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.mps, name)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from xamp._causes import masked
+from xamp._trial import defect_of
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable
 from xamp.policy import LEVELS
@@ -91,11 +93,15 @@ class ModuleBackend(NativeBackend):
 
     def require_device(self) -> None:
         """See :meth:`NativeBackend.require_device`."""
-        if not self.is_available():
-            raise BackendUnavailable(
-                f"torch {torch.__version__} finds no {self.device_type} device\n"
-                "install a build of torch for it, its driver, and check that the machine has one"
-            )
+        if self.is_available():
+            return
+        behind_mask = masked({name: os.environ[name] for name in self.spec.masks if name in os.environ})
+        raise BackendUnavailable(
+            "\n".join(behind_mask)
+            if behind_mask
+            else f"torch {torch.__version__} finds no {self.device_type} device\n"
+            "install a build of torch for it, its driver, and check that the machine has one"
+        )
 
     def is_available(self) -> bool:
         """Whether torch sees such a device."""
@@ -137,27 +143,3 @@ class ModuleBackend(NativeBackend):
 def levels_for(dtypes: Sequence[str]) -> tuple[str, ...]:
     """The levels that a device can run which computes in ``dtypes`` (and in fp32)."""
     return tuple(level.name for level in LEVELS.values() if level.dtype is None or level.dtype in dtypes)
-
-
-def defect_of(device: torch.device, dtype: str) -> str:
-    """What goes wrong when ``device`` computes in ``dtype`` what a training step needs; empty where nothing does.
-
-    A product of two matrices, an inf that has to stay one, and finding it with the operator that unscales gradients.
-    Waits for the device. Draws no random numbers, so that a seeded run is not changed by it.
-    """
-    kind: torch.dtype = getattr(torch, dtype)
-    try:
-        ones = torch.ones(8, 8, dtype=kind, device=device)
-        if (ones @ ones).float().ne(8.0).any().item():
-            return f"a product of two {dtype} matrices is wrong"
-        overflowed = torch.full((8,), float("inf"), dtype=kind, device=device) * 1.0
-        if not overflowed.isinf().all().item():
-            return f"an inf in {dtype} does not stay one: the device saturates, and overflows would go unseen"
-        found = torch.zeros(1, device=device)
-        one = torch.ones(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_([overflowed], found, one)
-        if found.item() != 1.0:
-            return f"the operator that unscales gradients overlooks an inf in {dtype}"
-    except Exception as error:
-        return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
-    return ""

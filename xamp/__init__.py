@@ -19,9 +19,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xamp import _accel as accel
+    from xamp._autocast import autocast
+    from xamp._custom_function import custom_bwd, custom_fwd
     from xamp._device import device, device_type, distributed_backend, is_available
+    from xamp._functions import disable_casts, float_function, half_function, promote_function
     from xamp._grad_scaler import GradScaler
     from xamp._initialize import initialize
+    from xamp._registered import register_float_function, register_half_function, register_promote_function
     from xamp._registry import available_backends, register_backend
     from xamp._session import (
         StepOutcome,
@@ -46,9 +51,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "_accel": ("accel",),
+    "_autocast": ("autocast",),
+    "_custom_function": ("custom_bwd", "custom_fwd"),
     "_device": ("device", "device_type", "distributed_backend", "is_available"),
+    "_functions": ("disable_casts", "float_function", "half_function", "promote_function"),
     "_grad_scaler": ("GradScaler",),
     "_initialize": ("initialize",),
+    "_registered": ("register_float_function", "register_half_function", "register_promote_function"),
     "_registry": ("available_backends", "register_backend"),
     "_session": (
         "StepOutcome",
@@ -70,6 +80,7 @@ _HOMES = {
         "XampError",
     ),
 }
+_MODULES = ("accel",)  # names whose home is what they stand for
 _WITHOUT_TORCH = ("_registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -84,17 +95,28 @@ __all__ = [
     "UnsupportedPolicy",
     "XampError",
     "__version__",
+    "accel",
+    "autocast",
     "available_backends",
     "clip_grad_norm_",
+    "custom_bwd",
+    "custom_fwd",
     "device",
     "device_type",
+    "disable_casts",
     "distributed_backend",
+    "float_function",
+    "half_function",
     "initialize",
     "is_available",
     "load_state_dict",
     "loss_scale",
     "master_params",
+    "promote_function",
     "register_backend",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "session",
     "state_dict",
@@ -109,7 +131,8 @@ def __getattr__(name: str) -> Any:
         from xamp._torch import require_torch
 
         require_torch(f"xamp.{name}")  # a typed error that says what to install, in place of an ImportError
-    value = getattr(importlib.import_module(f"xamp.{home}"), name)
+    module = importlib.import_module(f"xamp.{home}")
+    value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value
     return value
 

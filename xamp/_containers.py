@@ -15,7 +15,7 @@ import torch
 
 from xamp.errors import StateError
 
-__all__ = ["cast_floats"]
+__all__ = ["cast_floats", "tensors_in"]
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """What xamp moves between: float64, complex, integer and 8-bit tensors are never cast."""
@@ -23,27 +23,30 @@ CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
     """``value`` with every fp16, bf16 and fp32 tensor in it cast to ``dtype``.
 
     Args:
         value: a tensor or any nesting of tuples, lists, dicts, their subclasses, named tuples and dataclasses.
             Anything else in it (integers, strings, numpy arrays, objects) passes untouched.
         dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``.
+        device_type: cast only the tensors on such a device; None casts all.
 
     Raises:
         StateError: ``value`` is a ``torch.fx`` proxy: the policy would not be in the traced graph.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+        if value.dtype not in CASTABLE or value.dtype == dtype or device_type not in (None, value.device.type):
+            return value
+        return value.to(dtype)
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype)
+        return _cast_sequence(value, dtype, device_type)
     if isinstance(value, (dict, collections.UserDict)):
-        return _cast_mapping(value, dtype)
+        return _cast_mapping(value, dtype, device_type)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype)
+        return _cast_dataclass(value, dtype, device_type)
     if isinstance(value, torch.fx.Proxy):
         raise StateError(
             "torch.fx.symbolic_trace on a model that xamp.initialize manages would leave its policy out of the graph. "
@@ -52,8 +55,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
-    items = [cast_floats(item, dtype) for item in value]
+def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
+    items = [cast_floats(item, dtype, device_type) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     kind = type(value)
@@ -74,10 +77,10 @@ def _cast_sequence(value: Any, dtype: torch.dtype) -> Any:
     return made
 
 
-def _cast_mapping(value: Any, dtype: torch.dtype) -> Any:
+def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
     changed = {}
     for key, item in value.items():
-        new = cast_floats(item, dtype)
+        new = cast_floats(item, dtype, device_type)
         if new is not item:
             changed[key] = new
     if not changed:
@@ -90,13 +93,13 @@ def _cast_mapping(value: Any, dtype: torch.dtype) -> Any:
     return filled
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
         item = getattr(value, field.name)
-        new = cast_floats(item, dtype)
+        new = cast_floats(item, dtype, device_type)
         if new is not item:
             changed[field.name] = new
     if not changed:
@@ -107,3 +110,26 @@ def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
     for name, item in changed.items():
         object.__setattr__(filled, name, item)  # frozen ones too
     return filled
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, a nesting as :func:`cast_floats` takes it, in order."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, _ATOMS):
+        return
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _collect(item, found)
+    elif isinstance(value, (dict, collections.UserDict)):
+        for item in value.values():
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)

@@ -12,7 +12,7 @@ from xamp._registry import HOST, REGISTRY
 from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, PolicyError
 
-__all__ = ["DEVICE_VARIABLE", "device", "device_type", "distributed_backend", "is_available"]
+__all__ = ["DEVICE_VARIABLE", "device", "device_type", "distributed_backend", "is_available", "require_index"]
 
 DEVICE_VARIABLE = "XAMP_DEVICE"
 _SPELLING = re.compile(r"([a-z][a-z0-9_]*)(?::(\d+))?")
@@ -41,9 +41,10 @@ def device(index: int | None = None) -> torch.device:
     if kind == HOST or backend is None:
         return torch.device(HOST)
     if index is not None:
-        return _numbered(kind, index, backend, f"device({index})")
+        return require_index(kind, index, backend, f"device({index})")
     if named_index is not None:
-        return _numbered(kind, named_index, backend, f"{DEVICE_VARIABLE}={kind}:{named_index} (environment variable)")
+        origin = f"{DEVICE_VARIABLE}={kind}:{named_index} (environment variable)"
+        return require_index(kind, named_index, backend, origin)
     return torch.device(kind)
 
 
@@ -113,7 +114,12 @@ def _best() -> _Choice:
     return HOST, None, None
 
 
-def _numbered(kind: str, index: int, backend: Backend, origin: str) -> torch.device:
+def require_index(kind: str, index: int, backend: Backend, origin: str) -> torch.device:
+    """The device of that index, which ``origin`` asked for.
+
+    Raises:
+        BackendUnavailable: there is none; lists those there are.
+    """
     present = list(backend.devices())
     if index >= len(present):
         listed = ", ".join(f"{kind}:{number} ({name})" for number, name in enumerate(present))

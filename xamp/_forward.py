@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp import _distributed, _masters
+from xamp import _active, _distributed, _masters
+from xamp._autocast import Casts
 from xamp._containers import cast_floats
 from xamp.errors import PolicyError
 
@@ -46,10 +47,9 @@ class Region:
     output_dtype: torch.dtype | None
     methods: tuple[str, ...] = ("forward",)
 
-    def autocast(self) -> torch.autocast:
-        """The region's autocast state as torch's context manager: slower to enter, but the compiler can trace it."""
-        on = self.autocast_dtype is not None
-        return torch.autocast(self.device_type, dtype=self.autocast_dtype, enabled=on, cache_enabled=True)
+    def autocast(self) -> Casts:
+        """The region as a context manager, for code that is no method of a module."""
+        return Casts(_active.inside(self.device_type, self.autocast_dtype))
 
 
 class _UnderPolicy:
@@ -239,13 +239,12 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """``function(self, ...)`` run in ``region``. This is the hot path of every forward."""
-    device, lower = region.device_type, region.autocast_dtype
+    device, on = region.device_type, region.autocast_dtype is not None
+    mark = _active.inside(device, region.autocast_dtype)
     into, out_of = region.input_dtype, region.output_dtype
-    on = lower is not None
     ddp = nn.parallel.DistributedDataParallel
-    is_compiling = torch.compiler.is_compiling
-    is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
-    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+    is_compiling, is_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled
+    enter, leave, number = _active.enter, _active.leave, _active.next_number
     tensor = torch.Tensor
 
     def finish(result: Any) -> Any:
@@ -256,8 +255,7 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         _distributed.note_wrapper_while_tracing()
         if on or is_enabled(device):
-            with region.autocast():
-                return function(self, *args, **kwargs)
+            return _active.run_traced(mark, function, self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,23 +265,13 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
             return finish(traced(self, args, kwargs))
         if ddp._active_ddp_module is not None:
             _distributed.note_wrapper()
-        enabled = is_enabled(device)
-        if not on and not enabled:
+        if not on and not is_enabled(device):
             return finish(function(self, *args, **kwargs))
-        # What torch.autocast does on entry and exit, by hand: making the object costs more than all of this.
-        dtype, cached = get_dtype(device), torch.is_autocast_cache_enabled()
-        torch.autocast_increment_nesting()
+        entered = enter(mark, number())
         try:
-            set_enabled(device, on)
-            set_dtype(device, lower or dtype)
-            torch.set_autocast_cache_enabled(True)
             return finish(function(self, *args, **kwargs))
         finally:
-            if torch.autocast_decrement_nesting() == 0:
-                torch.clear_autocast_cache()
-            set_enabled(device, enabled)
-            set_dtype(device, dtype)
-            torch.set_autocast_cache_enabled(cached)
+            leave(entered)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

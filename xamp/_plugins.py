@@ -6,11 +6,11 @@ import dataclasses
 import re
 from importlib import metadata
 
-from xamp._torch import one_line
+from xamp._causes import one_line
 from xamp.contract import BackendReport, BackendSpec
 from xamp.errors import PolicyError
 
-__all__ = ["PluginSpec", "check_spec", "read_entry_points"]
+__all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -51,7 +51,8 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     if not isinstance(spec, BackendSpec):
         raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
     # by getattr: for a type checker the annotations have settled what is checked here
-    name, types, target, priority = (getattr(spec, field) for field in ("name", "device_types", "target", "priority"))
+    fields = ("name", "device_types", "target", "priority", "masks", "causes")
+    name, types, target, priority, masks, causes = (getattr(spec, field) for field in fields)
     problem = ""
     if not _matches(_NAME, name) or name.lower() == "auto":
         problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be "auto"'
@@ -61,9 +62,69 @@ def check_spec(spec: object, call: str) -> BackendSpec:
         problem = f'target={target!r} must have the form "package.module:Class"'
     elif not isinstance(priority, int):
         problem = f"priority={priority!r} must be an int; the highest wins"
+    elif not isinstance(masks, tuple) or not all(isinstance(mask, str) for mask in masks):
+        problem = f"masks={masks!r} must be a tuple of names of environment variables"
+    elif causes != "" and not _matches(_TARGET, causes):
+        problem = f'causes={causes!r} must have the form "package.module:NAME"'
     if problem:
         raise PolicyError(f"{call}: {problem}")
     return spec
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPoint:
+    """An entry point as its distribution describes it; nothing of it is imported before :meth:`read`.
+
+    Attributes:
+        name: its name.
+        value: ``"module:NAME"`` of its spec.
+        source: name and version of its distribution.
+    """
+
+    name: str
+    value: str
+    source: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others."""
+        return f"{self.name} ({self.source})"
+
+    def read(self) -> PluginSpec | BackendReport:
+        """Load it; an unusable report with the reason where it raises or is no valid spec."""
+        try:
+            found = metadata.EntryPoint(self.name, self.value, group="").load()
+            return PluginSpec(check_spec(found, f"entry point {self.name} = {self.value}"), self.source)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self.failed(f"failed: {one_line(error)}")
+
+    def failed(self, how: str, hint: str = "") -> BackendReport:
+        """The row of :func:`xamp.available_backends` for one that cannot be loaded.
+
+        Args:
+            how: what happened, to follow its subject in a sentence.
+            hint: what to know beside the cure that always helps.
+        """
+        reason, cure = f"its entry point {self.value!r} {how}", f"repair or uninstall {self.source}{hint}"
+        return BackendReport(self.name, (), usable=False, reason=reason, hint=cure, source=self.source)
+
+
+def list_entry_points(group: str) -> list[EntryPoint] | BackendReport:
+    """The entry points of ``group``, by distribution and name, without loading any.
+
+    Returns:
+        An unusable report in their place where a damaged distribution, not even one of ours, keeps them from being
+        listed.
+    """
+    try:
+        found = [EntryPoint(point.name, point.value, _source(point)) for point in metadata.entry_points(group=group)]
+    except Exception as error:
+        hint = "a distribution on sys.path is damaged; `pip check` may name it"
+        reason = f"entry points cannot be listed: {one_line(error)}"
+        return BackendReport(group, (), usable=False, reason=reason, hint=hint, source="importlib.metadata")
+    return sorted(found, key=lambda point: (point.source, point.name))
 
 
 def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
@@ -73,25 +134,8 @@ def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
         For each a :class:`PluginSpec`, or an unusable report with the reason where it raised or is no valid spec.
         Raises nothing but KeyboardInterrupt.
     """
-    try:
-        points = sorted(metadata.entry_points(group=group), key=lambda point: (_source(point), point.name))
-    except Exception as error:  # a damaged distribution, not even one of ours
-        hint = "a distribution on sys.path is damaged; `pip check` may name it"
-        reason = f"entry points cannot be listed: {one_line(error)}"
-        return [BackendReport(group, (), usable=False, reason=reason, hint=hint, source="importlib.metadata")]
-    return [_read(point) for point in points]
-
-
-def _read(point: metadata.EntryPoint) -> PluginSpec | BackendReport:
-    source = _source(point)
-    try:
-        return PluginSpec(check_spec(point.load(), f"entry point {point.name} = {point.value}"), source)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        reason = f"its entry point {point.value!r} failed: {one_line(error)}"
-        hint = f"repair or uninstall {source}"
-        return BackendReport(point.name, (), usable=False, reason=reason, hint=hint, source=source)
+    listed = list_entry_points(group)
+    return [listed] if isinstance(listed, BackendReport) else [point.read() for point in listed]
 
 
 def _source(point: metadata.EntryPoint) -> str:

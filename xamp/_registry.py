@@ -16,8 +16,10 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from xamp._plugins import check_spec, read_entry_points
+from xamp._causes import explain_torch
+from xamp._plugins import PluginSpec, check_spec, read_entry_points
 from xamp._probe import Failed, Ready, start
+from xamp._torch import TorchFailure
 from xamp.contract import Backend, BackendReport, BackendSpec
 from xamp.errors import BackendUnavailable, PolicyError
 
@@ -40,8 +42,22 @@ HOST = "cpu"  # the device type that every machine has: no accelerator, and its 
 
 BUILT_INS = (
     BackendSpec("cpu", ("cpu",), "xamp.backends.cpu:CpuBackend", priority=0),
-    BackendSpec("cuda", ("cuda",), "xamp.backends.cuda:CudaBackend", priority=100),
-    BackendSpec("xpu", ("xpu",), "xamp.backends.xpu:XpuBackend", priority=50, tested=False),
+    BackendSpec(
+        "cuda",
+        ("cuda",),
+        "xamp.backends.cuda:CudaBackend",
+        priority=100,
+        masks=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        causes="xamp.backends.cuda_causes:CAUSES",
+    ),
+    BackendSpec(
+        "xpu",
+        ("xpu",),
+        "xamp.backends.xpu:XpuBackend",
+        priority=50,
+        tested=False,
+        masks=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+    ),
     BackendSpec("mps", ("mps",), "xamp.backends.mps:MpsBackend", priority=40, tested=False),
 )
 
@@ -85,9 +101,19 @@ class Registry:
             self._read_entry_points()
             return sorted(self._specs.values(), key=lambda spec: (-spec.priority, spec.name))
 
+    def adopt(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        """Take ``entries`` for all that installed distributions offer; no entry point is read any more."""
+        with self._lock:
+            self._unread_group = None
+            self._take(entries)
+
+    def explain_torch(self, failure: TorchFailure) -> TorchFailure:
+        """``failure`` in the words of the first registered backend that knows why torch cannot be imported."""
+        return explain_torch(failure, self.specs())
+
     def load(self, spec: BackendSpec) -> Backend:
         """See :func:`load`."""
-        outcome = self._outcome(check_spec(spec, f"load({spec!r})"))
+        outcome = self.outcome(check_spec(spec, f"load({spec!r})"))
         if isinstance(outcome, Failed):
             raise BackendUnavailable(f"backend {spec.name!r} cannot be used: {outcome}") from outcome.error
         return outcome.backend
@@ -106,7 +132,7 @@ class Registry:
         spec = specs[wanted]
         if device_type not in spec.device_types:
             raise self._does_not_serve(spec, device_type, origin)
-        outcome = self._outcome(spec)
+        outcome = self.outcome(spec)
         if isinstance(outcome, Failed):
             raise BackendUnavailable(f"{origin}: this backend cannot be used: {outcome}") from outcome.error
         return outcome.backend
@@ -121,7 +147,7 @@ class Registry:
         for spec in self.specs():
             if device_type not in spec.device_types:
                 continue
-            outcome = self._outcome(spec)
+            outcome = self.outcome(spec)
             if isinstance(outcome, Ready):
                 for name, failed in failures:
                     _logger.info("backend %s passed over for %s: %s", name, spec.name, failed.reason)
@@ -135,14 +161,17 @@ class Registry:
 
     def reports(self) -> list[BackendReport]:
         """See :func:`available_backends`."""
-        rows = [self._report(spec) for spec in self.specs()]
+        rows = [self.report(spec) for spec in self.specs()]
         return sorted([*rows, *self._rejected], key=lambda row: (-row.priority, row.name))
 
     def _read_entry_points(self) -> None:
         if self._unread_group is None:
             return
         group, self._unread_group = self._unread_group, None  # first, since a plugin's module may register more
-        for entry in read_entry_points(group):
+        self._take(read_entry_points(group))
+
+    def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        for entry in entries:
             if isinstance(entry, BackendReport):
                 self._rejected.append(entry)
             elif entry.spec.name in self._specs:
@@ -151,18 +180,22 @@ class Registry:
                 self._specs[entry.spec.name] = entry.spec
                 self._sources[entry.spec.name] = entry.source
 
-    def _outcome(self, spec: BackendSpec) -> Ready | Failed:
+    def outcome(self, spec: BackendSpec) -> Ready | Failed:
+        """What became of the backend of ``spec``, which is started where it was not yet."""
         with self._lock:
             if spec not in self._outcomes:
-                self._outcomes[spec] = start(spec)
+                self._outcomes[spec] = start(spec, self.explain_torch)
             return self._outcomes[spec]
 
-    def _report(self, spec: BackendSpec) -> BackendReport:
-        outcome = self._outcome(spec)
+    def report(self, spec: BackendSpec) -> BackendReport:
+        """The row of :func:`available_backends` for a registered ``spec``."""
+        outcome = self.outcome(spec)
         if isinstance(outcome, Ready):
             report = outcome.report
         else:
-            report = BackendReport(spec.name, spec.device_types, False, outcome.reason, outcome.hint)
+            report = BackendReport(
+                spec.name, spec.device_types, False, outcome.reason, outcome.hint, detail=outcome.detail
+            )
         source = self._sources.get(spec.name, "")
         return dataclasses.replace(report, source=source, tested=spec.tested, priority=spec.priority)
 

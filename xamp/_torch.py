@@ -10,13 +10,13 @@ import dataclasses
 import re
 from types import ModuleType
 
+from xamp._causes import full_text, one_line
 from xamp.errors import BackendUnavailable
 
-__all__ = ["MINIMUM_TORCH", "TorchFailure", "find_torch", "one_line", "require_torch"]
+__all__ = ["MINIMUM_TORCH", "TorchFailure", "assume_failure", "find_torch", "require_torch"]
 
 MINIMUM_TORCH = (2, 6)
 _INSTALL = 'pip install "xamp[torch]"'
-_REASON_LENGTH = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,17 @@ class TorchFailure:
         reason: one line.
         hint: what to do about it, one line.
         error: what ``import torch`` raised; None where it imports but is not a torch that xamp can use.
+        kind: see :attr:`xamp.contract.Failure.kind`.
+        text: see :attr:`xamp.contract.Failure.text`; empty where there is nothing to explain.
+        detail: the error itself, one line, where ``reason`` is in a backend's words.
     """
 
     reason: str
     hint: str
     error: BaseException | None = None
+    kind: str = "exception"
+    text: str = ""
+    detail: str = ""
 
 
 # A second `import torch` after one that raised half-way fails differently (names are already registered), so the
@@ -51,9 +57,22 @@ def find_torch() -> ModuleType | TorchFailure:
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             return TorchFailure("torch cannot be imported: it is not installed", _install_hint(), error)
-        _first_failure = TorchFailure(f"torch cannot be imported: {one_line(error)}", _repair_hint(), error)
+        reason = f"torch cannot be imported: {one_line(error)}"
+        _first_failure = TorchFailure(reason, _repair_hint(), error, text=full_text(error))
         return _first_failure
     return _wrong_torch(torch) or torch
+
+
+def assume_failure(kind: str, reason: str, text: str) -> None:
+    """Let :func:`find_torch` fail without trying: importing torch was seen to end a process, or to hang.
+
+    Args:
+        kind: ``"crash"`` or ``"timeout"``.
+        reason: what was seen, one line.
+        text: what the process printed last.
+    """
+    global _first_failure
+    _first_failure = TorchFailure(reason, _repair_hint(), kind=kind, text=text or reason)
 
 
 def require_torch(needed_by: str = "xamp") -> ModuleType:
@@ -70,32 +89,14 @@ def require_torch(needed_by: str = "xamp") -> ModuleType:
     """
     found = find_torch()
     if isinstance(found, TorchFailure):
+        from xamp._registry import REGISTRY  # not above, for the registry needs this module
+
+        found = REGISTRY.explain_torch(found)
         minimum = ".".join(map(str, MINIMUM_TORCH))
         raise BackendUnavailable(
             f"{needed_by} needs torch >= {minimum}, but {found.reason}\n{found.hint}"
         ) from found.error
     return found
-
-
-def one_line(error: BaseException) -> str:
-    """Type and text of ``error`` on one line, and of the first error behind it where it was raised from another."""
-    root = error
-    for _ in range(20):  # chains are short; a cyclic one must not hang
-        cause = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
-        if cause is None:
-            break
-        root = cause
-    return _named(error) if root is error else f"{_named(error)} (caused by {_named(root)})"
-
-
-def _named(error: BaseException) -> str:
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "(its text cannot be read)"
-    if len(text) > _REASON_LENGTH:
-        text = text[: _REASON_LENGTH - 3] + "..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _install_hint() -> str:

@@ -6,8 +6,10 @@ override two or three. The core calls them in this order::
 
     probe            once a process, before the backend is used or reported
     capabilities     when a level is chosen, when a policy is checked, by tests and by ``doctor``
+    runtime          when ``xamp.accel`` is used
     before_backward  on entering ``scale_loss``
     unscale_         on leaving ``scale_loss``
+    precision_settings  never in training: what ``doctor`` warns of
     make_overflow_   never in training: how a test makes this device overflow
 
 This module imports no torch, so that a spec can be read where torch is missing or broken.
@@ -18,14 +20,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from xamp._causes import Cause, Failure
+from xamp._findings import Setting
 from xamp.policy import LEVELS
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities"]
+__all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities", "Cause", "Failure", "Setting"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,10 @@ class BackendSpec:
         priority: among backends that serve a device type, and for the best device of a machine, the highest wins.
         install_hint: what to do where the backend's framework is missing, shown in errors and by ``doctor``.
         tested: whether the project that ships the backend runs its tests on such a device.
+        masks: names of the environment variables that hide such devices from a process.
+        causes: ``"package.module:NAME"`` of the table of its known failures: a sequence of :class:`Cause` rows, or a
+            function from :class:`Failure` to ``(cause, cure)`` or None. Read when something fails, importing torch
+            included, so it must need no framework; it goes before what the probe's own error says.
     """
 
     name: str
@@ -47,6 +55,8 @@ class BackendSpec:
     priority: int = 0
     install_hint: str = ""
     tested: bool = True
+    masks: tuple[str, ...] = ()
+    causes: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,7 @@ class BackendReport:
         source: ``"xamp"`` or the distribution (or call) that registered it.
         tested: see :attr:`BackendSpec.tested`.
         priority: see :attr:`BackendSpec.priority`.
+        detail: the error itself, one line, where ``reason`` is a known cause of it.
     """
 
     name: str
@@ -104,6 +115,7 @@ class BackendReport:
     source: str = "xamp"
     tested: bool = True
     priority: int = 0
+    detail: str = ""
 
 
 class Backend:
@@ -136,7 +148,7 @@ class Backend:
         Raises:
             BackendUnavailable: its first line is the cause, the lines after it are the cure; they become ``reason`` and
                 ``hint`` of the report. Any other exception, SystemExit included, is kept as the reason too, with the
-                spec's ``install_hint`` as the cure.
+                spec's ``install_hint`` as the cure. Either gives way to what :attr:`BackendSpec.causes` knows of it.
         """
 
     def devices(self) -> Sequence[str]:
@@ -152,6 +164,26 @@ class Backend:
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
         """What ``device`` (None: the current one) can do."""
         return Capabilities()
+
+    def runtime(self, device_type: str) -> Any:
+        """What ``xamp.accel`` calls for this device: an object with the functions, and their arguments, of torch.cuda.
+
+        It may lack names: what is right for any device with one index and one queue then comes from xamp, anything else
+        is an error where it is used. One without ``set_device`` is taken to have one index, and is never passed any.
+
+        Args:
+            device_type: which of the types it serves, such as ``"cpu"``.
+        """
+        import torch
+
+        return torch.get_device_module(device_type)
+
+    def precision_settings(self, device: torch.device) -> Sequence[Setting]:
+        """What is set, by torch's switches or by environment variables, that changes the arithmetic of ``device``.
+
+        Only what differs from what the levels promise; ``doctor`` shows it.
+        """
+        return ()
 
     def before_backward(self, device: torch.device) -> None:
         """Called on entering ``scale_loss``: a chip with an overflow flag clears it here."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from xamp._registry import BUILT_INS, REGISTRY
+from xamp._causes import explain
+from xamp._registry import BUILT_INS, REGISTRY, Registry
 from xamp.backends import cpu, cuda, native
-from xamp.contract import Backend, BackendSpec
+from xamp.backends.cuda import CudaBackend
+from xamp.contract import Backend, BackendSpec, Failure
 from xamp.errors import BackendUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +175,17 @@ def test_the_probe_keeps_off_the_cards_of_other_ranks(
     assert backend.probed_device() == torch.device("xpu", probed)
 
 
+def test_a_device_that_a_mask_hides_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = StandIn(BackendSpec("x", ("xpu",), "a:B", masks=("ACME_MASK",)))
+    hidden.stand_in = types.SimpleNamespace(is_available=lambda: False)
+    monkeypatch.delenv("ACME_MASK", raising=False)
+    with pytest.raises(BackendUnavailable, match=r"finds no xpu device\ninstall a build"):
+        hidden.require_device()
+    monkeypatch.setenv("ACME_MASK", "9")
+    with pytest.raises(BackendUnavailable, match=r"^no device is visible under ACME_MASK='9'\nunset ACME_MASK"):
+        hidden.require_device()
+
+
 @pytest.mark.parametrize("name", ["cuda", "xpu", "mps"])
 def test_an_accelerator_that_is_missing_says_so_with_a_cure(name: str) -> None:
     (row,) = [row for row in REGISTRY.reports() if row.name == name and row.source == "xamp"]
@@ -216,7 +230,33 @@ def test_x86_without_bf16_instructions_is_not_fast(monkeypatch: pytest.MonkeyPat
     assert cpu.has_native_bf16.__wrapped__() is True
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "severity"),
+    [
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "BF16", "warning"),
+        ("DNNL_DEFAULT_FPMATH_MODE", "any", "warning"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", "note"),
+        ("ATEN_CPU_CAPABILITY", "default", "note"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "STRICT", None),
+        ("ONEDNN_MAX_CPU_ISA", "DEFAULT", None),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "", None),
+    ],
+)
+def test_variables_that_change_the_cpu_s_arithmetic_are_settings(
+    name: str, value: str, severity: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in cpu._VARIABLES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    settings = backend_of("cpu").precision_settings(CPU)
+    assert [(each.name, each.value, each.severity, each.undo) for each in settings] == (
+        [(f"{name} (environment)", value, severity, f"unset {name}")] if severity else []
+    )
+
+
 # --- GPUs: the texts are torch's own
+
+CUDA = next(spec for spec in BUILT_INS if spec.name == "cuda")
 
 
 @pytest.mark.parametrize(
@@ -231,20 +271,26 @@ def test_x86_without_bf16_instructions_is_not_fast(monkeypatch: pytest.MonkeyPat
         (
             "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver",
             {"CUDA_VISIBLE_DEVICES": "0"},
-            "the NVIDIA driver is too old for this build of torch",
+            "the NVIDIA driver is too old for this build of torch: it supports CUDA up to 11.4",
+            "update the driver",
+        ),
+        (
+            "The NVIDIA driver on your system is too old (found version 12100). Please update your GPU driver",
+            {},
+            "the NVIDIA driver is too old for this build of torch: it supports CUDA up to 12.10",
             "update the driver",
         ),
         ("No CUDA GPUs are available", {}, "the driver finds no GPU", "check that the machine has one"),
         (
             "No CUDA GPUs are available",
             {"CUDA_VISIBLE_DEVICES": ""},
-            "no GPU is visible under CUDA_VISIBLE_DEVICES=''",
+            "no device is visible under CUDA_VISIBLE_DEVICES=''",
             "unset CUDA_VISIBLE_DEVICES",
         ),
         (
             "No HIP GPUs are available",
             {"HIP_VISIBLE_DEVICES": "-1"},
-            "no GPU is visible under HIP_VISIBLE_DEVICES='-1'",
+            "no device is visible under HIP_VISIBLE_DEVICES='-1'",
             "unset HIP_VISIBLE_DEVICES",
         ),
         (
@@ -260,21 +306,197 @@ def test_x86_without_bf16_instructions_is_not_fast(monkeypatch: pytest.MonkeyPat
             "run nvidia-smi",
         ),
         (
-            "Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted\nmore",
+            "Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non",
             {},
-            "torch.cuda.init() failed: Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility",
-            "collect_env",
+            "the CUDA libraries in front of the driver's",
+            "update the driver of the host",
         ),
-        ("", {}, "torch.cuda.init() failed: no reason given", "collect_env"),
+        (
+            "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
+            {},
+            "the driver's parts do not fit together",
+            "nvidia-fabricmanager",
+        ),
+        (
+            "cuda:0 is there, but computing in float32 fails: X: CUDA error: no kernel image is available",
+            {},
+            "this build of torch has no kernels for this GPU",
+            "torch.cuda.get_arch_list()",
+        ),
+        (
+            "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.",
+            {},
+            "the GPU's memory is in use",
+            "nvidia-smi",
+        ),
     ],
 )
 def test_a_gpu_that_does_not_start_gives_cause_and_cure(
     message: str, environment: dict[str, str], cause: str, cure: str
 ) -> None:
-    found = cuda.explain(message, environment)
-    assert found[0].startswith(cause)
-    assert cure in found[1]
+    found = explain(CUDA, Failure("exception", f"RuntimeError: {message}", "probe", environment))
+    assert found is not None
+    assert found.cause.startswith(cause)
+    assert cure in found.cure
     assert not any("\n" in text for text in found)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"), [("Error 999: unknown\nmore", "Error 999: unknown"), ("", "no reason given")]
+)
+def test_a_gpu_that_fails_otherwise_says_what_torch_said(
+    message: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> NoReturn:
+        raise RuntimeError(message)
+
+    fails.__module__ = "torch.cuda"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    (row,) = Registry([CUDA], group=None).reports()
+    assert row.reason == f"torch.cuda.init() failed: {shown}"
+    assert "collect_env" in row.hint
+    assert row.detail == ""
+
+
+def replaced(names: Sequence[str], owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overwrite functions of torch.cuda in place by those of ``owner``."""
+    for name in names:
+
+        def function(*arguments: object) -> bool:
+            return True
+
+        function.__module__ = owner
+        monkeypatch.setattr(torch.cuda, name, function)
+
+
+@pytest.mark.parametrize(
+    ("names", "owner", "cause", "cure"),
+    [
+        (
+            ("init", "set_device", "is_available"),
+            "torch_acme.acme.utils",
+            "torch.cuda is not torch's own: torch_acme.acme.utils has replaced its functions",
+            "take out what patches torch.cuda",
+        ),
+        (
+            ("is_available",),
+            "functools",
+            "torch.cuda is not torch's own: this torch is built without CUDA and ROCm, yet torch.cuda.is_available()",
+            "take out what patches torch.cuda",
+        ),
+    ],
+)
+def test_a_torch_cuda_that_stands_for_another_device_is_refused(
+    names: Sequence[str], owner: str, cause: str, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    replaced(names, owner, monkeypatch)
+    (row,) = Registry([CUDA], group=None).reports()
+    assert row.reason.startswith(cause)
+    assert cure in row.hint
+    assert row.usable is False
+
+
+def test_transfer_to_npu_is_known_by_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu.contrib.transfer_to_npu", types.ModuleType("transfer_to_npu"))
+    (row,) = Registry([CUDA], group=None).reports()
+    assert row.reason == (
+        "torch.cuda is not torch's own: torch_npu.contrib.transfer_to_npu is active, and what it calls cuda is an NPU"
+    )
+    assert "unset TORCH_TRANSFER_TO_NPU" in row.hint
+
+
+def test_a_torch_cuda_of_torch_s_own_is_not_suspected() -> None:
+    assert cuda.stand_in() == ""
+
+
+# --- GPUs: settings that change the arithmetic
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=8, minor=0))
+    for name in (*cuda._VARIABLES, *cuda._HIP_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    return CudaBackend(CUDA)
+
+
+def shown(backend: CudaBackend) -> dict[str, str]:
+    return {each.name: each.severity for each in backend.precision_settings(torch.device("cuda"))}
+
+
+DEFAULTS = {
+    "torch.backends.cudnn.allow_tf32": "note",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction": "note",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction": "note",
+}
+
+
+def test_torch_s_defaults_are_notes(ampere: CudaBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(ampere) == DEFAULTS
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=7, minor=0))
+    assert "torch.backends.cudnn.allow_tf32" not in shown(ampere)  # no TF32 before 8.0
+
+
+@pytest.mark.parametrize(
+    ("switch", "severity"),
+    [
+        ("cuda.matmul.allow_tf32", "warning"),
+        ("cuda.matmul.allow_fp16_accumulation", "warning"),
+        ("cudnn.benchmark", "note"),
+        ("cudnn.deterministic", "note"),
+    ],
+)
+def test_switches_that_are_on_are_shown(
+    ampere: CudaBackend, switch: str, severity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, _, name = switch.rpartition(".")
+    holder = operator.attrgetter(owner)(torch.backends)
+    try:
+        before = getattr(holder, name)
+    except AttributeError:
+        pytest.skip("this torch has no such switch")
+    setattr(holder, name, True)
+    try:
+        assert shown(ampere) == {**DEFAULTS, f"torch.backends.{switch}": severity}
+    finally:
+        setattr(holder, name, before)
+
+
+def test_what_is_switched_off_is_not_shown(ampere: CudaBackend) -> None:
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        assert set(DEFAULTS) - set(shown(ampere)) == {
+            "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
+        }
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = True
+
+
+def test_variables_that_change_a_gpu_s_arithmetic_are_shown(
+    ampere: CudaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert shown(ampere) == {
+        **DEFAULTS,
+        "NVIDIA_TF32_OVERRIDE (environment)": "warning",
+        "CUBLAS_WORKSPACE_CONFIG (environment)": "note",
+    }
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # off, whatever the switches say
+    assert "torch.backends.cudnn.allow_tf32" not in shown(ampere)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setenv("HIPBLASLT_ALLOW_TF32", "1")
+    assert "HIPBLASLT_ALLOW_TF32 (environment)" in shown(ampere)
+    assert "CUBLAS_WORKSPACE_CONFIG (environment)" not in shown(ampere)
+
+
+def test_an_older_torch_without_a_switch_has_nothing_to_report() -> None:
+    assert cuda._switched_on("backends.cuda.matmul.no_such_switch") is False
 
 
 @pytest.mark.parametrize(

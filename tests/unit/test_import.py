@@ -92,7 +92,25 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["contract", "errors", "policy", "_registry", "_plugins", "_probe", "_torch", "cli", "cli.doctor"]
+    "module",
+    [
+        "contract",
+        "errors",
+        "policy",
+        "_registry",
+        "_plugins",
+        "_probe",
+        "_torch",
+        "_causes",
+        "_findings",
+        "_doctor.survey",
+        "_doctor.known",
+        "_doctor.children",
+        "_doctor.examine",
+        "cli",
+        "cli.doctor",
+        "backends.cuda_causes",
+    ],
 )
 def test_what_must_work_without_torch_imports_none(module: str) -> None:
     done = run(f"import sys, xamp.{module}; sys.exit('torch' in sys.modules)")
@@ -147,11 +165,10 @@ def test_with_a_broken_torch_the_first_use_gives_its_error_every_time(broken_tor
     assert done.returncode == 0, done.stderr
     first, second, cause = done.stdout.splitlines()[:3]
     assert first == (
-        "xamp.initialize needs torch >= 2.6, but torch cannot be imported: RuntimeError: Failed to load the backend "
-        "extension: torch_acme. (caused by ImportError: libacme.so: cannot open shared object file)"
+        "xamp.initialize needs torch >= 2.6, but torch cannot be imported: the extension torch_acme, which torch "
+        "loads by itself, fails: ImportError: libacme.so: cannot open shared object file"
     )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in second
-    assert PIP in second
     assert cause == "cause: RuntimeError"
     assert done.stdout.splitlines()[3:] == done.stdout.splitlines()[:3]
 
@@ -200,51 +217,10 @@ def test_with_a_broken_torch_every_backend_has_the_one_reason(broken_torch: Path
     assert done.returncode == 0, done.stderr
     reasons = {reason for _, _, reason, _ in json.loads(done.stdout)}
     assert len(reasons) == 1
-    assert reasons.pop().startswith("torch cannot be imported: RuntimeError: Failed to load")
+    assert reasons.pop().startswith("torch cannot be imported: the extension torch_acme, which torch")
 
 
 def test_registering_needs_no_torch() -> None:
     code = "import xamp, xamp.contract as c; xamp.register_backend(c.BackendSpec('x', ('cpu',), 'a:B'))"
     done = run(NO_TORCH + code)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# --- the doctor there
-
-
-DOCTOR = "import sys; from xamp.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
-def test_without_torch_the_doctor_works_and_finds_it() -> None:
-    done = run(NO_TORCH + DOCTOR, arguments=("doctor",))
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "torch     torch cannot be imported: it is not installed" in done.stdout
-    assert done.stdout.count(PIP) == 1
-    done = run(NO_TORCH + DOCTOR, arguments=("doctor", "--json"))
-    assert (done.returncode, done.stderr) == (1, "")
-    found = json.loads(done.stdout)
-    assert (found["schema"], found["ok"]) == (1, False)
-    assert found["torch"]["version"] is None
-    assert PIP in found["torch"]["hint"]
-    assert found["chosen"]["device"] is None
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "raise RuntimeError('Failed to load the backend extension')",
-        "raise OSError('libacme.so')",
-        "print('Warning: a path is not set.')\nraise SystemExit(9)",
-    ],
-)
-def test_with_a_broken_torch_the_doctor_works_and_finds_it(tmp_path: Path, body: str) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(body)
-    done = run(DOCTOR, tmp_path, arguments=("doctor",))
-    assert done.returncode == 1, done.stderr
-    assert "torch     torch cannot be imported: " in done.stdout
-    done = run(DOCTOR, tmp_path, arguments=("doctor", "--json"))
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)  # what torch printed has not spoiled it
-    assert found["torch"]["reason"].startswith("torch cannot be imported: ")
-    assert {row["reason"] for row in found["backends"]} == {found["torch"]["reason"]}

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from sites import distribution
 
 import xamp
 from xamp._registry import BUILT_INS, REGISTRY, Registry
@@ -114,6 +115,18 @@ def test_a_target_names_a_module_and_a_class(target: object) -> None:
 def test_a_priority_is_an_int() -> None:
     with pytest.raises(PolicyError, match="priority='high' must be an int"):
         registry().register(BackendSpec("x", ("cpu",), "a:B", priority="high"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("masks", ["CUDA_VISIBLE_DEVICES", ["A"], (1,), None])
+def test_masks_are_a_tuple_of_names(masks: object) -> None:
+    with pytest.raises(PolicyError, match=r"masks=.* must be a tuple of names of environment variables"):
+        registry().register(BackendSpec("x", ("cpu",), "a:B", masks=masks))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("causes", ["module", "a:B:C", None, ()])
+def test_causes_name_a_module_and_a_table(causes: object) -> None:
+    with pytest.raises(PolicyError, match=r'causes=.* must have the form "package.module:NAME"'):
+        registry().register(BackendSpec("x", ("cpu",), "a:B", causes=causes))  # type: ignore[arg-type]
 
 
 def test_only_a_spec_can_be_registered() -> None:
@@ -366,15 +379,6 @@ except xamp.PolicyError as error:
     tried["register"] = str(error)
 print(json.dumps([rows, tried]))
 """
-
-
-def distribution(folder: Path, name: str, entry_points: str, **modules: str) -> None:
-    info = folder / f"{name.replace('-', '_')}-1.5.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text(f"[xamp.backends]\n{entry_points}\n")
-    for module, text in modules.items():
-        (folder / f"{module}.py").write_text(text)
 
 
 def in_new_process(code: str, folder: Path, **variables: str) -> str:

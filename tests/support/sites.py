@@ -1,0 +1,54 @@
+"""Folders that stand for a site-packages with distributions in it, and new processes that see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_STEERING = re.compile(
+    r"XAMP_.*|(PY)?TORCH_.*|.*VISIBLE_DEVICES|.*(TF32|FPMATH|CPU_ISA|CPU_CAPABILITY|WORKSPACE_CONFIG).*"
+)
+
+
+def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.backends", /, **modules: str) -> None:
+    """Install version 1.5 of ``name`` into ``folder``: its entry points of ``group``, and modules by their names."""
+    info = folder / f"{name.replace('-', '_')}-1.5.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
+    for module, text in modules.items():
+        (folder / f"{module}.py").write_text(text)
+
+
+def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:
+    """This process's variables without those that steer xamp or torch; ``folders`` and this xamp to import from."""
+    kept = {name: value for name, value in os.environ.items() if not _STEERING.fullmatch(name)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), **variables}
+
+
+def run_doctor(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """``xamp doctor`` in a new process that sees the distributions in ``folder``."""
+    command = [sys.executable, "-m", "xamp", "doctor", *arguments]
+    environment = plain_environment(folder, **variables)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def doctor_finds(*arguments: str, folder: Path, code: int, **variables: str) -> dict[str, Any]:
+    """The JSON of ``xamp doctor`` there, which has to end with ``code``."""
+    done = run_doctor("--json", *arguments, folder=folder, **variables)
+    assert done.returncode == code, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def row_of(found: dict[str, Any], name: str, source: str = "xamp") -> dict[str, Any]:
+    """The one row of that name from that source."""
+    (row,) = [row for row in found["backends"] if row["name"] == name and row["source"] == source]
+    plain: dict[str, Any] = row
+    return plain
