@@ -68,9 +68,10 @@ def load(engine: Engine, saved_state: object) -> None:
     for scaler, scale in zip(engine.scalers, moving, strict=False):
         tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)  # torch's kernel tests for equality
         scaler.set(scaler.rules.within(scale.scale), tracker)
-    runs = saved.overflow_runs if len(saved.overflow_runs) == len(engine.states) else [0] * len(engine.states)
-    for optimizer, run in zip(engine.states, runs, strict=True):
-        optimizer.resume(run)
+    same = not engine.states or len(saved.overflow_runs) == len(engine.states)
+    engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
+    for optimizer in engine.states:
+        optimizer.resume(engine.overflow_runs.get(optimizer.index, 0))
     engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
 
 

@@ -55,6 +55,7 @@ class Engine:
         states: what is kept for each optimizer.
         counts: applied and skipped steps, as far as the host knows of them.
         process_group: ranks that decide together; None: the default group.
+        overflow_runs: by index of an optimizer, perhaps one that is still to come, what was loaded for it.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
         moves_before_step: scales move on leaving ``scale_loss``; a GradScaler's move in ``update()``, after the step.
@@ -82,6 +83,7 @@ class Engine:
         self.scalers: list[LossScaler] = []
         self.states: list[OptimizerState] = []
         self.counts = Stats()
+        self.overflow_runs: dict[int, int] = {}
         self.undo = contextlib.ExitStack()
         self._models = [weakref.ref(model) for model in models]
         self.process_group = process_group

@@ -292,10 +292,8 @@ class _Reader:
 
 def _unfit(value: object) -> str:
     """What keeps ``value`` from being copied into an fp32 tensor; nothing where it can be."""
-    if type(value) not in (
-        torch.Tensor,
-        torch.nn.Parameter,
-    ):  # a subclass, such as a sharded DTensor, copies its own way
+    # A subclass, such as a sharded DTensor, copies its own way.
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"of type {type(value).__name__}"
     assert isinstance(value, torch.Tensor)
     if value.layout is not torch.strided or value.is_nested:
@@ -307,6 +305,6 @@ def _unfit(value: object) -> str:
 
 def _shown(value: object) -> str:
     """``repr``, but of a number so long that Python will not print it."""
-    return (
-        f"a number of {value.bit_length()} bits" if type(value) is int and value >> 64 not in (0, -1) else repr(value)
-    )
+    if type(value) is int and abs(value) >> 64:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)

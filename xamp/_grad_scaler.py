@@ -227,7 +227,7 @@ class GradScaler:
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set it; 1 stops the growth."""
-        self._growth_factor = _number("growth_factor", new_factor, low=0, high=_LARGEST)
+        self._growth_factor = _number("growth_factor", new_factor, low=0)
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by on an overflow."""
@@ -277,8 +277,6 @@ class GradScaler:
         if len(scales) != 1:
             raise CheckpointError(f"{call}: it holds {len(scales)} loss scales, and a GradScaler has one.")
         (saved,) = scales
-        if not _SMALLEST <= saved.scale <= _LARGEST:
-            raise CheckpointError(f"{call}: state['scale']: fp32 cannot hold {saved.scale!r}. Nothing was loaded.")
         if saved.dynamic is False:
             self._growth_factor = self._backoff_factor = 1.0
         elif saved.factors is not None:

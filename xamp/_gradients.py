@@ -119,6 +119,11 @@ class Gradients:
         with_grad = [(p, g) for p in self.stepped if (g := p.grad) is not None]
         return [p for p, grad in with_grad if not bool(_foreach.values(grad).isfinite().all())]
 
+    def all_zero(self) -> bool:
+        """Whether no gradient says anything. Waits for the device."""
+        there = [*self.stepped, *(p for p, _ in self.pairs)]
+        return not any(bool(_foreach.values(g).any()) for p in there if (g := p.grad) is not None)
+
     # ---------------------------------------------------------------- into the scale
 
     def enter(self, scaler: LossScaler) -> None:

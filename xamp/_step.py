@@ -61,6 +61,7 @@ class OptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self.gradients = Gradients(engine.policy, engine.backend, fused, self._optimizer)
         self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
+        self._watch.resume(engine.overflow_runs.get(index, 0))
         self.live_in(engine.memory)
         self._warm: set[int] = set()  # ids of parameters whose state exists: by a step, or loaded
         self._warm_states = 0
@@ -137,12 +138,19 @@ class OptimizerState:
                 "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at O0, O3 and O4."
             )
         self.settle("optimizer.step()")
-        if self.gradients.has_stray():
+        if self.gradients.has_stray() and not self._only_fills_state():
             raise StateError(
                 "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
                 "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
                 "with block, and clear the gradients with optimizer.zero_grad() after a step."
             )
+
+    def _only_fills_state(self) -> bool:
+        """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state of a fresh optimizer.
+
+        It gives every parameter a gradient of zeros. Waits for the device, where there would be an error otherwise.
+        """
+        return not self.optimizer.state and self.gradients.all_zero()
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = base(*args, **kwargs)
@@ -231,16 +239,26 @@ class OptimizerState:
             yield self._memory.overflowed(values, self.index)
 
     def overflow_run(self) -> int:
-        """Overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device."""
+        """Overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
+
+        Where a run is complete and has yet to be raised, the number that makes the next overflow raise it.
+        """
         watch = copy.copy(self._watch)
-        for used, values in self._history.peek():
-            self._judge(watch, used, values)
-        return watch.run
+        complete = [self._judge(watch, used, values) for used, values in self._history.peek()]
+        return COLLAPSE_RUN - 1 if any(complete) else watch.run
 
     def resume(self, overflow_run: int) -> None:
-        """Go on as after ``overflow_run`` such overflows, with the scales that were just loaded."""
+        """Go on as after ``overflow_run`` such overflows, with the scales that were just loaded.
+
+        What a backward found before belongs to the run that is left; so do gradients that are still there, which must
+        be cleared or added to before a step.
+        """
         self._history.forget()
         self._watch.resume(overflow_run)
+        self.gradients.ready = False
+        if not self.fresh:
+            self.sticky.zero_()
+            self.fresh = True
 
     def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool | None:
         """Let ``watch`` take in one step: None where it did not overflow, else whether a run is complete."""

@@ -1,0 +1,34 @@
+"""The fused form is tried on enough elements, and with momentum: torch 2.13's half SGD on a CPU errs just there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from torch import nn
+from torch.optim import SGD
+
+import xamp
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_half_parameters_without_masters_step_as_without_the_fused_form(lane: Lane, level: str) -> None:
+    if level not in lane.can.levels:
+        pytest.skip(f"{lane} cannot run {level}")
+    results = []
+    for fused in ("auto", False):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(8, 8).to(lane.device)
+        optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+        told: dict[str, Any] = {"master_weights": False, "loss_scale": "dynamic", "init_scale": 64.0}
+        xamp.initialize(model, optimizer, level, fused=fused, verbosity=0, **told)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(lane.device)
+            with xamp.scale_loss(model(x).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        results.append([p.detach().float() for p in model.parameters()])
+    torch.testing.assert_close(results[0], results[1], rtol=0.05, atol=0.02)
