@@ -20,6 +20,7 @@ from xamp.errors import CheckpointError, StateError
 
 if TYPE_CHECKING:
     from xamp._engine import Engine
+    from xamp._step import OptimizerState
 
 __all__ = ["load", "save"]
 
@@ -107,13 +108,13 @@ def _moving_scales(engine: Engine, saved: Saved) -> Sequence[SavedScale]:
 def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
     """Copies in host memory of all masters: by model and name; those of no model by optimizer and position."""
     seen: set[int] = set()
-    named: list[dict[str, torch.Tensor]] = []
-    for model in engine.models():
+    named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
+    for index, model in engine.models().items():
         found = {n: m for n, p in model.named_parameters() if (m := _masters.master_of(p)) is not None}
-        named.append({name: _copy(master) for name, master in found.items() if id(master) not in seen})
+        named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
         seen.update(id(master) for master in found.values())
     others = [
-        {key: _copy(p) for key, p in _positions(state.optimizer) if id(p) in masters and id(p) not in seen}
+        {key: _copy(p) for key, p in _positions(state) if id(p) in masters and id(p) not in seen}
         for state in engine.states
         for masters in [{id(m) for _, m in state.gradients.pairs}]
     ]
@@ -124,8 +125,8 @@ def _copy(master: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(master, device="cpu", requires_grad=False).copy_(master.detach())
 
 
-def _positions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for g, group in enumerate(optimizer.param_groups):
+def _positions(state: OptimizerState) -> Iterator[tuple[str, torch.Tensor]]:
+    for g, group in enumerate(state.optimizer.param_groups if state.is_alive else ()):
         for k, param in enumerate(group["params"]):
             yield f"{g}.{k}", param
 
@@ -136,15 +137,16 @@ _Write = tuple[torch.Tensor, torch.Tensor]
 
 def _plan(engine: Engine, saved: Saved) -> list[_Write]:
     """What to write where; raises a CheckpointError and has written nothing."""
-    models = list(engine.models())
-    if len(saved.masters) > len(models) and any(saved.masters[len(models) :]):
-        raise CheckpointError(
-            f"{_CALL}(state): state['masters'][{len(models)}] belongs to a further model, and initialize was given "
-            f"{len(models)}. Give it the models of the run that saved this. Nothing was loaded."
-        )
+    models = engine.models()
     writes = []
-    for index, (model, named) in enumerate(zip(models, saved.masters, strict=False)):
-        params = dict(model.named_parameters(remove_duplicate=False))
+    for index, named in enumerate(saved.masters):
+        if named and index not in models:
+            raise CheckpointError(
+                f"{_CALL}(state): state['masters'][{index}] belongs to a further model, and initialize was "
+                f"given {len(models)} that still exist. Give it the models of the run that saved this. Nothing was "
+                "loaded."
+            )
+        params = dict(models[index].named_parameters(remove_duplicate=False)) if named else {}
         writes += _matched(named, params, f"state['masters'][{index}]", "the model has no such parameter")
     for index, others in enumerate(saved.others):
         if not others:
@@ -153,7 +155,7 @@ def _plan(engine: Engine, saved: Saved) -> list[_Write]:
         if index < len(engine.states):
             state = engine.states[index]
             param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.pairs}
-            held = {key: param_of.get(id(p), p) for key, p in _positions(state.optimizer)}
+            held = {key: param_of.get(id(p), p) for key, p in _positions(state)}
         key = f"state['optimizers'][{index}]['masters']"
         writes += _matched(others, held, key, "no optimizer here has a parameter at that group and position")
     return writes
@@ -180,7 +182,7 @@ def _matched(
 def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
     """Log which masters a state that has masters does not have: of parameters that came since, or were frozen."""
     written = {id(param) for param, _ in writes}
-    params = [param for model in engine.models() for param in model.parameters()]
+    params = [param for model in engine.models().values() for param in model.parameters()]
     left = [p for p in params if _masters.master_of(p) is not None and id(p) not in written]
     if left and writes and engine.verbosity:
         say(

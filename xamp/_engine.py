@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Engine:
         scalers: the loss scales, by ``loss_id``.
         states: what is kept for each optimizer.
         counts: applied and skipped steps, as far as the host knows of them.
+        num_models: how many models it was given.
         process_group: ranks that decide together; None: the default group.
         overflow_runs: by index of an optimizer, perhaps one that is still to come, what was loaded for it.
         undo: gives the models and optimizers back as plain fp32 objects.
@@ -86,6 +87,7 @@ class Engine:
         self.overflow_runs: dict[int, int] = {}
         self.undo = contextlib.ExitStack()
         self._models = [weakref.ref(model) for model in models]
+        self.num_models = len(models)
         self.process_group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
         self._pairs: list[_masters.Pair] = []
@@ -100,7 +102,7 @@ class Engine:
 
     def last_step(self) -> Any:
         """What the last step did; of several optimizers a dict by optimizer. May wait for the device."""
-        outcomes = {state.optimizer: state.known_outcome() for state in self.states}
+        outcomes = {state.optimizer: state.known_outcome() for state in self.states if state.is_alive}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
 
     def prepare_state(self, optimizers: int) -> None:
@@ -145,16 +147,16 @@ class Engine:
         state.fused.switch_on(state.optimizer)
         state.find_parameters()
 
-    def models(self) -> Iterator[nn.Module]:
-        """The models that are still alive, in the order of ``initialize``, inside their wrappers."""
-        return (model for ref in self._models if (model := ref()) is not None)
+    def models(self) -> dict[int, nn.Module]:
+        """The models that are still alive, by their place among those of ``initialize``, inside their wrappers."""
+        return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
-        models = list(self.models())
+        many = len(self._models) > 1
         names: dict[int, str] = {}
-        for index, model in enumerate(models):
-            prefix = f"models[{index}]." if len(models) > 1 else ""
+        for index, model in self.models().items():
+            prefix = f"models[{index}]." if many else ""
             for name, param in model.named_parameters():
                 names[id(param)] = prefix + name
         names.update({id(m): names[id(p)] for p, m in self._pairs if id(p) in names})

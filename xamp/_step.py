@@ -81,6 +81,11 @@ class OptimizerState:
         assert found is not None, "the optimizer owns this object"
         return found
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer still exists; the engine keeps what belongs to it."""
+        return self._optimizer() is not None
+
     def find_parameters(self) -> None:
         """Read the optimizer's groups again; called when they changed."""
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())

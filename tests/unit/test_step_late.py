@@ -7,32 +7,15 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
+from late import LateHistory
 from stepping import Dot, inputs, run_backward
 from torch.optim import SGD, AdamW
 
 import xamp
 import xamp._fused
 from xamp._optimizer import state_of
-from xamp._scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState, History
+from xamp._scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState
 from xamp.errors import LossScaleCollapsed
-
-
-class _Arrived:
-    """An event that has happened."""
-
-    def synchronize(self) -> None:
-        pass
-
-
-class LateHistory(History):
-    """What a device with asynchronous copies does, in host memory."""
-
-    def __init__(self, state: DeviceState) -> None:
-        super().__init__(state)
-        self._late = True
-
-    def _copy(self) -> tuple[torch.Tensor, Any]:
-        return self._values.clone(), _Arrived()
 
 
 @pytest.fixture

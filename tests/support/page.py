@@ -1,0 +1,30 @@
+"""The Python blocks of a page of the docs, to be executed by tests as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str) -> list[str]:
+    """The Python blocks of ``docs/<page>``, each behind as many empty lines as stand above it on the page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+
+
+def run(page: str, names: dict[str, Any], *wanted: str) -> dict[str, Any]:
+    """Execute, in ``names``, the blocks of ``docs/<page>`` that contain one of ``wanted``, which each has one."""
+    for word in wanted:
+        block = [code for code in blocks(page) if word in code]
+        assert len(block) == 1, f"{len(block)} blocks of {page} have {word!r}"
+        exec(compile(block[0], str(DOCS / page), "exec"), names)
+    return names
+
+
+def recipe() -> dict[str, Any]:
+    """``save_checkpoint`` and ``load_checkpoint``, as docs/checkpoints.md has them."""
+    return run("checkpoints.md", {}, "def save_checkpoint")
