@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|forward|syncs|memory|import|all`` prints figures; exit code 1 if a bound is missed."""
+"""``python -m benchmarks step|scaler|forward|syncs|memory|import|all`` prints figures; exit code 1: bound missed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 import xamp
-from benchmarks import forward, imports, memory, step, syncs
+from benchmarks import forward, imports, memory, scaler, step, syncs
 from benchmarks.report import Figure, print_table
 
 Run = Callable[[torch.device, argparse.Namespace], list[Figure]]
 BENCHMARKS: dict[str, tuple[str, Run]] = {
     "step": ("A training step over the hand-written torch.amp loop's", lambda d, a: step.run(d, a.rounds)),
+    "scaler": ("A training step under xamp.GradScaler over one under torch's", lambda d, a: scaler.run(d, a.rounds)),
     "forward": ("A managed forward less `with torch.autocast`", lambda d, a: forward.run(d, a.rounds)),
     "syncs": ("Waits for the device in one step", lambda d, a: syncs.run(d)),
     "memory": ("Peak bytes a parameter, Adam", lambda d, a: memory.run(d)),

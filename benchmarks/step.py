@@ -94,7 +94,7 @@ class Ours(Loop):
 class Theirs(Loop):
     def __init__(self, count: int, make: Make, device: torch.device, *, unscale: bool = True) -> None:
         super().__init__(count, make, device)
-        self.scaler = torch.amp.GradScaler(device.type, growth_interval=10**6)
+        self.scaler: Any = torch.amp.GradScaler(device.type, growth_interval=10**6)
         self.unscale = unscale
 
     def __call__(self) -> None:
@@ -128,17 +128,18 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
     for name, (make, fused) in FORMS.items():
         for count in COUNTS:
             ours = Ours(count, make, device, "O1", "auto" if fused else False)
-            pair = compare(ours, Theirs(count, make, device), device, calls=_calls(count), rounds=rounds)
+            pair = compare(ours, Theirs(count, make, device), device, calls=calls_for(count), rounds=rounds)
             figures.append(Figure(f"{name}, {count}", pair.ratio, "ratio", bounds.STEP_RATIO, str(pair)))
     for name, (make, fused) in FORMS.items():
         ours = Ours(COUNTS[1], make, device, "O1", "auto" if fused else False)
         bare = Theirs(COUNTS[1], make, device, unscale=False)
-        pair = compare(ours, bare, device, calls=_calls(COUNTS[1]), rounds=rounds)
+        pair = compare(ours, bare, device, calls=calls_for(COUNTS[1]), rounds=rounds)
         figures.append(Figure(f"{name}, {COUNTS[1]}, no unscale_", pair.ratio, "ratio", None, str(pair)))
     return figures
 
 
-def _calls(count: int) -> int:
+def calls_for(count: int) -> int:
+    """Calls in a row, so that a round takes about as long at every size."""
     return max(4, 200 // count)
 
 

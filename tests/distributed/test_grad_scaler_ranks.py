@@ -1,0 +1,54 @@
+"""GradScaler in two real processes on gloo under torchrun: who skips with whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).parent / "scaler_worker.py"
+SKIPPED = {"scales": [1024.0, 512.0, 512.0, 1024.0], "moved": [True, False, True, True]}
+CLEAN = {"scales": [1024.0, 2048.0, 2048.0, 4096.0], "moved": [True] * 4}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank wrote, by way of sharing; one start for all."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(folder)], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def decisions(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in ("scales", "moved")}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_ranks_that_share_a_model_skip_together(wrapper: str, ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert decisions(found[f"{wrapper} xamp"]) == SKIPPED
+        assert found[f"{wrapper} xamp"] == found[f"{wrapper} torch"], "weights too"
+    if wrapper == "ddp":
+        assert ranks[0]["ddp xamp"] == ranks[1]["ddp xamp"]
+
+
+def test_ranks_that_share_nothing_do_not_wait_for_each_other(ranks: list[dict[str, Any]]) -> None:
+    assert [decisions(found["alone xamp"]) for found in ranks] == [CLEAN, SKIPPED]
+    for found in ranks:
+        assert found["alone xamp"] == found["alone torch"]
+
+
+def test_where_the_chip_saturates_the_ranks_of_the_group_skip_together(ranks: list[dict[str, Any]]) -> None:
+    assert [decisions(found["chip"]) for found in ranks] == [SKIPPED, SKIPPED]
+    assert ranks[0]["chip"] == ranks[1]["chip"], "weights too"
+    assert [decisions(found["chip alone"]) for found in ranks] == [CLEAN, SKIPPED]

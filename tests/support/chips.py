@@ -1,0 +1,43 @@
+"""A stand-in for a chip that saturates: no inf appears, a flag goes up instead and stays up until it is cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from xamp.contract import Backend, BackendSpec, Capabilities
+
+SATURATING = BackendSpec("saturating", ("cpu",), "chips:SaturatingBackend", priority=500)
+
+
+class SaturatingBackend(Backend):
+    """Runs on the CPU.
+
+    Attributes:
+        overflowed: the chip's flag.
+        calls: the names of the methods called in training, in order.
+    """
+
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        self.overflowed = False
+        self.calls: list[str] = []
+
+    def capabilities(self, device: torch.device | None = None) -> Capabilities:
+        return Capabilities(overflow="flag", fused_optimizers=("SGD", "Adam"))
+
+    def before_backward(self, device: torch.device) -> None:
+        self.calls.append("before_backward")
+        self.overflowed = False
+
+    def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        self.calls.append("unscale_")
+        if self.overflowed:
+            found_inf.fill_(1.0)
+        for grad in grads:
+            grad.mul_(inv_scale)
+
+    def make_overflow_(self, grad: torch.Tensor) -> None:
+        self.overflowed = True
+        grad.fill_(65504.0)

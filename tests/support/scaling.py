@@ -1,0 +1,84 @@
+"""One training under a GradScaler, run under torch's and under xamp's, and what has to be the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from lanes import Lane
+from stepping import assert_same
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import xamp
+
+FORMS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: SGD(p, lr=0.125, foreach=False),
+    "SGD-momentum-foreach": lambda p: SGD(p, lr=0.125, momentum=0.9, foreach=True),
+    "SGD-momentum-fused": lambda p: SGD(p, lr=0.125, momentum=0.9, fused=True),
+    "Adam": lambda p: Adam(p, lr=0.125, foreach=False),
+    "Adam-foreach": lambda p: Adam(p, lr=0.125, foreach=True),
+    "Adam-fused": lambda p: Adam(p, lr=0.125, fused=True),
+    "AdamW-foreach": lambda p: AdamW(p, lr=0.125, weight_decay=0.1, foreach=True),
+    "AdamW-fused": lambda p: AdamW(p, lr=0.125, weight_decay=0.1, fused=True),
+}
+
+ON_CPU = torch.device("cpu")
+
+
+def net(width: int = 8, device: torch.device = ON_CPU) -> nn.Sequential:
+    """Two layers and four parameters."""
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2)).to(device)
+
+
+def data(index: int, device: torch.device = ON_CPU, rows: int = 3) -> torch.Tensor:
+    """The input of iteration ``index``, shape (rows, 4)."""
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(index)).to(device)
+
+
+def spoil(params: Iterable[torch.Tensor], value: float = float("inf")) -> None:
+    """One element of the last of ``params`` that has a gradient overflows."""
+    grads = [g for p in params if (g := p.grad) is not None]
+    grads[-1].view(-1)[-1] = value
+
+
+def note(scaler: Any, *owners: nn.Module | Optimizer) -> Any:
+    """What both scalers must have in common now."""
+    values = [
+        copy.deepcopy(owner.state_dict())
+        if isinstance(owner, Optimizer)
+        else [p.detach().clone() for p in owner.parameters()]
+        for owner in owners
+    ]
+    return scaler.get_scale(), scaler._get_growth_tracker(), scaler.state_dict(), values
+
+
+def theirs(lane: Lane | None = None, **options: Any) -> Any:
+    """torch's scaler on the lane's device."""
+    return torch.amp.GradScaler("cpu" if lane is None else lane.device.type, **options)
+
+
+def beside_torch(run: Callable[[Any], Any], lane: Lane | None = None, **options: Any) -> Any:
+    """``run`` a training under each scaler; both must return the same, bit for bit, which is returned."""
+    found = []
+    for scaler in (xamp.GradScaler(**options), theirs(lane, **options)):
+        torch.manual_seed(0)
+        found.append(run(scaler))
+    assert_same(found[0], found[1])
+    return found[0]
+
+
+def scales(records: Sequence[Any]) -> list[float]:
+    """The scales in a list of what :func:`note` gave."""
+    return [record[0] for record in records]
+
+
+def failure(call: Callable[..., object], *args: object) -> Exception | None:
+    """What ``call`` of ``args`` raises, None where it does not."""
+    try:
+        call(*args)
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,386 @@
+"""A training run and its fp32 oracle, driven by arbitrary sequences of public calls.
+
+:class:`World` holds a model under xamp and the same model in plain fp32 beside it. Each command does the same to both,
+and says beforehand, from a few facts (is a session live, are gradients scaled, did something overflow), whether xamp
+must carry it out or refuse it, and with which error. After each the weights, the scale and the outcome are compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from torch import nn
+
+import xamp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+ORDERS = tuple(itertools.permutations("mox"))
+GROWTH_INTERVAL, FLOOR, CEILING = 2, 1.0, 2.0**12
+
+# Relative error that one step of a level may add, as a part of what the step moved; and of the weights themselves,
+# where a level rounds them (O3 steps in fp16: 2**-11, over both layers and the momentum).
+_STEP_ERROR = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.05, "O4": 0.15, "O5": 0.15}
+_WEIGHT_ERROR = {"O3": 4e-3}
+_OUTPUT_ERROR = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.02, "O4": 0.15, "O5": 0.15}
+
+
+class Net(nn.Module):
+    """Two small layers; smooth, so that small errors stay small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return out
+
+
+@dataclasses.dataclass
+class Facts:
+    """What decides what the next call must do."""
+
+    level: str | None = None  # of the live session
+    static: float | None = None
+    pending: bool = False  # gradients are scaled, by delay_unscale
+    pending_inf: bool = False
+    ready: bool = False  # gradients came through scale_loss since the last step
+    stray: bool = False  # gradients came otherwise since then, where that is noticed
+    dirty: bool = False  # there is inf or nan in the gradients
+    sticky: bool = False  # a backward overflowed since the last step
+    fresh: bool = True  # none was checked since then
+    scale: float = 0.0
+    tracker: int = 0
+
+    @property
+    def dynamic(self) -> bool:
+        return self.level in ("O1", "O2") and self.static is None
+
+    @property
+    def checks(self) -> bool:
+        return self.dynamic or (self.level is not None and self.static is not None)
+
+    @property
+    def masters(self) -> bool:
+        return self.level in ("O2", "O5")
+
+    @property
+    def managed(self) -> bool:
+        return self.checks or self.masters
+
+
+@dataclasses.dataclass
+class Saved:
+    """A checkpoint of both."""
+
+    model: Any
+    optimizer: Any
+    xamp: Any
+    reference: Any
+    reference_optimizer: Any
+    facts: Facts
+
+
+class World:
+    """See the module."""
+
+    def __init__(self, lane: Lane, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.lane = lane
+        self.model = Net().to(lane.device)
+        self.reference = copy.deepcopy(self.model)
+        self.optimizer = self._optimizer(self.model)
+        self.reference_optimizer = self._optimizer(self.reference)
+        self.facts = Facts()
+        self.saved: list[Saved] = []
+        self.tolerance = 1e-6
+        self.gradient_error = 0.0  # relative, of the gradients that are there
+        self.batches = 0
+
+    @staticmethod
+    def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    # ---------------------------------------------------------------- commands
+
+    def initialize(self, level: str, static: float | None) -> None:
+        """``xamp.initialize``; refused while a session lives."""
+        arguments: dict[str, Any] = {"level": level, "verbosity": 0, "growth_interval": GROWTH_INTERVAL}
+        if level in ("O1", "O2"):
+            arguments.update(loss_scale=static, init_scale=2.0**8, min_loss_scale=FLOOR, max_loss_scale=CEILING)
+        call = functools.partial(xamp.initialize, self.model, self.optimizer, **arguments)
+        if self.facts.level is not None:
+            self._refused(xamp.StateError, "session", call)
+            return
+        call()
+        static = static if level in ("O1", "O2") else None
+        stray = self._has_grads()
+        self.facts = dataclasses.replace(
+            Facts(), level=level, static=static, stray=stray, scale=static or (2.0**8 if level in ("O1", "O2") else 1.0)
+        )
+        self.tolerance += _WEIGHT_ERROR.get(level, 0.0) * self._size()
+
+    def backward(self, overflow: bool, delay: bool, through: bool) -> None:
+        """A backward, in ``scale_loss`` or plain."""
+        facts = self.facts
+        overflow = overflow and through and facts.checks
+        batch = self._batch()
+        if through and facts.level is None:
+            loss = self._loss(self.model, batch)
+            self._refused(
+                xamp.StateError, "not given to xamp.initialize", lambda: xamp.scale_loss(loss, self.optimizer)
+            )
+            return
+        if not through and facts.masters and self._has_grads():
+            return  # what it then means is in test_step_order.py
+        if not through and facts.pending:
+            return  # it would add plain gradients to scaled ones, as with torch's scaler
+        had_grads = self._has_grads()
+        self.gradient_error = max(self.gradient_error, _STEP_ERROR[facts.level or "O0"])
+        loss = self._loss(self.model, batch) * (math.inf if overflow else 1.0)
+        if through:
+            with xamp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        self._loss(self.reference, batch).backward()
+        if not facts.managed:
+            return
+        if not through:
+            facts.stray = facts.stray or not facts.ready
+            return
+        self._after_backward(overflow, delay, had_grads)
+
+    def _after_backward(self, overflow: bool, delay: bool, had_grads: bool) -> None:
+        facts = self.facts
+        facts.stray = False  # what was there counts now
+        facts.dirty = facts.dirty or overflow
+        if delay:
+            facts.pending, facts.pending_inf = True, facts.pending_inf or overflow
+            return
+        found = overflow or facts.pending_inf or (facts.fresh and facts.dirty)
+        masked = facts.sticky and had_grads and not facts.masters  # an inf that was there hides another
+        facts.pending = facts.pending_inf = False
+        facts.ready, facts.fresh = True, False
+        if not facts.checks:
+            return
+        self._move_scale(found and not masked)
+        facts.sticky = facts.sticky or found
+
+    def _move_scale(self, found: bool) -> None:
+        facts = self.facts
+        if not facts.dynamic:
+            return
+        facts.tracker = 0 if found else facts.tracker + 1
+        if found:
+            facts.scale = max(facts.scale / 2, FLOOR)
+        elif facts.tracker == GROWTH_INTERVAL:
+            facts.scale, facts.tracker = min(facts.scale * 2, CEILING), 0
+
+    def step(self) -> None:
+        """``optimizer.step()``: applied, skipped or refused."""
+        facts = self.facts
+        has_grads = self._has_grads()
+        if facts.managed and has_grads and facts.pending:
+            self._refused(xamp.StateError, "still scaled", self.optimizer.step)
+            return
+        if facts.managed and has_grads and not facts.ready:
+            self._refused(xamp.StateError, "did not come through scale_loss", self.optimizer.step)
+            return
+        self.optimizer.step()
+        if not facts.managed:
+            self._reference_step(facts.level or "O0")
+        elif facts.ready:
+            outcome = xamp.session(self.optimizer).last_step
+            expected = xamp.StepOutcome.SKIPPED if facts.sticky else xamp.StepOutcome.APPLIED
+            assert outcome is expected, (outcome, facts)
+            if not facts.sticky:
+                self._reference_step(facts.level or "O0")
+            facts.ready, facts.sticky, facts.fresh = False, False, True
+
+    def _reference_step(self, level: str) -> None:
+        before = self._flat(self.reference)
+        self.reference_optimizer.step()
+        moved = float((self._flat(self.reference) - before).norm())
+        # an error made once goes on in the momentum: ten times it, in the end
+        self.tolerance += (
+            10 * max(self.gradient_error, _STEP_ERROR[level]) * moved + _WEIGHT_ERROR.get(level, 0.0) * self._size()
+        )
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        self.optimizer.zero_grad()
+        self.reference_optimizer.zero_grad()
+        self.gradient_error = 0.0
+        facts = self.facts
+        facts.dirty = facts.pending = facts.pending_inf = facts.stray = facts.ready = False
+
+    def clip(self, norm: float) -> None:
+        """``xamp.clip_grad_norm_``, and the norm that it returns."""
+        facts = self.facts
+        call = functools.partial(xamp.clip_grad_norm_, self.optimizer, norm)
+        if facts.pending and self._has_grads():
+            self._refused(xamp.StateError, "still scaled", call)
+            return
+        got = float(call())
+        if facts.dirty:
+            assert not math.isfinite(got)
+            return
+        expected = float(torch.nn.utils.clip_grad_norm_(self.reference.parameters(), norm))
+        error = 2 * self.gradient_error * expected + self.tolerance + 1e-4
+        assert abs(got - expected) <= 10 * error, (got, expected)
+
+    def save(self) -> None:
+        """The states of model, optimizer and xamp."""
+        if self.facts.level is None:
+            self._refused(xamp.StateError, "not given to xamp.initialize", self._xamp_state)
+        self.saved.append(
+            Saved(
+                copy.deepcopy(self.model.state_dict()),
+                copy.deepcopy(self.optimizer.state_dict()),
+                None if self.facts.level is None else self._xamp_state(),
+                copy.deepcopy(self.reference.state_dict()),
+                copy.deepcopy(self.reference_optimizer.state_dict()),
+                dataclasses.replace(self.facts),
+            )
+        )
+
+    def _xamp_state(self) -> Any:
+        return xamp.session(self.optimizer).state_dict()
+
+    def load(self, which: int, order: int) -> None:
+        """Load one of the checkpoints, perhaps of another level, in some order."""
+        if not self.saved:
+            return
+        saved = self.saved[which % len(self.saved)]
+        for what in ORDERS[order]:
+            if what == "m":
+                self.model.load_state_dict(saved.model)
+            elif what == "o":
+                self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+            elif saved.xamp is not None and self.facts.level is None:
+                self._refused(xamp.StateError, "", lambda: xamp.load_state_dict(saved.xamp, self.optimizer))
+            elif saved.xamp is not None:
+                xamp.load_state_dict(saved.xamp, self.optimizer)
+                self.facts.ready, self.facts.sticky, self.facts.fresh = False, False, True
+        self.reference.load_state_dict(saved.reference)
+        self.reference_optimizer.load_state_dict(copy.deepcopy(saved.reference_optimizer))
+        self.tolerance += _WEIGHT_ERROR.get(self.facts.level or "O0", 0.0) * self._size()
+        if saved.xamp is not None and saved.facts.dynamic and self.facts.dynamic:
+            self.facts.scale, self.facts.tracker = saved.facts.scale, saved.facts.tracker
+
+    def close(self) -> None:
+        """Give the objects back as plain fp32 ones."""
+        facts = self.facts
+        if facts.level is None:
+            self._refused(xamp.StateError, "not given to xamp.initialize", lambda: xamp.session(self.model))
+            return
+        close = xamp.session(self.model).close
+        if facts.pending and self._has_grads():
+            self._refused(xamp.StateError, "still scaled", close)
+            return
+        if facts.dirty:  # a plain step would take the inf
+            self.zero_grad()
+        close()
+        assert type(self.model) is Net
+        assert type(self.optimizer) is torch.optim.SGD
+        self.facts = Facts()
+
+    def deepcopy(self) -> None:
+        """A copy computes the same, with weights of its own."""
+        twin = copy.deepcopy(self.model)
+        batch = self._batch()
+        with torch.no_grad():
+            assert torch.equal(twin(batch), self.model(batch))
+            for param in twin.parameters():
+                param.zero_()
+            assert not torch.equal(twin(batch), self.model(batch))
+        self._refused(xamp.StateError, "not given to xamp.initialize", lambda: xamp.session(twin))
+
+    def forward(self) -> None:
+        """The model's output: fp32, and the oracle's."""
+        batch = self._batch()
+        with torch.no_grad():
+            got, expected = self.model(batch), self.reference(batch)
+        assert got.dtype is torch.float32
+        self._close(got, expected, _OUTPUT_ERROR[self.facts.level or "O0"])
+
+    def autocast(self, own: bool) -> None:
+        """The model within an autocast region, xamp's or the session's."""
+        batch = self._batch()
+        if own and self.facts.level is None:
+            self._refused(xamp.StateError, "not given to xamp.initialize", lambda: xamp.session(self.model))
+            return
+        region = xamp.session(self.model).autocast() if own else xamp.autocast()
+        with torch.no_grad(), region:
+            got = self.model(batch)
+        with torch.no_grad():
+            self._close(got.float(), self.reference(batch), 0.15)
+        assert not torch.is_autocast_enabled(self.lane.device.type)
+
+    def interrupted(self) -> None:
+        """An exception in the body of ``scale_loss``, before the backward: as if nothing had been."""
+        if self.facts.level is None:
+            return
+        loss = self._loss(self.model, self._batch())
+        try:
+            with xamp.scale_loss(loss, self.optimizer):
+                raise KeyError("the data are at their end")
+        except KeyError:
+            pass
+
+    # ---------------------------------------------------------------- after each command
+
+    def check(self) -> None:
+        """The weights and the scale are what they must be."""
+        got = torch.cat([v.flatten().float() for v in self.model.state_dict().values()])
+        distance = float((got - self._flat(self.reference)).norm())
+        assert distance <= self.tolerance, (
+            f"weights are {distance:g} from fp32's, {self.tolerance:g} allowed: {self.facts}"
+        )
+        if self.facts.level is not None:
+            assert xamp.loss_scale(self.optimizer) == self.facts.scale, self.facts
+
+    # ---------------------------------------------------------------- helpers
+
+    def _refused(self, error: type[Exception], text: str, call: Callable[[], Any]) -> None:
+        with pytest.raises(error) as raised:
+            call()
+        assert isinstance(raised.value, xamp.XampError)
+        assert text in str(raised.value), (str(raised.value), self.facts)
+
+    def _close(self, got: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+        allowed = error * float(expected.norm()) + 20 * self.tolerance + 1e-5
+        assert float((got - expected).norm()) <= allowed, (got, expected, allowed)
+
+    def _batch(self) -> torch.Tensor:
+        self.batches += 1
+        generator = torch.Generator().manual_seed(self.batches)
+        return torch.randn(5, 6, generator=generator).to(self.lane.device)
+
+    @staticmethod
+    def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(batch)
+        return out.float().square().mean()
+
+    def _has_grads(self) -> bool:
+        return any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"]) or any(
+            p.grad is not None for p in self.model.parameters()
+        )
+
+    def _size(self) -> float:
+        return float(self._flat(self.reference).norm())
+
+    @staticmethod
+    def _flat(model: nn.Module) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in model.parameters()])

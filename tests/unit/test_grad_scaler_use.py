@@ -1,0 +1,262 @@
+"""GradScaler as training scripts use it: subclassed, wrapped, asked before and after, over many optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from scaling import beside_torch, data, net, note, spoil, theirs
+from stepping import assert_same, at
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import xamp
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def clipped(base: Any) -> Any:
+    """A scaler of class ``base`` that holds its scale below a bound, by what a subclass finds in torch's."""
+
+    class Clipped(base):  # type: ignore[misc]
+        highest = 64.0
+
+        def scale(self, outputs: Any) -> Any:
+            if not self._enabled:
+                return outputs
+            if self.get_scale() > self.highest:
+                self._scale.fill_(self.highest)
+            self.set_growth_factor(2.0 if self.get_scale() < self.highest else 1.0)
+            if isinstance(outputs, torch.Tensor):
+                if self._scale is None:
+                    self._lazy_init_scale_growth_tracker(outputs.device)
+                return outputs * self._scale.to(device=outputs.device, non_blocking=True)
+            return super().scale([outputs])[0]
+
+    return Clipped
+
+
+def train(scaler: Any, count: int = 24) -> Any:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for index in range(count):
+        optimizer.zero_grad()
+        scaler.scale(model(data(index)).square().mean()).backward()
+        if index % 6 == 3:
+            spoil(model.parameters())
+        scaler.step(optimizer)
+        if index == 12:
+            scaler.update(4096.0)
+        else:
+            scaler.update()
+        seen.append(note(scaler, model))
+    return seen
+
+
+def test_a_subclass_with_a_scale_of_its_own() -> None:
+    found = []
+    options = {"init_scale": 16, "growth_interval": 2}
+    for base, options_of_base in ((xamp.GradScaler, options), (torch.amp.GradScaler, {"device": "cpu", **options})):
+        scaler: Any = clipped(base)(**options_of_base)
+        torch.manual_seed(0)
+        assert [scaler._scale, scaler._growth_tracker] == [None, None]
+        found.append(train(scaler))
+        with pytest.raises(AssertionError):  # which would forget the scale
+            scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        assert scaler._growth_tracker.dtype == torch.int32
+    assert_same(*found)
+    highest = [record[0] for record in found[0]]
+    assert max(highest[:12]) == 64.0
+    assert highest[12] == 4096.0
+    assert highest[13] == 64.0
+
+
+def test_a_subclass_whose_scale_calls_the_bases_is_not_called_again_for_each_item() -> None:
+    class Halves(xamp.GradScaler):
+        calls = 0
+
+        def scale(self, outputs: Any) -> Any:
+            self.calls += 1
+            return super().scale([output / 2 for output in outputs])
+
+    scaler = Halves(init_scale=8.0)
+    assert [float(t) for t in scaler.scale([torch.ones(()), torch.tensor(3.0)])] == [4.0, 12.0]
+    assert scaler.calls == 1
+
+
+def test_writing_to_the_scale_counts_at_once() -> None:
+    def run(scaler: Any) -> Any:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = SGD([weight], lr=0.125)
+        scaler.scale(torch.ones(()))
+        scaler._scale.fill_(32.0)
+        scaled = scaler.scale(weight.sum())
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler._growth_tracker.fill_(7)
+        scaler.update()
+        return scaled.detach(), weight.detach(), scaler.state_dict()
+
+    found = beside_torch(run, growth_interval=100)
+    assert found[1].tolist() == [0.875, 0.875]
+    assert found[2]["_growth_tracker"] == 8
+
+
+def test_the_floor_holds_for_a_scale_that_was_written(lane: Lane) -> None:
+    """Under a fused optimizer, whose scale the host does not read at every step."""
+    scaler: Any = xamp.GradScaler(init_scale=1024.0)
+    weight = nn.Parameter(torch.ones(2, device=lane.device))
+    optimizer = AdamW([weight], fused=True)
+    for overflow in (False, True, True):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        if overflow:
+            spoil([weight])
+            scaler._scale.fill_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1.0
+
+
+class NativeScaler:
+    """The callable that vision scripts wrap around a scaler."""
+
+    state_dict_key = "amp_scaler"
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+
+    def __call__(
+        self,
+        loss: Any,
+        optimizer: Optimizer,
+        clip_grad: float | None,
+        parameters: Any,
+        create_graph: bool,
+        update: bool,
+    ) -> Any:
+        self._scaler.scale(loss).backward(create_graph=create_graph)
+        if not update:
+            return None
+        self._scaler.unscale_(optimizer)
+        parameters = list(parameters)
+        if clip_grad is not None:
+            norm = nn.utils.clip_grad_norm_(parameters, clip_grad)
+        else:
+            norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return norm.detach()
+
+    def state_dict(self) -> Any:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._scaler.load_state_dict(state)
+
+
+@pytest.mark.parametrize("clip", [None, 0.25])
+def test_the_wrapper_of_vision_scripts(clip: float | None, lane: Lane) -> None:
+    def run(scaler: Any) -> Any:
+        loss_scaler = NativeScaler(scaler)
+        model = net(device=lane.device)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        seen: list[Any] = []
+        for index in range(24):
+            loss = model(data(index, lane.device)).square().mean() / 2
+            if index == 8:
+                loss = loss * float("inf")
+            norm = loss_scaler(loss, optimizer, clip, model.parameters(), False, update=index % 2 == 1)
+            if index % 2 == 1:
+                seen.append((None if index == 9 else norm, note(scaler, model)))
+                optimizer.zero_grad()
+        fresh = NativeScaler(type(scaler)() if isinstance(scaler, xamp.GradScaler) else theirs(lane))
+        fresh.load_state_dict(loss_scaler.state_dict())
+        return seen, fresh.state_dict()
+
+    records, state = beside_torch(run, lane, init_scale=64.0, growth_interval=3)
+    assert [r[1][0] for r in records][:6] == [64.0, 64.0, 128.0, 128.0, 64.0, 64.0]
+    assert state["growth_interval"] == 3
+
+
+def test_a_skip_seen_by_the_scale_before_and_after(lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=8.0, growth_interval=1)
+    weight = nn.Parameter(torch.ones(2, device=lane.device))
+    optimizer = SGD([weight], lr=0.125)
+    ran = []
+    for index in range(6):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        if index in (2, 3):
+            assert weight.grad is not None
+            lane.overflow_(weight.grad)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        ran.append(before <= scaler.get_scale())
+    assert ran == [True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("first", ["initialize", "scaler"])
+def test_an_optimizer_that_initialize_manages_is_refused(level: str, first: str, lane: Lane) -> None:
+    if level not in lane.can.levels:
+        pytest.skip("not a level of this device")
+    model = net(device=lane.device)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    scaler = xamp.GradScaler(init_scale=8.0)
+
+    def one() -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(data(0, lane.device)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if first == "scaler":
+        one()
+    xamp.initialize(model, optimizer, **at(level))
+    scaler.scale(torch.ones((), device=lane.device))
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(
+            xamp.StateError, match=r"xamp.initialize manages this optimizer .*xamp.session\(optimizer\).close"
+        ):
+            call(optimizer)
+    xamp.session(model).close()
+    before = [p.detach().clone() for p in model.parameters()]
+    one()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_disabled_session_or_a_disabled_scaler_refuses_nothing(lane: Lane) -> None:
+    model = net(device=lane.device)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", enabled=False)
+    scaler = xamp.GradScaler(init_scale=8.0)
+    scaler.scale(model(data(0, lane.device)).square().mean()).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step.name == "APPLIED"
+    other = net(device=lane.device)
+    managed = SGD(other.parameters(), lr=0.125)
+    xamp.initialize(other, managed, "O1", verbosity=0)
+    with xamp.scale_loss(other(data(0, lane.device)).square().mean(), managed) as scaled:
+        xamp.GradScaler(enabled=False).scale(scaled).backward()
+    xamp.GradScaler(enabled=False).step(managed)
+    assert xamp.session(managed).last_step.name == "APPLIED"
+
+
+def test_a_model_that_initialize_prepared_without_an_optimizer(lane: Lane) -> None:
+    """O1 for the forward, the step by hand."""
+    if "O1" not in lane.can.levels:
+        pytest.skip("not a level of this device")
+    model = net(device=lane.device)
+    xamp.initialize(model, level="O1", verbosity=0)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    scaler = xamp.GradScaler(init_scale=8.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(model(data(0, lane.device)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
