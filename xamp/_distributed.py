@@ -79,8 +79,11 @@ def share_overflow(flags: torch.Tensor, group: Any) -> None:
 
 
 def is_shard(param: torch.Tensor) -> bool:
-    """Whether ``param`` is one rank's part of a parameter: FSDP2's are DTensors, FSDP1's lie in a flat parameter."""
-    return hasattr(param, "device_mesh") or hasattr(param, "_fsdp_flattened") or hasattr(param, "_is_flat_param")
+    """Whether ``param`` is one rank's part of a parameter, in FSDP1's flat one.
+
+    FSDP2's parts are DTensors, whose kernels agree on an overflow by themselves.
+    """
+    return hasattr(param, "_fsdp_flattened") or hasattr(param, "_is_flat_param")
 
 
 class Wrappers:

@@ -18,7 +18,18 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 
-__all__ = ["FusedForm"]
+__all__ = ["FusedForm", "honours_found_inf"]
+
+
+def honours_found_inf(optimizer: Any) -> bool:
+    """Whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
+
+    The older of torch's two protocols is not that: such a step asks a ``grad_scaler`` that it is passed, and without
+    one applies whatever the gradients hold. It then steps like any other optimizer.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 class FusedForm:
@@ -43,9 +54,7 @@ class FusedForm:
         A torch class that the user made fused is tried too; another's is taken at its word.
         """
         groups = optimizer.param_groups
-        self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-            group.get("fused", True) for group in groups
-        )
+        self.skips_on_device = honours_found_inf(optimizer) and all(group.get("fused", True) for group in groups)
         if self.skips_on_device and type(optimizer).__module__.startswith("torch.optim"):
             self.skips_on_device = all(self._right(group["params"]) for group in groups)
 

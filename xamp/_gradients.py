@@ -224,7 +224,7 @@ class Gradients:
             _foreach.multiply_(grads, scaler.inverse)
             return
         unscale_ = self._backend.unscale_
-        if self._uniform:
+        if self._uniform and grads[0].device == found_inf.device:
             try:
                 unscale_(grads, found_inf, scaler.inverse)
                 return

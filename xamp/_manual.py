@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp import _distributed, _registry, ops
 from xamp._engine import Engine
-from xamp._fused import FusedForm
+from xamp._fused import FusedForm, honours_found_inf
 from xamp._optimizer import state_of
 from xamp._scale import DeviceState, LossScaler
 from xamp._session import find_session
@@ -55,27 +54,7 @@ class Use:
 
 def has_nothing_to_do(use: Use, optimizer: Optimizer) -> bool:
     """Whether a step would be a fused one over no gradients at all, which torch lets pass."""
-    return _honours_found_inf(optimizer) and all(p.grad is None for p in use.state.gradients.stepped)
-
-
-def _honours_found_inf(optimizer: Any) -> bool:
-    """Whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
-
-    The older of torch's two protocols is not that: such a step asks a ``grad_scaler`` that it is passed, and without
-    one applies whatever the gradients hold. It then steps like any other optimizer.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
-
-
-class _Form(FusedForm):
-    """The form that the user chose; xamp switches nothing here."""
-
-    def look_again(self, optimizer: Optimizer) -> None:
-        """See the base's."""
-        super().look_again(optimizer)
-        self.skips_on_device = self.skips_on_device and _honours_found_inf(optimizer)
+    return honours_found_inf(optimizer) and all(p.grad is None for p in use.state.gradients.stepped)
 
 
 class ManualEngine(Engine):
@@ -194,7 +173,7 @@ class ManualEngine(Engine):
         if index >= len(self.memory.flags):
             self._make_room()
         names = self.backend.capabilities(self.device).fused_optimizers
-        return OptimizerState(self, optimizer, index, _Form(optimizer, False, names, sparse=False))
+        return OptimizerState(self, optimizer, index, FusedForm(optimizer, False, names, sparse=False))
 
     def _make_room(self) -> None:
         """Double the number of flags."""
@@ -207,4 +186,5 @@ class ManualEngine(Engine):
         self.scaler.live_in(new)
         self._factors.append(self.scaler.factor)
         for use in self.uses.values():
+            use.state.observe_all()
             use.state.live_in(new)

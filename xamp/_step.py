@@ -68,7 +68,7 @@ class OptimizerState:
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
-        """Keep the flags in ``memory`` from now on."""
+        """Keep the flags in ``memory`` from now on; what was recorded of another must have been read."""
         self._memory = memory
         self.flag = memory.flags[self.index]
         self.sticky = memory.sticky[self.index]
@@ -173,14 +173,14 @@ class OptimizerState:
         for scaler in self.engine.scalers:
             scaler.know(values)
         self._finish(outcome)
-        for late in self._history.drain():  # the host has waited anyway, and steps are judged in their order
-            self._observe(*late)
+        self.observe_all()  # the host has waited anyway, and steps are judged in their order
         self._observe(used, values)
         return result
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, self.sticky
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, which torch takes too
+        optimizer.found_inf = self.sticky
         try:
             result = base(*args, **kwargs)
         finally:
@@ -265,6 +265,11 @@ class OptimizerState:
             self.sticky.zero_()
             self.fresh = True
 
+    def observe_all(self) -> None:
+        """Count, log and judge every step that is not yet. Waits for the device."""
+        for late in self._history.drain():
+            self._observe(*late)
+
     def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool | None:
         """Let ``watch`` take in one step: None where it did not overflow, else whether a run is complete."""
         scales = self._memory.scales_in(values)
@@ -287,9 +292,9 @@ class OptimizerState:
             raise LossScaleCollapsed(self._collapse_message(scales, used))
 
     def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:
-        policy = self.engine.policy
         at = ", ".join(f"{scales[i]:g}" for i in used)
-        kind = f"at its floor (min_loss_scale={policy.min_loss_scale:g})" if policy.dynamic else "static"
+        rules = self.engine.scalers[used[0]].rules
+        kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self.engine.names_of(self.gradients.not_finite())
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return (

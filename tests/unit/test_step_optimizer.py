@@ -352,3 +352,28 @@ def test_gradients_that_step_hooks_change_are_what_is_stepped(lane: Lane, level:
     optimizer.step()
     wanted = [before[0] - 0.25 * x[:4], before[1] - 0.25 * x[4:]]
     torch.testing.assert_close([p.detach() for p in xamp.master_params(optimizer)], wanted, rtol=1e-6, atol=1e-7)
+
+
+class AsksItsScaler(SGD):
+    """An optimizer of the older of torch's protocols: it skips by the ``grad_scaler`` that its step is passed."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+        if grad_scaler is not None:
+            raise AssertionError("nobody passes one")
+        return super().step(closure)
+
+
+def test_an_optimizer_of_the_older_protocol_is_decided_for_by_the_host(lane: Lane) -> None:
+    model = nn.Linear(2, 1).to(lane.device)
+    optimizer = AsksItsScaler(model.parameters(), lr=0.5)
+    xamp.initialize(model, optimizer, level="O1", init_scale=8.0, verbosity=0)
+    for factor in (1.0, 1.0, float("inf")):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(torch.ones(1, 2, device=lane.device)).sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert xamp.session(optimizer).last_step is xamp.StepOutcome.SKIPPED
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

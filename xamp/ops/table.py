@@ -1,0 +1,131 @@
+"""The portable op policy as data: which operator overload runs in which dtype inside a region, on every device alike.
+
+It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the four recurrent layers, which
+CUDA lowers further inside. An operator without an entry runs in the dtype of its inputs, or by the device's own list.
+Tensors of float64, of integers and complex ones are cast by no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["RULES", "Kind", "Rule"]
+
+Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What is done to the floating tensors of a call.
+
+    Attributes:
+        kind: ``"lower"``: cast to the region's dtype. ``"fp32"``: cast to fp32. ``"fp32_dtype"``: left as they are, and
+            fp32 is put into the operator's ``dtype`` argument where the caller put nothing; an overload without that
+            argument hands on to the one that has it. ``"promote"``: cast to fp32 if one of them is fp32.
+            ``"banned"``: the call is an error that names what to use instead.
+        reason: Why, in one sentence without a full stop.
+    """
+
+    kind: Kind
+    reason: str
+
+
+_GROUPS: tuple[tuple[Kind, str, str], ...] = (
+    (
+        "lower",
+        "a convolution: matrix units multiply in the lower dtype and accumulate in fp32",
+        """_convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose""",
+    ),
+    (
+        "lower",
+        "a product of matrices or vectors: matrix units multiply in the lower dtype and accumulate in fp32",
+        """addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linalg_vecdot linear matmul mm mv""",
+    ),
+    (
+        "lower",
+        "attention is two products of matrices; the softmax between them keeps fp32 inside the kernel",
+        "_scaled_dot_product_flash_attention scaled_dot_product_attention",
+    ),
+    (
+        "lower",
+        "a recurrent cell is products of matrices, and its gates are bounded",
+        "_thnn_fused_gru_cell _thnn_fused_lstm_cell gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell",
+    ),
+    (
+        "lower",
+        "a recurrent layer is products of matrices at each of its steps; lowered as a whole, its weights are cast once",
+        "gru.input lstm.input rnn_relu.input rnn_tanh.input",
+    ),
+    ("lower", "an activation with a weight: one dtype for both, that of the layer before it", "prelu"),
+    ("fp32", "grows past fp16's largest number, 65504, at moderate inputs", "cosh exp expm1 sinh"),
+    ("fp32", "a power leaves fp16's range in both directions", "pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor"),
+    (
+        "fp32",
+        "steep near its poles: inputs that the lower dtype cannot tell apart have results far apart",
+        "acos asin erfinv log log10 log1p log2 reciprocal rsqrt tan",
+    ),
+    ("fp32", "exponentiates and takes the logarithm", "logsumexp softplus"),
+    (
+        "fp32",
+        "statistics over many elements: squares overflow fp16, and variances lose their digits",
+        "group_norm layer_norm native_layer_norm rms_norm",
+    ),
+    (
+        "fp32",
+        "a norm: sums of squares overflow fp16 and lose digits",
+        "cosine_similarity frobenius_norm.dim renorm",
+    ),
+    ("fp32", "a norm of singular values, for whose decomposition few devices have a lower kernel", """nuclear_norm
+        nuclear_norm.dim"""),
+    ("fp32", "a distance: small differences are squared and summed", "cdist dist pdist"),
+    (
+        "fp32",
+        "a loss: sums many small terms, and its gradient starts the backward",
+        """binary_cross_entropy_with_logits cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss
+        margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss nll_loss2d poisson_nll_loss
+        smooth_l1_loss soft_margin_loss triplet_margin_loss""",
+    ),
+    (
+        "fp32",
+        "interpolation: weights are differences of coordinates, and its backward adds up many elements into one",
+        """_upsample_bicubic2d_aa _upsample_bilinear2d_aa upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+        upsample_trilinear3d""",
+    ),
+    (
+        "fp32",
+        "copies elements forward, but its backward adds up many into one",
+        """_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_nearest1d
+        upsample_nearest2d upsample_nearest3d""",
+    ),
+    ("fp32_dtype", "adds up many terms", "cumsum sum sum.dim_IntList"),
+    ("fp32_dtype", "multiplies many factors, which leaves fp16's range in both directions", "cumprod prod prod.dim_int"),
+    ("fp32_dtype", "exponentiates, and divides by the sum of many terms", "log_softmax.int softmax.int"),
+    (
+        "fp32_dtype",
+        "a norm: sums of squares overflow fp16 and lose digits",
+        "linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm norm.Scalar norm.ScalarOpt_dim",
+    ),
+    ("promote", "computes element by element on tensors that must agree in dtype", "addcdiv addcmul atan2 cross"),
+    ("promote", "a product that must find one dtype in all its tensors", "bilinear dot tensordot vdot"),
+    ("promote", "writes one tensor into another, which must have its dtype", "index_put scatter_add"),
+    ("promote", "the image and the coordinates into it must agree in dtype", "grid_sampler"),
+    (
+        "banned",
+        "its gradient, about 1/p, does not fit fp16: use binary_cross_entropy_with_logits on what the sigmoid is given",
+        "binary_cross_entropy",
+    ),
+)
+
+
+def _rules() -> dict[str, Rule]:
+    """The groups, overload by overload in the alphabet's order."""
+    rules = {name: Rule(kind, reason) for kind, reason, names in _GROUPS for name in names.split()}
+    return {name: rules[name] for name in sorted(rules)}
+
+
+RULES: Mapping[str, Rule] = types.MappingProxyType(_rules())
+"""Overload without its namespace (``"softmax.int"``; ``"mm"`` for the default one) -> rule, in the alphabet's order."""
