@@ -249,35 +249,38 @@ def test_a_decorated_function_calls_itself() -> None:
     assert state() == before
 
 
-def test_one_object_serves_many_threads() -> None:
-    """Each thread has a state of its own around it, which it must find again."""
+def test_one_object_serves_two_threads() -> None:
+    """Both are inside at once, and the one that entered first leaves first."""
     shared = xamp.autocast(dtype=torch.bfloat16)
-    barrier = threading.Barrier(4)
-    wrong: list[object] = []
+    turn = threading.Barrier(2)
+    found: dict[str, list[object]] = {"first": [], "second": []}
+
+    def pause(times: int) -> None:
+        for _ in range(times):
+            turn.wait(30)
 
     @shared
-    def decorated(waits: bool) -> None:
-        if waits:
-            barrier.wait(10)
-        if state()[:2] != (True, torch.bfloat16):
-            wrong.append(state())
+    def work(name: str, before: int, inside: int) -> None:
+        with torch.autocast("cpu", enabled=False):
+            pause(before)
+            with shared:
+                found[name].append(state()[:2])
+                pause(inside)
+            found[name].append(state()[0])
 
-    def work(number: int) -> None:
-        around = torch.float16 if number % 2 else None
-        with torch.autocast("cpu", dtype=around or torch.bfloat16, enabled=around is not None):
+    def run(name: str, *pauses: int) -> None:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=name == "first"):
             before = state()
-            for turn in range(50):
-                with shared:
-                    decorated(waits=turn == 0)
-                if state() != before:
-                    wrong.append((number, state()))
+            work(name, *pauses)
+            found[name].append(state() == before)
+        pause(3 - sum(pauses))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=run, args=args) for args in (("first", 0, 2), ("second", 1, 2))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-    assert wrong == []
+        thread.join(60)
+    assert found == {name: [(True, torch.bfloat16), False, True] for name in found}
 
 
 # ---------------------------------------------------------------- as a decorator

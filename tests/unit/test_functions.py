@@ -168,10 +168,11 @@ def test_weights_that_the_users_function_holds_are_cast_too() -> None:
 
 
 def test_torchs_own_list_does_not_undo_the_choice() -> None:
-    """softmax gives fp32 and mm gives bf16 in that list."""
+    """mse_loss gives fp32 and mm gives bf16 in that list."""
     with torch.autocast("cpu", dtype=BF16):
-        assert xamp.half_function(F.softmax)(ones(), -1).dtype == BF16
-        assert xamp.half_function(functools.partial(F.softmax, dim=-1))(ones()).dtype == BF16
+        assert F.mse_loss(ones(BF16), ones(BF16)).dtype == FP32
+        assert xamp.half_function(F.mse_loss)(ones(), ones()).dtype == BF16
+        assert xamp.half_function(functools.partial(F.mse_loss, ones(BF16)))(ones()).dtype == BF16
         assert xamp.float_function(torch.mm)(ones(BF16), ones()).dtype == FP32
         assert xamp.promote_function(torch.mm)(ones(BF16), ones()).dtype == FP32
         assert xamp.promote_function(torch.mm)(ones(BF16), ones(BF16)).dtype == BF16
@@ -223,6 +224,14 @@ def test_it_is_what_it_was_everywhere_else(kind: str) -> None:
     assert F.softmax is before
 
 
+def test_of_torchs_own_it_overrules_what_the_device_lists() -> None:
+    xamp.register_half_function(F, "mse_loss")
+    with xamp.autocast(dtype=BF16):
+        assert F.mse_loss(ones(), ones()).dtype == BF16
+    with torch.autocast("cpu", dtype=BF16):
+        assert F.mse_loss(ones(), ones()).dtype == FP32
+
+
 def test_it_acts_in_every_region_of_xamps() -> None:
     model = xamp.initialize(nn.Linear(2, 2), level="O4", verbosity=0)
     plain = xamp.initialize(nn.Linear(2, 2), level="O0", verbosity=0)
@@ -244,6 +253,8 @@ def test_it_acts_in_every_region_of_xamps() -> None:
         assert session.autocast()(made)() == BF16
     with xamp.autocast():
         assert made() == FP16
+        with xamp.autocast(enabled=False), torch.autocast("cpu", dtype=BF16):
+            assert made() == FP32, "a foreign region in a region without casts"
     with torch.autocast("cpu", dtype=BF16):
         assert made() == FP32
         with off.autocast():
@@ -426,9 +437,8 @@ def test_what_cannot_be_registered_is_refused(module: Any, name: str, message: s
 # ---------------------------------------------------------------- what looks at functions
 
 
-@pytest.mark.parametrize("holder", [F, torch], ids=["softmax", "cumsum"])
-def test_it_pickles_by_its_name(holder: Any) -> None:
-    name = "softmax" if holder is F else "cumsum"
+@pytest.mark.parametrize(("holder", "name"), [(F, "softmax"), (torch, "cumsum"), (torch, "einsum")])
+def test_it_pickles_by_its_name(holder: Any, name: str) -> None:
     xamp.register_half_function(holder, name)
     made = getattr(holder, name)
     assert pickle.loads(pickle.dumps(made)) is made
@@ -520,7 +530,8 @@ def test_a_region_within_the_compiled_function_counts(operators: Any) -> None:
             return plain(x)  # type: ignore[no-any-return]
 
     x = torch.randn(4, 4)
-    assert [t.dtype for t in torch.compile(inside, fullgraph=True, backend="eager")(x)] == ACTIVE
+    for function in (inside, xamp.autocast(dtype=BF16)(plain)):
+        assert [t.dtype for t in torch.compile(function, fullgraph=True, backend="eager")(x)] == ACTIVE
     with pytest.raises(
         Exception, match=r"autocast\(\): made outside of the function that torch\.compile traces"
     ) as error:
@@ -652,15 +663,19 @@ def test_a_function_is_decorated_to_run_without_casts() -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_the_block_is_compiled(compiler: str) -> None:
+    @xamp.disable_casts()
+    def uncast(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
             with xamp.disable_casts():
                 inside = x @ x
-            return [inside, x @ x]
+            return [inside, uncast(x), x @ x]
 
     model = xamp.initialize(Model(), level="O4", verbosity=0, cast_model_outputs=False)
     compiled: Any = torch.compile(model, fullgraph=True, backend=compiler)
     for _ in range(2):
-        assert [t.dtype for t in compiled(ones())] == [FP32, BF16]
+        assert [t.dtype for t in compiled(ones())] == [FP32, FP32, BF16]
         with xamp.disable_casts():
-            assert [t.dtype for t in compiled(ones())] == [FP32, FP32]
+            assert [t.dtype for t in compiled(ones())] == [FP32] * 3

@@ -366,7 +366,7 @@ class AsksItsScaler(SGD):
 
 
 def test_an_optimizer_of_the_older_protocol_is_decided_for_by_the_host(lane: Lane) -> None:
-    model = nn.Linear(2, 1).to(lane.device)
+    model = torch.nn.Linear(2, 1).to(lane.device)
     optimizer = AsksItsScaler(model.parameters(), lr=0.5)
     xamp.initialize(model, optimizer, level="O1", init_scale=8.0, verbosity=0)
     for factor in (1.0, 1.0, float("inf")):
