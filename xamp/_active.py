@@ -182,9 +182,10 @@ def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
         return mark, before, number, False, None, was_cached
     enabled, old = _is_enabled(device), _get_dtype(device)
     _set_enabled(device, dtype is not None)
-    _set_dtype(device, dtype or old)
+    if dtype is not None and dtype is not old:
+        _set_dtype(device, dtype)
     _deeper()
-    if cached is not None:
+    if cached is not was_cached and cached is not None:
         _set_cached(cached)
     _here.mark = mark
     return mark, before, number, enabled, old, was_cached

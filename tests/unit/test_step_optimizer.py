@@ -354,15 +354,19 @@ def test_gradients_that_step_hooks_change_are_what_is_stepped(lane: Lane, level:
     torch.testing.assert_close([p.detach() for p in xamp.master_params(optimizer)], wanted, rtol=1e-6, atol=1e-7)
 
 
-class AsksItsScaler(SGD):
+class AsksItsScaler(Optimizer):
     """An optimizer of the older of torch's protocols: it skips by the ``grad_scaler`` that its step is passed."""
 
     _step_supports_amp_scaling = True
 
-    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
-        if grad_scaler is not None:
-            raise AssertionError("nobody passes one")
-        return super().step(closure)
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
 
 
 def test_an_optimizer_of_the_older_protocol_is_decided_for_by_the_host(lane: Lane) -> None:
