@@ -201,7 +201,7 @@ def leave(entered: Before) -> None:
         _set_enabled(mark.device_type, enabled)
         _set_dtype(mark.device_type, dtype)
         _set_cached(cached)
-    if _here.asked:
+    if is_asked_for and _here.asked:
         _note(mark, before, number)
 
 
@@ -270,7 +270,10 @@ def traced_region(mark: Inside, cached: bool | None = True) -> Iterator[None]:
 
 
 is_asked_for = False
-"""Whether anything asks for marks. Else none is left while tracing: torch.export warns of what a model writes to."""
+"""Whether there is anything that asks: what calls :func:`current` sets this, when it is imported.
+
+Where nothing does, no mark is left while tracing: torch.export warns of what a model writes to.
+"""
 
 has_registered = False
 """Whether functions are registered that act in regions only."""

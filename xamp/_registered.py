@@ -30,8 +30,9 @@ def register_half_function(module: Any, name: str) -> None:
     It is replaced in ``module`` at once, and acts from now on in models that are given to ``initialize`` at O1 or O4,
     in ``session.autocast()`` and in ``xamp.autocast``, and in what activation checkpointing recomputes of them. It is
     what it was anywhere else, in a ``torch.autocast`` of the user's own too. Registering it again replaces the kind.
-    Who imported the function by name before keeps the function itself, and so does a model at O1 or O4 whose own
-    ``forward`` is registered: register before ``initialize``, as Apex asks.
+
+    Not reached are: who imported the function by name before; a model at O1 or O4 whose own ``forward`` is registered
+    after ``initialize``; methods of ``torch.Tensor`` in a region that ``torch.compile`` traces.
 
     Args:
         module: a module, a class (``name`` is a method then), or anything else that holds the function.
