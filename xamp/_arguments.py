@@ -52,14 +52,13 @@ def number_between(
     return int(found) if whole else found
 
 
-def boolean(name: str, value: object) -> bool | None:
+def boolean(name: str, value: object, *, call: str = "initialize") -> bool | None:
     """True, False, or None for the level's own."""
     found = _respelt(value)
     if found is None or isinstance(found, bool):
         return found
-    raise PolicyError(
-        f"initialize({name}={value!r}): must be True, False, 'True', 'False', or None for the level's own."
-    )
+    choices = "True, False, 'True', 'False', or None for the level's own" if call == "initialize" else "True or False"
+    raise PolicyError(f"{call}({name}={value!r}): must be {choices}.")
 
 
 def _respelt(value: object) -> object:

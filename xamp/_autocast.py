@@ -13,8 +13,9 @@ import torch
 
 from xamp import _active, _device
 from xamp._active import Inside
+from xamp._arguments import boolean
 from xamp._device import DEVICE_VARIABLE
-from xamp._registry import Registry
+from xamp._registry import BACKEND_VARIABLE, Registry
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 
@@ -27,7 +28,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Opened(threading.local):
-    """What this thread entered and has not left. With the thread, not the object: one object may be entered by many."""
+    """How to leave what this thread entered. With the thread, not the object: one object may be entered by many.
+
+    The last entered is left first, whoever asks: so that regions which a generator leaves out of order still end with
+    the state that was there before.
+    """
 
     def __init__(self) -> None:
         self.regions: list[Callable[[], None]] = []
@@ -66,6 +71,8 @@ class Reentrant:
         if _is_traced():
             self._traced.pop().__exit__(None, None, None)
         else:
+            if not _opened.regions:
+                raise StateError(f"{type(self).__name__}.__exit__(): this thread is in no region to leave.")
             _opened.regions.pop()()
 
 
@@ -177,22 +184,20 @@ def _switch(name: str, value: object) -> bool:
     """``value`` as torch.autocast reads it; a string spells a boolean, as everywhere in xamp."""
     if value is True or value is False:
         return value
-    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-        return value.strip().lower() == "true"
-    if isinstance(value, str) or callable(value):
+    if callable(value) or (isinstance(value, str) and value.strip().lower() not in ("true", "false")):
         raise PolicyError(
-            f"autocast({name}={value!r}): must be True or False. As a decorator it is spelt with parentheses: "
-            "@xamp.autocast()."
+            f"autocast({name}={value!r}): must be True or False. torch.autocast's device_type is left out: xamp finds "
+            "the device. As a decorator it is spelt with parentheses: @xamp.autocast()."
         )
-    return bool(value)
+    return bool(boolean(name, value if isinstance(value, str) else bool(value), call="autocast"))
 
 
-_found: dict[tuple[bool, torch.dtype | None], tuple[str | None, Registry, int, Inside]] = {}
+_found: dict[tuple[bool, torch.dtype | None], tuple[tuple[str | None, ...], Registry, int, Inside]] = {}
 
 
 def _in_use(on: bool, dtype: torch.dtype | None) -> Inside:
     """The region of the device in use; what was found before, while nothing has changed that decides about it."""
-    named, registry = os.environ.get(DEVICE_VARIABLE), _registry()
+    named, registry = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE)), _registry()
     known = _found.get((on, dtype))
     if known is not None and known[0] == named and known[1] is registry and known[2] == len(registry._specs):
         return known[3]

@@ -131,7 +131,7 @@ class Plan:
         for param in self.lowered:
             master, grad = _masters.master_of(param), param.grad
             if master is not None:
-                grad = master.grad
+                grad = _masters.up_to_date(param, master).grad
             _masters.forget_lowered(param)
             param.grad = None
             param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data

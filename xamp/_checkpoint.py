@@ -110,7 +110,8 @@ def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dic
     seen: set[int] = set()
     named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
     for index, model in engine.models().items():
-        found = {n: m for n, p in model.named_parameters() if (m := _masters.master_of(p)) is not None}
+        pairs = ((n, p, _masters.master_of(p)) for n, p in model.named_parameters())
+        found = {name: _masters.up_to_date(param, m) for name, param, m in pairs if m is not None}
         named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
         seen.update(id(master) for master in found.values())
     others = [

@@ -177,7 +177,7 @@ class Engine:
     def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
         """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
         if not self._reconciled or fresh:
-            _masters.reconcile(self._pairs)
+            _masters.use(self._pairs)
             self._reconciled = True
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xamp.errors import CheckpointError, PolicyError
+from xamp.policy import LARGEST_SCALE
 
 __all__ = ["FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
 
@@ -23,7 +24,6 @@ FORMATS = ("xamp", "torch", "torch_npu")
 _OURS = {"format", "schema", "level", "dtype", "steps", "scalers", "optimizers", "masters"}
 _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _STATIC_INTERVAL = 2**31 - 1  # what torch's scaler counts in is an int32
-_SMALLEST, _LARGEST = 2.0**-149, float(torch.finfo(torch.float32).max)
 _KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"
 
 
@@ -196,7 +196,7 @@ class _Reader:
 
     def _torch(self, value: object, key: str) -> SavedScale:
         state = self._mapping(value, key)
-        self._same_keys(state, _TORCH, key, optional={"dynamic"})
+        self._same_keys(state, _TORCH, key, optional=set(state))  # torch reads its five, a subclass may have more
         factors = (
             self._scale(state["growth_factor"], f"{key}['growth_factor']"),
             self._scale(state["backoff_factor"], f"{key}['backoff_factor']"),
@@ -263,7 +263,7 @@ class _Reader:
 
     def _scale(self, value: object, key: str) -> float:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-        if not _SMALLEST <= number <= _LARGEST:
+        if not 2.0**-149 <= number <= LARGEST_SCALE:  # what fp32 holds: a run that collapsed leaves such numbers
             raise self._error(f"must be a finite number above 0 that fp32 can hold, and is {_shown(value)}", key)
         return float(number)
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 
-__all__ = ["FusedForm", "honours_found_inf"]
+__all__ = ["FusedForm", "honours_found_inf", "is_right"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -154,7 +154,7 @@ class FusedForm:
             # A subclass of Tensor (a sharded DTensor) answers for its own operators, and what was tried says nothing.
             if type(param) not in (torch.Tensor, torch.nn.Parameter) or not param.dtype.is_floating_point:
                 return False
-            if not _is_right(cls, param.device, param.dtype):
+            if not is_right(cls, param.device, param.dtype):
                 return False
         return True
 
@@ -167,7 +167,7 @@ class FusedForm:
 
 
 @functools.cache
-def _is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
+def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Try the fused form: nothing may move under ``found_inf``, and without it the step must be the plain one's.
 
     On more elements than a vector register holds, and with momentum where there is one: torch 2.13's fused SGD in half

@@ -13,18 +13,18 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import _formats
-from xamp._arguments import number_between
+from xamp._arguments import boolean, number_between
 from xamp._engine import Stats
 from xamp._manual import ManualEngine, Stage, has_nothing_to_do
 from xamp._scale import LossScaler, ScaleRules
 from xamp._step import StepOutcome
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.policy import SCALER_RANGES, Request
+from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 
 __all__ = ["GradScaler"]
 
-_LARGEST = torch.finfo(torch.float32).max
-_SMALLEST = torch.finfo(torch.float32).tiny  # below it 1 / scale is soon inf
+# torch's methods that the engine does not call: a subclass that has its own would be ignored without a word.
+_NOT_CALLED = ("_check_inf_per_device", "_maybe_opt_step", "_unscale_grads_")
 
 
 class _NothingChecked(StateError, AssertionError):
@@ -69,7 +69,7 @@ class GradScaler:
 
     process_group: Any = None
     _floor: float = Request.min_loss_scale
-    _ceiling: float = _LARGEST
+    _ceiling: float = LARGEST_SCALE
 
     def __init__(
         self,
@@ -79,17 +79,39 @@ class GradScaler:
         growth_interval: int = Request.growth_interval,
         enabled: bool = True,
     ) -> None:
-        self._enabled = _is_on(enabled)
-        self._init_scale = _number("init_scale", init_scale)
-        try:
-            self._growth_factor = _number("growth_factor", growth_factor)
-            self._backoff_factor = _number("backoff_factor", backoff_factor)
-        except PolicyError as error:
-            raise _BadFactor(str(error)) from None
-        self._growth_interval = int(_number("growth_interval", growth_interval))
+        spelt: object = enabled
+        self._enabled = boolean("enabled", spelt, call="GradScaler") is True if isinstance(spelt, str) else bool(spelt)
+        self._init_scale, self._growth_interval = init_scale, growth_interval
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        if self._enabled:  # torch looks at nothing where it does nothing
+            self._check_arguments()
         self._init_growth_tracker = 0
         self._lowest_set = self._init_scale
         self._engine: ManualEngine | None = None  # made when the device is known
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = [name for name in _NOT_CALLED if name in cls.__dict__]
+        if own:
+            raise PolicyError(
+                f"class {cls.__name__}(GradScaler): overrides {', '.join(own)}, which this scaler does not call. "
+                "Override scale, unscale_, step or update instead."
+            )
+
+    def _check_arguments(self) -> None:
+        given: object = self._init_scale
+        if isinstance(given, str) and given.partition(":")[0].isalpha():
+            raise PolicyError(
+                f"GradScaler(init_scale={given!r}): must be a number. Leave torch.amp's device out: the scale "
+                "goes where the first loss is."
+            )
+        self._init_scale = _number("init_scale", self._init_scale)
+        try:
+            self._growth_factor = _number("growth_factor", self._growth_factor)
+            self._backoff_factor = _number("backoff_factor", self._backoff_factor)
+        except PolicyError as error:
+            raise _BadFactor(str(error)) from None
+        self._growth_interval = int(_number("growth_interval", self._growth_interval))
 
     # ---------------------------------------------------------------- the step
 
@@ -160,8 +182,8 @@ class GradScaler:
         """Move the scale by what was found since the last update, or set it.
 
         Args:
-            new_scale: a number, or a tensor of one element that needs no gradient, to be the scale. It lowers the floor
-                where it is below it, and is cut at the ceiling.
+            new_scale: the scale, a number, or a tensor of one element that needs no gradient (which waits for the
+                device). It lowers the floor where it is below it, and is cut at the ceiling.
 
         Raises:
             StateError: nothing was checked since the last update.
@@ -235,7 +257,7 @@ class GradScaler:
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set it."""
-        self._backoff_factor = _number("backoff_factor", new_factor, high=_LARGEST)
+        self._backoff_factor = _number("backoff_factor", new_factor, high=LARGEST_SCALE)
 
     def get_growth_interval(self) -> int:
         """Number of clean updates after which the scale grows."""
@@ -281,10 +303,10 @@ class GradScaler:
             self._growth_factor = self._backoff_factor = 1.0
         elif saved.factors is not None:
             self._growth_factor, self._backoff_factor, self._growth_interval = saved.factors
-        self._init_scale = saved.scale
+        self._init_scale = max(saved.scale, SMALLEST_SCALE)  # of a collapsed run's the inverse may be inf
         # It grows where the count equals the interval: never again, were the count beyond it.
         self._init_growth_tracker = max(min(saved.growth_tracker, self._growth_interval - 1), 0)
-        self._lowest_set = min(self._lowest_set, saved.scale)
+        self._lowest_set = min(self._lowest_set, self._init_scale)
         if self._engine is not None:
             self._set_start(self._engine)
             self._engine.outdate_losses()
@@ -297,6 +319,7 @@ class GradScaler:
                 "scaler.update()."
             )
         state = {**self.__dict__, "_engine": None}
+        state.pop("process_group", None)  # lives in this process only
         if self._engine is not None:
             state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state
@@ -307,6 +330,21 @@ class GradScaler:
     def _scale(self) -> torch.Tensor | None:
         """The scale on the device, writable; None before the first loss."""
         return None if self._engine is None else self._engine.scaler.factor
+
+    @_scale.setter
+    def _scale(self, scale: float | torch.Tensor) -> None:
+        number = _number("_scale", _one_element(scale))
+        self._lowest_set = min(self._lowest_set, number)
+        if self._engine is None:
+            self._init_scale = number
+        else:
+            self._follow_rules(self._engine.scaler)
+            self._engine.scaler.fill(number)
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
+        """The flag of ``optimizer``, 1.0 where something overflowed: live, so that ranks can share it before a step."""
+        engine = self._require("_found_inf_per_device")
+        return {engine.device: engine.use_of(optimizer, "_found_inf_per_device").state.sticky}
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
@@ -348,6 +386,7 @@ class GradScaler:
         if self._engine is None:
             self._lazy_init_scale_growth_tracker(device)
             assert self._engine is not None, "made in the line above"
+        self._engine.process_group = self.process_group
         self._engine.begin()
         return self._engine.scaler.factor
 
@@ -357,7 +396,7 @@ class GradScaler:
                 f"Attempted {call} but _scale is None. This may indicate your script did not use "
                 "scaler.scale(loss or outputs) earlier in the iteration."
             )
-        self._engine.scaler.changed()  # a subclass may have written to it
+        self._engine.notice_writes()
         return self._engine
 
     def _set_start(self, engine: ManualEngine) -> None:
@@ -377,19 +416,9 @@ class GradScaler:
             scaler.follow(rules)
 
 
-def _is_on(enabled: object) -> bool:
-    """What ``enabled`` says: as torch takes it, and the two words, which argparse leaves as strings."""
-    if not isinstance(enabled, str):
-        return bool(enabled)
-    found = {"true": True, "false": False}.get(enabled.strip().lower())
-    if found is None:
-        raise PolicyError(f"GradScaler(enabled={enabled!r}): must be True or False.")
-    return found
-
-
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
     """A number in the range that ``initialize`` has for it, a scale in that of fp32; the bounds replace the range's."""
-    least, most, whole = (_SMALLEST, _LARGEST, False) if name.endswith("_scale") else SCALER_RANGES[name]
+    least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
     return number_between(
         name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
     )

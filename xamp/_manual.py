@@ -79,7 +79,8 @@ class ManualEngine(Engine):
         self.checked: set[int] = set()
         super().__init__(policy, backend, device, [], process_group=process_group)
         self.prepare_state(_SLOTS)
-        self._factors = [self.scaler.factor]  # what losses were multiplied by since the last update
+        self._factors = [self.scaler.factor]
+        self._noticed = -1  # what losses were multiplied by since the last update
         self._began = False
         self._saturates = backend.capabilities(device).overflow == "flag"
 
@@ -109,9 +110,14 @@ class ManualEngine(Engine):
         Raises:
             StateError: ``initialize`` manages it. PolicyError: it is no optimizer.
         """
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise PolicyError(f"GradScaler.{call}({type(optimizer).__name__}): must be given an optimizer.")
-        use: Use | None = self.uses.get(optimizer)
+        try:
+            use: Use | None = self.uses.get(optimizer)
+            iter(optimizer.param_groups)
+        except (AttributeError, TypeError) as error:
+            raise PolicyError(
+                f"GradScaler.{call}({type(optimizer).__name__}): must be given an optimizer, or what has its "
+                f"param_groups and step and can be referred to weakly: {error}."
+            ) from None
         if use is None or state_of(optimizer) is not None:
             self._refuse_managed(optimizer, call)
         if use is None:
@@ -157,6 +163,13 @@ class ManualEngine(Engine):
         for factor in self._factors:
             torch.autograd.graph.increment_version(factor)
         self._factors = [self.scaler.factor]
+        self._noticed = self.scaler.factor._version
+
+    def notice_writes(self) -> None:
+        """A subclass of the scaler may have written to the scale, which shows in its version."""
+        if self.scaler.factor._version != self._noticed:
+            self.scaler.changed()
+            self._noticed = self.scaler.factor._version
 
     def _refuse_managed(self, optimizer: Optimizer, call: str) -> None:
         found = find_session(optimizer)

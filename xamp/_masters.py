@@ -31,6 +31,8 @@ __all__ = [
     "reconcile",
     "set_lowered",
     "transfer",
+    "up_to_date",
+    "use",
     "watch_state_dicts",
     "write_quietly",
 ]
@@ -44,6 +46,8 @@ LOWER = (torch.float16, torch.bfloat16)
 _masters: Any = WeakIdKeyDictionary()
 # Each master -> its version when it and its parameter were last made to agree.
 _agreed: Any = WeakIdKeyDictionary()
+# Masters that no backward has used yet: what is written into their parameters still counts.
+_unused: Any = WeakIdKeyDictionary()
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
@@ -61,6 +65,7 @@ def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> Non
     _masters[tensor] = master
     if master is not None:
         _agreed[master] = master._version
+        _unused[master] = True
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
@@ -138,6 +143,20 @@ def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters between a forward and its backward, which must not take it for a change."""
     for param, master in pairs:
         param.data.copy_(master.detach())  # .data has a version counter of its own
+
+
+def use(pairs: Sequence[Pair]) -> None:
+    """From now on masters are what counts, after they have followed their parameters."""
+    reconcile(pairs)
+    for _, master in pairs:
+        _unused.pop(master, None)
+
+
+def up_to_date(param: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
+    """``master``, which follows ``param`` as long as it is not used."""
+    if master in _unused:
+        reconcile([(param, master)])  # type: ignore[list-item]
+    return master
 
 
 @torch.no_grad()
@@ -287,6 +306,7 @@ def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapp
         if master is None:
             state[key] = state[key].float()
         else:
+            up_to_date(tensor, master)
             state[key] = master if state[key].requires_grad else master.detach()
 
 

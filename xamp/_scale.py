@@ -88,6 +88,11 @@ class ScaleRules:
             policy.max_loss_scale,
         )
 
+    @property
+    def falls(self) -> bool:
+        """Whether an overflow makes the scale smaller."""
+        return self.dynamic and self.backoff_factor < 1.0
+
     def within(self, scale: float) -> float:
         """``scale``, or the bound that it has passed."""
         return min(max(scale, self.floor), self.ceiling)
@@ -242,7 +247,7 @@ class CollapseWatch:
             used: indices of those that scaled this step's losses.
         """
         had = self._scales if self._moved_before_step else scales
-        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).dynamic)
+        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).falls)
         self.run = self.run + 1 if stuck else 0
         self._scales = scales
         return self.run > 0 and self.run % COLLAPSE_RUN == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +91,7 @@ class OptimizerState:
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
         self.fused.look_again(self.optimizer)
         self._warm = set(map(id, _with_state(self.optimizer)))
-        self._warm_states = len(self.optimizer.state)
+        self._warm_states = len(_state_of(self.optimizer))
 
     def keep_flag(self) -> None:
         """Fold what this backward found into the sticky flag, and take out of it what an earlier one found."""
@@ -198,7 +198,7 @@ class OptimizerState:
             with self.fused.off(self.optimizer):
                 result = base(*args, **kwargs)
             self._warm.update(id(p) for p in self.gradients.stepped if p.grad is not None)
-            self._warm_states = len(self.optimizer.state)
+            self._warm_states = len(_state_of(self.optimizer))
             return result
 
         return step
@@ -211,7 +211,7 @@ class OptimizerState:
         step of a parameter is decided on the host, and taken by the form that the user left it in. A loaded state
         counts: a resumed run must take the very form that the run it resumes took, whose last bits differ.
         """
-        if len(self.optimizer.state) < self._warm_states:
+        if len(_state_of(self.optimizer)) < self._warm_states:
             self._warm.clear()
         if len(self._warm) == len(self.gradients.stepped):
             return True
@@ -304,11 +304,16 @@ class OptimizerState:
         )
 
 
+def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """The optimizer's state; what merely looks like one may have none."""
+    return getattr(optimizer, "state", {})
+
+
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The parameters that have state, and those of an SGD that keeps none."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            state = optimizer.state.get(param)
+            state = _state_of(optimizer).get(param)
             has_some = isinstance(state, dict) and any(isinstance(v, torch.Tensor) for v in state.values())
             if has_some or group.get("momentum") == 0:
                 yield param

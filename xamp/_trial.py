@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from xamp._causes import one_line
 from xamp._findings import DEFECT, WARNING, Finding
+from xamp._fused import is_right
 from xamp.contract import Backend, Capabilities
 from xamp.policy import LEVELS
 
@@ -144,6 +145,7 @@ def _fused_defect(name: str, device: torch.device) -> str:
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         return "torch.optim has none of that name"
+    cls: Any = kind
     try:
         weight = torch.nn.Parameter(torch.ones(8, device=device))
         weight.grad = torch.ones(8, device=device)
@@ -154,7 +156,11 @@ def _fused_defect(name: str, device: torch.device) -> str:
             return "its step changes the parameter where found_inf says to skip it"
         optimizer.found_inf = torch.zeros((), device=device)
         optimizer.step()
-        return "its step changes nothing" if weight.eq(1.0).any().item() else ""
+        if weight.eq(1.0).any().item():
+            return "its step changes nothing"
+        if cls.__module__.startswith("torch.optim") and not is_right(cls, device, torch.float32):
+            return "its steps are not those of the plain form"
+        return ""
     except Exception as error:
         return f"its step fails: {one_line(error)}"
 

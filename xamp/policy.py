@@ -18,7 +18,17 @@ from xamp.errors import PolicyError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEVELS", "SCALER_RANGES", "Level", "Policy", "Request", "compile_policy", "parse_level"]
+__all__ = [
+    "LARGEST_SCALE",
+    "LEVELS",
+    "SCALER_RANGES",
+    "SMALLEST_SCALE",
+    "Level",
+    "Policy",
+    "Request",
+    "compile_policy",
+    "parse_level",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +67,20 @@ LEVELS = {
 }
 _BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
 _ON_STATIC_OVERFLOW = ("skip", "step")
+SMALLEST_SCALE = 2.0**-126
+"""fp32's smallest normal number: of much smaller scales the inverse is inf, and gradients pass unseen."""
+
+LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
+"""fp32's largest number."""
+
 SCALER_RANGES = {  # above, below, whole
     "num_losses": (0, 2.0**31, True),
-    "init_scale": (0, math.inf, False),
+    "init_scale": (SMALLEST_SCALE, math.inf, False),
     "growth_factor": (1, math.inf, False),
     "backoff_factor": (0, 1, False),
     "growth_interval": (0, 2.0**31, True),
-    "min_loss_scale": (0, 2.0**127, False),
-    "max_loss_scale": (0, 2.0**127, False),
+    "min_loss_scale": (SMALLEST_SCALE, 2.0**127, False),
+    "max_loss_scale": (SMALLEST_SCALE, 2.0**127, False),
 }
 
 
@@ -270,10 +286,10 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
         scale = _arguments.number("loss_scale", value)
     except PolicyError:
         scale = math.nan
-    if not 0.0 < scale < math.inf:
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise PolicyError(
             f"initialize(loss_scale={value!r}): a loss scale is 'dynamic' or a finite number above 0, such as 128.0 "
-            "(also as a string). Leave it out for the level's own."
+            "(also as a string), that fp32 can hold. Leave it out for the level's own."
         )
     return False, scale
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -469,3 +469,20 @@ def test_a_model_traced_inside_it_is_what_torch_traces(dtype: torch.dtype, lane:
         outs.append(traced(x))
     assert ran_in(outs[1][1]) == dtype
     assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_regions_that_generators_leave_out_of_order_end_with_what_was_before(lane: Lane) -> None:
+    def batches() -> Generator[None]:
+        with xamp.autocast():
+            yield
+
+    held = batches()
+    next(held)
+    with xamp.autocast(False):
+        held.close()
+    assert not torch.is_autocast_enabled(lane.device.type)
+
+
+def test_leaving_what_was_not_entered_is_refused() -> None:
+    with pytest.raises(xamp.StateError, match=r"autocast.__exit__\(\): this thread is in no region to leave"):
+        xamp.autocast().__exit__(None, None, None)

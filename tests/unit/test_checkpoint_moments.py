@@ -224,3 +224,37 @@ def test_a_collapse_that_is_about_to_be_raised_there(lane: Lane) -> None:
     resumed = on_the_floor(lane)
     load(resumed, save(run))
     assert overflow(resumed, lane, COLLAPSE_RUN // 2), "raised late, but raised"
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", ["model", "xamp", "close"])
+def test_weights_written_after_initialize_are_saved_before_the_first_step(lane: Lane, level: str, how: str) -> None:
+    if level not in lane.can.levels:
+        pytest.skip(f"{lane} cannot run {level}")
+    model = torch.nn.Linear(2, 2).to(lane.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level=level, verbosity=0)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    if how == "close":
+        xamp.session(model).close()
+        saved = model.weight
+    else:
+        saved = model.state_dict()["weight"] if how == "model" else xamp.state_dict(model)["masters"][0]["weight"]
+    assert torch.equal(saved.cpu(), torch.full((2, 2), 3.0))
+
+
+def test_a_frozen_parameter_that_is_written_to_is_saved_as_written(lane: Lane) -> None:
+    if "O2" not in lane.can.levels:
+        pytest.skip(f"{lane} cannot run O2")
+    first = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(first, torch.nn.Linear(2, 1)).to(lane.device)
+    first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level="O2", verbosity=0)
+    with xamp.scale_loss(model(torch.ones(1, 2, device=lane.device)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    with torch.no_grad():
+        first.weight.fill_(0.5)  # a teacher's weights, averaged by hand
+    assert torch.equal(model.state_dict()["0.weight"].cpu(), torch.full((2, 2), 0.5))

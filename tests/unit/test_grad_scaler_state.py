@@ -173,7 +173,6 @@ def test_a_count_beyond_the_interval(tracker: int, interval: int, scales: list[f
         ({"growth_interval": 2.5}, "state['growth_interval']: must be a whole number"),
         ({"_growth_tracker": -1}, "state['_growth_tracker']: must be a whole number"),
         ({"dynamic": 1}, "state['dynamic']: must be True or False"),
-        ({"more": 1}, "unknown key 'more'"),
     ],
 )
 @pytest.mark.parametrize("begun", [False, True])

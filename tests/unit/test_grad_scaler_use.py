@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import xamp
+from xamp.errors import PolicyError
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -260,3 +263,90 @@ def test_a_model_that_initialize_prepared_without_an_optimizer(lane: Lane) -> No
     scaler.step(optimizer)
     scaler.update()
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_scale_that_collapsed_elsewhere_cannot_hide_an_overflow() -> None:
+    scaler = xamp.GradScaler()
+    scaler.load_state_dict({**torch.amp.GradScaler("cpu").state_dict(), "scale": 1e-40})
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale((weight * 0.5).sum()).backward()
+    scaler.step(optimizer)
+    assert weight.isfinite().all()
+
+
+def test_what_has_param_groups_and_step_is_an_optimizer() -> None:
+    weight = nn.Parameter(torch.ones(2))
+
+    class Looks:
+        param_groups = ({"params": [weight]},)
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    scaler, looks = xamp.GradScaler(init_scale=4.0), Looks()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(looks)  # type: ignore[arg-type]
+    scaler.update()
+    assert looks.steps == 1
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_the_scale_may_be_assigned_as_many_scripts_do() -> None:
+    scaler = xamp.GradScaler(init_scale=4.0)
+    weight = nn.Parameter(torch.ones(2))
+    scaler.scale(weight.sum())
+    scaler._scale = torch.tensor(128.0)
+    assert scaler.get_scale() == 128.0
+    assert float(scaler.scale(torch.ones(()))) == 128.0
+
+
+@pytest.mark.parametrize("name", ["_maybe_opt_step", "_unscale_grads_", "_check_inf_per_device"])
+def test_a_subclass_that_would_be_ignored_is_refused(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"overrides {name}, which this scaler does not call. Override scale"):
+        type("Mine", (xamp.GradScaler,), {name: lambda self: None})
+
+
+def test_ranks_can_share_the_flag_by_hand() -> None:
+    scaler = xamp.GradScaler(init_scale=4.0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    for flag in scaler._found_inf_per_device(optimizer).values():
+        flag.fill_(1.0)  # another rank's, by all_reduce
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight.tolist() == [1.0, 1.0]
+    assert scaler.get_scale() == 2.0
+
+
+def test_torch_amps_device_is_left_out() -> None:
+    with pytest.raises(PolicyError, match=r"GradScaler\(init_scale='cuda'\).*Leave torch.amp's device out"):
+        xamp.GradScaler("cuda")  # type: ignore[arg-type]
+
+
+def test_a_disabled_scaler_looks_at_nothing() -> None:
+    assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0
+
+
+def test_a_scale_that_cannot_fall_collapses_too() -> None:
+    scaler = xamp.GradScaler(init_scale=4.0)
+    scaler.set_backoff_factor(1.0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(49):
+        scaler.scale(weight.sum() * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(xamp.LossScaleCollapsed):
+        scaler.step(optimizer)
+
+
+def test_a_group_stays_out_of_a_copy() -> None:
+    scaler = xamp.GradScaler()
+    scaler.process_group = threading.Lock()  # which no pickle takes, like a group
+    assert copy.deepcopy(scaler).process_group is None

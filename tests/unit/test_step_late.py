@@ -102,7 +102,7 @@ def test_a_fused_form_that_ignores_found_inf_is_decided_on_the_host(
         return right(*args, **{**kwargs, "found_inf": None})
 
     monkeypatch.setattr(torch, "_fused_adamw_", ignores)
-    xamp._fused._is_right.cache_clear()
+    xamp._fused.is_right.cache_clear()
     try:
         model = Dot().to(lane.device)
         optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
@@ -116,7 +116,7 @@ def test_a_fused_form_that_ignores_found_inf_is_decided_on_the_host(
         assert state is not None
         assert not state.fused.skips_on_device
     finally:
-        xamp._fused._is_right.cache_clear()
+        xamp._fused.is_right.cache_clear()
 
 
 def test_a_step_that_takes_other_arguments_gets_them(lane: Lane) -> None:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments after the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0 fine, 1 found something, 2 wrong use.
+        The exit code: 0 fine, 1 found something, 2 wrong use, 130 interrupted.
     """
     parser = _parser()
     try:
@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2
-    code: int = args.run(args)
+    try:
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return 130  # as a shell says of what SIGINT ended
     return code
 
 

@@ -1,8 +1,8 @@
 """The portable op policy as data: which operator overload runs in which dtype inside a region, on every device alike.
 
-It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the four recurrent layers, which
-CUDA lowers further inside. An operator without an entry runs in the dtype of its inputs, or by the device's own list.
-Tensors of float64, of integers and complex ones are cast by no rule.
+It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the four recurrent layers,
+which CUDA lowers further inside. An operator without an entry runs in the dtype of its inputs, or by the device's own
+list. Tensors of float64, of integers and complex ones are cast by no rule.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
     (
         "lower",
         "a product of matrices or vectors: matrix units multiply in the lower dtype and accumulate in fp32",
-        """addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linalg_vecdot linear matmul mm mv""",
+        "addbmm addmm addmv addr baddbmm bmm chain_matmul einsum linalg_multi_dot linalg_vecdot linear matmul mm mv",
     ),
     (
         "lower",
@@ -57,7 +57,7 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
     ),
     (
         "lower",
-        "a recurrent layer is products of matrices at each of its steps; lowered as a whole, its weights are cast once",
+        "products of matrices at each time step; lowered as a whole, so that weights are cast once a call",
         "gru.input lstm.input rnn_relu.input rnn_tanh.input",
     ),
     ("lower", "an activation with a weight: one dtype for both, that of the layer before it", "prelu"),
@@ -79,8 +79,11 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
         "a norm: sums of squares overflow fp16 and lose digits",
         "cosine_similarity frobenius_norm.dim renorm",
     ),
-    ("fp32", "a norm of singular values, for whose decomposition few devices have a lower kernel", """nuclear_norm
-        nuclear_norm.dim"""),
+    (
+        "fp32",
+        "a norm of singular values, for whose decomposition few devices have a lower kernel",
+        "nuclear_norm nuclear_norm.dim",
+    ),
     ("fp32", "a distance: small differences are squared and summed", "cdist dist pdist"),
     (
         "fp32",
@@ -102,14 +105,22 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
         upsample_nearest2d upsample_nearest3d""",
     ),
     ("fp32_dtype", "adds up many terms", "cumsum sum sum.dim_IntList"),
-    ("fp32_dtype", "multiplies many factors, which leaves fp16's range in both directions", "cumprod prod prod.dim_int"),
+    (
+        "fp32_dtype",
+        "multiplies many factors, which leaves fp16's range in both directions",
+        "cumprod prod prod.dim_int",
+    ),
     ("fp32_dtype", "exponentiates, and divides by the sum of many terms", "log_softmax.int softmax.int"),
     (
         "fp32_dtype",
         "a norm: sums of squares overflow fp16 and lose digits",
         "linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm norm.Scalar norm.ScalarOpt_dim",
     ),
-    ("promote", "computes element by element on tensors that must agree in dtype", "addcdiv addcmul atan2 cross"),
+    (
+        "promote",
+        "computes element by element on several tensors: in the widest of their dtypes",
+        "addcdiv addcmul atan2 cross",
+    ),
     ("promote", "a product that must find one dtype in all its tensors", "bilinear dot tensordot vdot"),
     ("promote", "writes one tensor into another, which must have its dtype", "index_put scatter_add"),
     ("promote", "the image and the coordinates into it must agree in dtype", "grid_sampler"),
