@@ -26,6 +26,23 @@ class CpuBackend(NativeBackend):
 
     fused_optimizers = ("SGD", "Adam", "AdamW", "Adagrad")
     process_group = "gloo"
+    op_rules = {
+        "grid_sampler": "fp32",
+        "binary_cross_entropy": "fp32",
+        # The dtypes are the table's without an entry.
+        **dict.fromkeys(("linalg_multi_dot", "rnn_relu_cell", "rnn_tanh_cell"), "same"),
+        # Kernels of GPUs.
+        **dict.fromkeys(
+            (
+                "_scaled_dot_product_flash_attention",
+                "_thnn_fused_gru_cell",
+                "_thnn_fused_lstm_cell",
+                "cudnn_convolution",
+                "cudnn_convolution_transpose",
+            ),
+            "same",
+        ),
+    }
 
     def devices(self) -> Sequence[str]:
         """See :meth:`xamp.contract.Backend.devices`: one, however many sockets."""

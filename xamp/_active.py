@@ -52,6 +52,10 @@ __all__ = [
 _RANGES = 1 << 16
 """Ranges kept for a thread: as many regions may be left between a forward and its backward. 6 MB where all are used."""
 
+SLOT = "ipu"
+"""A device type of torch that nobody has. While a region under the portable policy is traced, float64 is its autocast
+dtype: part of the autocast state, and so seen by entries of that policy that the compiler runs on fake tensors."""
+
 _THREADS = 256
 """Threads whose ranges are kept, dead ones included: DataParallel starts new ones for each forward."""
 
@@ -64,17 +68,19 @@ class Inside:
         device_type: whose autocast state the region sets; None sets none.
         dtype: what operators are cast to; None: not at all.
         blocked: regions entered in here stay without casts: ``disable_casts``.
+        portable: operators are cast by the portable policy, not by the device's own list alone.
     """
 
     device_type: str | None
     dtype: torch.dtype | None
     blocked: bool = False
+    portable: bool = False
 
 
 @functools.cache
-def inside(device_type: str, dtype: torch.dtype | None) -> Inside:
+def inside(device_type: str, dtype: torch.dtype | None, portable: bool = False) -> Inside:
     """The mark of a region that casts operators on ``device_type`` to ``dtype``, the same object each time."""
-    return Inside(device_type, dtype)
+    return Inside(device_type, dtype, portable=portable and dtype is not None)
 
 
 @functools.cache
@@ -242,7 +248,10 @@ def run_traced(mark: Inside, function: Callable[..., Any], *args: Any, **kwargs:
         _here.mark = mark
     try:
         with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=mark.dtype is not None, cache_enabled=True):
-            return function(*args, **kwargs)
+            if not mark.portable:
+                return function(*args, **kwargs)
+            with torch.autocast(SLOT, dtype=torch.float64, enabled=False):
+                return function(*args, **kwargs)
     finally:
         if is_asked_for:
             _here.mark = before
@@ -263,7 +272,11 @@ def traced_region(mark: Inside, cached: bool | None = True) -> Iterator[None]:
         else:
             on = mark.dtype is not None
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
-                yield
+                if mark.portable:
+                    with torch.autocast(SLOT, dtype=torch.float64, enabled=False):
+                        yield
+                else:
+                    yield
     finally:
         if is_asked_for:
             _here.mark = before
@@ -307,6 +320,12 @@ def current() -> Inside | None:
     if _is_compiling() or _graph_task() < 0:
         return None
     return _recomputed()
+
+
+def is_portable() -> bool:
+    """Whether operators are to be cast by the portable policy: here, in what backward recomputes, in what is traced."""
+    mark = current()
+    return mark.portable if mark is not None else _get_dtype(SLOT) is torch.float64
 
 
 def _recomputed() -> Inside | None:

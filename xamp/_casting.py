@@ -101,7 +101,7 @@ class Plan:
         policy = self.policy
         lower = policy.dtype if policy.autocast and not kept_whole else None
         into = torch.float32 if kept_whole else None if policy.autocast else policy.dtype
-        return Region(self.device_type, lower, into, policy.output_dtype, policy.methods)
+        return Region(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy)
 
     def _island_region(self) -> Region:
         back = self.policy.dtype if self.policy.casts_parameters else None

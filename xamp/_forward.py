@@ -39,6 +39,7 @@ class Region:
         input_dtype: what floating arguments are cast to; None leaves them.
         output_dtype: what floating results are cast to; None leaves them.
         methods: names of the methods that run in the region.
+        op_policy: by which operators are cast.
     """
 
     device_type: str
@@ -46,10 +47,16 @@ class Region:
     input_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     methods: tuple[str, ...] = ("forward",)
+    op_policy: str = "native"
 
     def autocast(self) -> Casts:
         """The region as a context manager, for code that is no method of a module."""
-        return Casts(_active.inside(self.device_type, self.autocast_dtype))
+        return Casts(self.mark)
+
+    @property
+    def mark(self) -> _active.Inside:
+        """What code in the region finds of it."""
+        return _active.inside(self.device_type, self.autocast_dtype, self.op_policy == "portable")
 
 
 class _UnderPolicy:
@@ -240,7 +247,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """``function(self, ...)`` run in ``region``. This is the hot path of every forward."""
     device, on = region.device_type, region.autocast_dtype is not None
-    mark = _active.inside(device, region.autocast_dtype)
+    mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
     ddp = nn.parallel.DistributedDataParallel
     is_compiling, is_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled

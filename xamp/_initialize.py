@@ -87,7 +87,8 @@ def initialize(
         max_loss_scale: its ceiling.
         on_static_overflow: under a static scale, ``"skip"`` checks gradients and skips an overflowed step, ``"step"``
             never checks; None: ``"skip"``, but a static scale of 1.0 is not checked.
-        op_policy: which operator runs in which dtype at O1 and O4; ``"native"`` is the device's own list.
+        op_policy: which operator runs in which dtype at O1 and O4: ``"portable"`` is one table for every device,
+            ``"native"`` the device's own list.
         fused: ``"auto"`` uses an optimizer's fused form where it is right and the user left the choice open.
         process_group: ranks that decide together whether to skip; None: the default group where there is one.
         delegate: hand over to another implementation, where the backend has one.
@@ -182,7 +183,8 @@ def _set_up(request: Request, arguments: _Arguments) -> None:
     )
     engine.prepare_state(len(arguments.optimizers))
     forms = _fused_forms(engine, arguments)
-    ops.install(policy.op_policy, device.type)
+    if policy.autocast:
+        ops.install(policy.op_policy, device.type, backend)
     with contextlib.ExitStack() as undo:
         plan.apply(undo)
         _take_optimizers(engine, arguments.optimizers, forms, undo)

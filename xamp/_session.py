@@ -87,7 +87,7 @@ class Session:
         if not self.engine.enabled:
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
-        return Region(self.device.type, lower, None, None).autocast()
+        return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
 
     def state_dict(self, format: str = "xamp") -> Any:
         """See :func:`state_dict`."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ class Capabilities:
     fused_optimizers: tuple[str, ...] = ()
     overflow: str = "inf"
     process_group: str = "gloo"
-    op_policies: tuple[str, ...] = ("native",)
+    op_policies: tuple[str, ...] = ("portable", "native")
     delegates: bool = False
 
 
@@ -123,9 +124,14 @@ class Backend:
 
     Attributes:
         spec: the record it was registered with; set when the registry makes the object.
+        op_rules: what the device's own autocast does with operator overloads of :data:`xamp.ops.table.RULES` where that
+            differs from what its registrations tell: overload -> ``"same"`` where the results are the table's without
+            an entry, or where the device has no such kernel; else the kind of the device's own rule, which differs.
+            An overload that is not listed here follows the table if it is registered, and is added if it is not.
     """
 
     spec: BackendSpec
+    op_rules: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(self, spec: BackendSpec) -> None:
         self.spec = spec

@@ -21,7 +21,7 @@ NAMES = [(spelling, level.name) for level in LEVELS.values() for spelling in (le
 def compiled(level: str = "O1", **options: Any) -> Policy:
     row = parse_level(level)
     assert row is not None
-    return compile_policy(Request(level=level, **options), row, ("native",))
+    return compile_policy(Request(level=level, **options), row, ("portable", "native"))
 
 
 # ---------------------------------------------------------------- levels
@@ -186,7 +186,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("O2", {"cast_model_outputs": "double"}, r"cast_model_outputs='double'\): not a dtype"),
     ("O2", {"cast_model_outputs": 0}, r"cast_model_outputs=0\): not a dtype"),
     ("O1", {"on_static_overflow": "raise"}, r"on_static_overflow='raise'\): no such choice\. Choices: 'skip', 'step'"),
-    ("O1", {"op_policy": "mine"}, r"op_policy='mine'\): no such choice\. Choices: 'native'"),
+    ("O1", {"op_policy": "mine"}, r"op_policy='mine'\): no such choice\. Choices: 'portable', 'native'"),
     ("O1", {"op_policy": None}, r"op_policy=None\): no such choice"),
     ("O1", {"fused": "maybe"}, r"fused='maybe'\): no such choice\. Choices: 'auto', True, False"),
     ("O1", {"fused": 1}, r"fused=1\): no such choice"),

@@ -1,0 +1,169 @@
+"""The portable op policy at work: entries on a device's Autocast key where its own list lacks or differs.
+
+An entry acts where :func:`xamp._active.current` says that a region under this policy runs, or is recomputed in
+backward; anywhere else it hands the call on, below the Autocast key, with all that it came with: what a composite
+operator calls inside is cast by the device's own list as ever. In a region it casts as :mod:`xamp.ops.table` says and
+calls with the key excluded, as torch's own entries do, so that nothing is cast twice.
+
+The compiler runs entries on fake tensors, where no mark of a region reaches; there the mark is a disabled
+``torch.autocast`` of a device that nobody has, which every tracer carries along (:data:`xamp._active.SLOT`).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from xamp import _active
+from xamp.errors import StateError
+from xamp.ops.samples import operator
+from xamp.ops.table import RULES
+
+__all__ = ["SAME", "additions", "install"]
+
+SAME = "same"
+"""In a backend's ``op_rules``: the device needs no entry of ours here, whatever its registrations look like."""
+
+_LOWER = (torch.float16, torch.bfloat16)
+_SINGLE = (*_LOWER, torch.float32)
+# Overloads without a dtype argument hand on to those that have one, as torch's entries do.
+_WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+_Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+# By device type: what was added, and the registration, which ends with it.
+_added: dict[str, tuple[dict[str, str | None], torch.library.Library]] = {}
+_lock = threading.Lock()
+
+
+def autocast_key(device_type: str) -> str:
+    """The name of the dispatch key on which autocast's entries for a device type are registered."""
+    return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+
+
+def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | None]:
+    """What has to be registered for a device: overload -> the rule that it has natively, None where it has none.
+
+    Args:
+        device_type: of the device.
+        op_rules: see :attr:`xamp.contract.Backend.op_rules`.
+    """
+    if device_type in _added:
+        return _added[device_type][0]
+    key, found = autocast_key(device_type), {}
+    for overload in RULES:
+        native = op_rules.get(overload)
+        there = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
+        if native != SAME and (native is not None or not there):
+            found[overload] = native
+    return found
+
+
+def install(device_type: str, op_rules: Mapping[str, str]) -> None:
+    """Register what is missing on ``device_type``, once a process. Inert outside of regions under this policy."""
+    with _lock:
+        if device_type in _added:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        key, missing = autocast_key(device_type), additions(device_type, op_rules)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for overload, native in missing.items():
+                library.impl(overload, _entry(overload, native, device_type), key, with_keyset=True)
+        _added[device_type] = missing, library
+        _active.is_asked_for = True
+
+
+def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
+    """The kernel of one overload."""
+    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    below, this_key = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)
+    op = operator(overload)
+    target = operator(_WITH_DTYPE.get(overload, overload))
+    change = _change(overload, RULES[overload].kind, device_type)
+    own_change = None if native is None else _change(overload, native, device_type)
+    redispatch, excluding, is_portable = op.redispatch, torch._C._ExcludeDispatchKeyGuard, _active.is_portable
+
+    def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_portable():
+            args, kwargs = change(args, kwargs)
+            with excluding(this_key):
+                return target(*args, **kwargs)
+        if own_change is None:
+            return redispatch(keys & below, *args, **kwargs)
+        args, kwargs = own_change(args, kwargs)
+        with excluding(this_key):
+            return op(*args, **kwargs)
+
+    return entry
+
+
+def _change(overload: str, kind: str, device_type: str) -> _Change:
+    """What a rule does to the arguments of a call."""
+    if kind == "fp32":
+        return lambda args, kwargs: _cast(args, kwargs, torch.float32, device_type)
+    if kind == "lower":
+        return lambda args, kwargs: _cast(args, kwargs, torch.get_autocast_dtype(device_type), device_type)
+    if kind == "promote":
+        return lambda args, kwargs: _cast(args, kwargs, _widest((args, kwargs), device_type), device_type)
+    if kind == "fp32_dtype":
+        return _name_dtype(overload, device_type)
+    return _refuse(overload)
+
+
+def _cast(args: Any, kwargs: Any, dtype: torch.dtype, device_type: str) -> Any:
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype in _SINGLE and value.dtype is not dtype and value.device.type == device_type:
+                return value.to(dtype)
+        elif isinstance(value, (list, tuple)):
+            return type(value)(map(cast, value))
+        return value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+
+
+def _widest(values: Any, device_type: str) -> torch.dtype:
+    """fp32 if one of the tensors is fp32, else the region's dtype."""
+    if isinstance(values, torch.Tensor):
+        if values.dtype is torch.float32 and values.device.type == device_type:
+            return torch.float32
+    elif isinstance(values, (list, tuple, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            if _widest(value, device_type) is torch.float32:
+                return torch.float32
+    return torch.get_autocast_dtype(device_type)
+
+
+def _name_dtype(overload: str, device_type: str) -> _Change:
+    """Put fp32 into the ``dtype`` argument where the caller put nothing."""
+    arguments = operator(overload)._schema.arguments
+    hands_on = overload in _WITH_DTYPE  # to an overload without defaults, for which the dtype is not optional
+    place = len(arguments) if hands_on else [argument.name for argument in arguments].index("dtype")
+
+    def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if hands_on:
+            rest = (kwargs.get(a.name, a.default_value) for a in arguments[len(args) :])
+            args, kwargs = (*args, *rest), {"dtype": args[0].dtype}
+        elif kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None):
+            return args, kwargs
+        first = args[0] if args else kwargs.get("self")
+        if isinstance(first, torch.Tensor) and first.dtype in _SINGLE and first.device.type == device_type:
+            return args[:place], {**kwargs, "dtype": torch.float32}
+        return args, kwargs
+
+    return change
+
+
+def _refuse(overload: str) -> _Change:
+    def refuse(*_: object) -> NoReturn:
+        raise StateError(
+            f"{overload}: not in a region that casts, where its gradient may not fit fp16. Leave the sigmoid before it "
+            f"out and use {overload}_with_logits (BCEWithLogitsLoss), or compute the loss outside of the model."
+        )
+
+    return refuse
