@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from xamp import _active, _device
+from xamp import _active, _device, ops
 from xamp._active import Inside
 from xamp._arguments import boolean
 from xamp._device import DEVICE_VARIABLE
@@ -146,6 +146,8 @@ _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.
 class autocast(Casts):
     """``torch.cuda.amp.autocast`` on the device in use: a context manager, a decorator, or a value to keep.
 
+    Operators are cast by the portable policy: the same result dtypes on every device.
+
     Making one asks no device; that happens on each entry. One object may be entered again while it is open, and by
     several threads.
 
@@ -221,7 +223,8 @@ def _find(on: bool, dtype: torch.dtype | None) -> Inside:
     if not on:
         return _active.inside(chosen.type, None)
     _check_dtype(dtype, chosen, backend)
-    return _active.inside(chosen.type, dtype or torch.float16)
+    ops.install("portable", chosen.type, backend)
+    return _active.inside(chosen.type, dtype or torch.float16, portable=True)
 
 
 def _check_dtype(dtype: torch.dtype | None, chosen: torch.device, backend: Backend) -> None:

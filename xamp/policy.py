@@ -104,7 +104,7 @@ class Request:
     min_loss_scale: Any = 1.0
     max_loss_scale: Any = 2.0**24
     on_static_overflow: Any = None
-    op_policy: Any = "native"
+    op_policy: Any = "portable"
     fused: Any = "auto"
 
 

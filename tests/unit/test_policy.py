@@ -248,8 +248,8 @@ def test_a_policy_is_frozen_and_hashable() -> None:
 @pytest.mark.parametrize(
     ("level", "options", "line"),
     [
-        ("O0", {}, "level O0, dtype fp32, op policy native, loss scale static 1, outputs fp32"),
-        ("O1", {}, "level O1, dtype fp16, op policy native, loss scale dynamic from 65536, outputs fp32"),
+        ("O0", {}, "level O0, dtype fp32, op policy portable, loss scale static 1, outputs fp32"),
+        ("O1", {}, "level O1, dtype fp16, op policy portable, loss scale dynamic from 65536, outputs fp32"),
         (
             "O5",
             {"keep_fp32": [nn.LayerNorm, "*.head"], "cast_model_outputs": False},

@@ -21,7 +21,7 @@ from xamp._registry import Registry
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError, StateError, UnsupportedPolicy
 
-SPOKEN = "level O4, dtype bf16, op policy native, loss scale static 1, outputs fp32, backend cpu on cpu"
+SPOKEN = "level O4, dtype bf16, op policy portable, loss scale static 1, outputs fp32, backend cpu on cpu"
 SCRIPT = """
 import torch, xamp
 for verbosity in ({verbosity},):
@@ -88,7 +88,7 @@ def test_what_a_device_cannot_do_is_refused_and_what_it_can_is_named(monkeypatch
     with pytest.raises(UnsupportedPolicy, match=r"delegate=True\): backend 'declared' has nothing to hand over to"):
         xamp.initialize(model, level="O4", delegate=True)
     use_backend(monkeypatch, Capabilities(op_policies=("vendor",)))
-    with pytest.raises(UnsupportedPolicy, match=r"op_policy='native'\): backend 'declared' has vendor"):
+    with pytest.raises(UnsupportedPolicy, match=r"op_policy='portable'\): backend 'declared' has vendor"):
         xamp.initialize(model, level="O4")
     assert type(model) is nn.Linear
 
