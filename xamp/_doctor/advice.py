@@ -7,7 +7,6 @@ import dataclasses
 import torch
 
 from xamp._initialize import _best_level
-from xamp._registry import HOST
 from xamp.contract import Backend
 from xamp.policy import Level
 
@@ -55,7 +54,7 @@ def advise(backend: Backend, device: torch.device) -> Advice:
         for name, when in _ALTERNATIVES[level.dtype]
         if name in can.levels and (name != "O1" or "float16" in can.fast_dtypes)
     ]
-    shapes = "" if level.dtype is None or device.type == HOST else _shape_hint(level)
+    shapes = "" if level.dtype is None else _shape_hint(level)
     return Advice(level.name, _WHY[level.dtype], tuple(alternatives), shapes)
 
 
