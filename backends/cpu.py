@@ -30,7 +30,7 @@ class CpuBackend(NativeBackend):
         "grid_sampler": "fp32",
         "binary_cross_entropy": "fp32",
         # The dtypes are the table's without an entry.
-        **dict.fromkeys(("linalg_multi_dot", "rnn_relu_cell", "rnn_tanh_cell"), "same"),
+        **dict.fromkeys(("rnn_relu_cell", "rnn_tanh_cell"), "same"),
         # Kernels of GPUs.
         **dict.fromkeys(
             (

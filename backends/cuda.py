@@ -37,6 +37,8 @@ class CudaBackend(ModuleBackend):
 
     fused_optimizers = ("SGD", "Adam", "AdamW", "Adagrad")
     process_group = "nccl"
+    # Their layers go to cuDNN's or MIOpen's, or to products of matrices, all of which autocast lowers.
+    op_rules = dict.fromkeys(("gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"), "same")
 
     def require_device(self) -> None:
         """See :meth:`xamp.backends.native.NativeBackend.require_device`."""

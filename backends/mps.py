@@ -16,6 +16,25 @@ class MpsBackend(ModuleBackend):
 
     fast_dtypes = ("float16",)  # bf16 is emulated before the M2
     process_group = "gloo"
+    op_rules = {
+        # fp32 even where the caller names another dtype.
+        **dict.fromkeys(("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm"), "fp32"),
+        # The dtypes are the table's without an entry.
+        **dict.fromkeys(("rnn_relu.input", "rnn_relu_cell", "rnn_tanh.input", "rnn_tanh_cell"), "same"),
+        # Its kernel refuses fp16 and bf16, so torch's own fp32 stays.
+        "conv_transpose3d.input": "same",
+        # Kernels of other GPUs.
+        **dict.fromkeys(
+            (
+                "_scaled_dot_product_flash_attention",
+                "_thnn_fused_gru_cell",
+                "_thnn_fused_lstm_cell",
+                "cudnn_convolution",
+                "cudnn_convolution_transpose",
+            ),
+            "same",
+        ),
+    }
 
     def is_available(self) -> bool:
         """See :meth:`xamp.backends.native.ModuleBackend.is_available`: asked where every torch since 2.6 answers."""

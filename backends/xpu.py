@@ -12,3 +12,14 @@ class XpuBackend(ModuleBackend):
 
     fast_dtypes = ("bfloat16", "float16")
     process_group = "xccl"
+    op_rules = dict.fromkeys(
+        (
+            # The dtypes are the table's without an entry.
+            "rnn_relu.input",
+            "rnn_tanh.input",
+            # Kernels of other GPUs.
+            "cudnn_convolution",
+            "cudnn_convolution_transpose",
+        ),
+        "same",
+    )

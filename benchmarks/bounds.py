@@ -16,3 +16,9 @@ O2_ADAM_BYTES = 18.5
 
 IMPORT_MS = 50.0
 """``import xamp`` and the fetching of every public name, beyond ``import torch``."""
+
+OPS_ADDED_US = 8.0
+"""An operator that the portable policy adds on a CPU, over the same under ``torch.autocast`` with casts by hand."""
+
+OPS_OUTSIDE_RATIO = 1.02
+"""An operator outside of autocast, or one that nothing was added for, with the policy in the process over without."""

@@ -53,8 +53,11 @@ _RANGES = 1 << 16
 """Ranges kept for a thread: as many regions may be left between a forward and its backward. 6 MB where all are used."""
 
 SLOT = "ipu"
-"""A device type of torch that nobody has. While a region under the portable policy is traced, float64 is its autocast
-dtype: part of the autocast state, and so seen by entries of that policy that the compiler runs on fake tensors."""
+"""A device type of torch that nobody has. In a region under the portable policy float64 is its autocast dtype: part of
+the autocast state, and so seen by the compiler's guards, and by entries that it runs on fake tensors."""
+
+_OFF = torch.float16
+"""That dtype outside of such regions: torch's default."""
 
 _THREADS = 256
 """Threads whose ranges are kept, dead ones included: DataParallel starts new ones for each forward."""
@@ -163,7 +166,7 @@ _is_cached, _set_cached = torch.is_autocast_cache_enabled, torch.set_autocast_ca
 _deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _clear_cache = torch.clear_autocast_cache
 
-Before = tuple[Inside, "Inside | None", int, bool, "torch.dtype | None", bool]
+Before = tuple[Inside, "Inside | None", int, bool, "torch.dtype | None", bool, "torch.dtype | None"]
 
 
 def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
@@ -185,7 +188,7 @@ def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
     device, dtype, was_cached = mark.device_type, mark.dtype, _is_cached()
     if device is None:
         _here.mark = mark
-        return mark, before, number, False, None, was_cached
+        return mark, before, number, False, None, was_cached, None
     enabled, old = _is_enabled(device), _get_dtype(device)
     _set_enabled(device, dtype is not None)
     if dtype is not None and dtype is not old:
@@ -194,13 +197,21 @@ def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
     if cached is not was_cached and cached is not None:
         _set_cached(cached)
     _here.mark = mark
-    return mark, before, number, enabled, old, was_cached
+    slot = None
+    if mark.portable is not (before is not None and before.portable):
+        slot = _get_dtype(SLOT)
+        _set_dtype(SLOT, torch.float64 if mark.portable else _OFF)
+        _set_enabled(SLOT, mark.portable)  # guards look at the dtypes of enabled devices only
+    return mark, before, number, enabled, old, was_cached, slot
 
 
 def leave(entered: Before) -> None:
     """Restore what :func:`enter` found."""
-    mark, before, number, enabled, dtype, cached = entered
+    mark, before, number, enabled, dtype, cached, slot = entered
     _here.mark = before
+    if slot is not None:
+        _set_dtype(SLOT, slot)
+        _set_enabled(SLOT, slot is torch.float64)
     if mark.device_type is not None and dtype is not None:
         if _shallower() == 0:
             _clear_cache()
@@ -248,9 +259,9 @@ def run_traced(mark: Inside, function: Callable[..., Any], *args: Any, **kwargs:
         _here.mark = mark
     try:
         with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=mark.dtype is not None, cache_enabled=True):
-            if not mark.portable:
+            if not mark.portable and _get_dtype(SLOT) is not torch.float64:
                 return function(*args, **kwargs)
-            with torch.autocast(SLOT, dtype=torch.float64, enabled=False):
+            with torch.autocast(SLOT, dtype=torch.float64 if mark.portable else _OFF, enabled=False):
                 return function(*args, **kwargs)
     finally:
         if is_asked_for:
@@ -272,8 +283,8 @@ def traced_region(mark: Inside, cached: bool | None = True) -> Iterator[None]:
         else:
             on = mark.dtype is not None
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
-                if mark.portable:
-                    with torch.autocast(SLOT, dtype=torch.float64, enabled=False):
+                if mark.portable or _get_dtype(SLOT) is torch.float64:
+                    with torch.autocast(SLOT, dtype=torch.float64 if mark.portable else _OFF, enabled=False):
                         yield
                 else:
                     yield
@@ -324,8 +335,13 @@ def current() -> Inside | None:
 
 def is_portable() -> bool:
     """Whether operators are to be cast by the portable policy: here, in what backward recomputes, in what is traced."""
-    mark = current()
-    return mark.portable if mark is not None else _get_dtype(SLOT) is torch.float64
+    if _get_dtype(SLOT) is torch.float64:
+        _here.asked = True
+        return True
+    if _graph_task() < 0 or _here.mark is not None:
+        return False
+    mark = _recomputed()
+    return mark is not None and mark.portable
 
 
 def _recomputed() -> Inside | None:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp import _active, _distributed, _masters
+from xamp import _active, _distributed, _masters, _registry, ops
 from xamp._autocast import Casts
 from xamp._containers import cast_floats
-from xamp.errors import PolicyError
+from xamp.errors import BackendUnavailable, PolicyError
 
 __all__ = ["Region", "enter_policy", "is_under_policy", "region_of"]
 
@@ -48,6 +48,12 @@ class Region:
     output_dtype: torch.dtype | None
     methods: tuple[str, ...] = ("forward",)
     op_policy: str = "native"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, perhaps in a process that has prepared nothing yet."""
+        self.__dict__.update(state)
+        with contextlib.suppress(BackendUnavailable):  # then nothing runs on that device either
+            ops.install(self.op_policy, self.device_type, _registry.resolve("auto", self.device_type))
 
     def autocast(self) -> Casts:
         """The region as a context manager, for code that is no method of a module."""

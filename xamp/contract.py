@@ -126,7 +126,7 @@ class Backend:
         spec: the record it was registered with; set when the registry makes the object.
         op_rules: what the device's own autocast does with operator overloads of :data:`xamp.ops.table.RULES` where that
             differs from what its registrations tell: overload -> ``"same"`` where the results are the table's without
-            an entry, or where the device has no such kernel; else the kind of the device's own rule, which differs.
+            an entry, or where the device has no kernel for them; else the kind of the device's own rule, which differs.
             An overload that is not listed here follows the table if it is registered, and is added if it is not.
     """
 

@@ -17,6 +17,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "doctor": "xamp.cli.doctor",
+    "policy": "xamp.cli.policy",
 }
 
 

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from xamp.contract import Backend
 
-__all__ = ["OP_POLICIES", "install"]
+__all__ = ["OP_POLICIES", "UNKNOWN", "install"]
+
+UNKNOWN = "unknown"
+"""In a survey (:mod:`xamp.ops.survey`): what a device that is not there does not show."""
 
 
 def _nothing(device_type: str, backend: Backend) -> None:

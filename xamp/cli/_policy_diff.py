@@ -1,0 +1,74 @@
+"""What differs between two surveys of ``xamp policy show``. Needs no torch.
+
+What ``xamp policy diff --json`` writes is one JSON object, whose keys are added to and never taken away while its
+``schema`` stays:
+
+* ``what``, ``schema``: ``"xamp policy diff"`` and 1.
+* ``equal``: whether nothing differs but what is expected to.
+* ``a``, ``b``: the two surveys without their rows and lists.
+* ``same``: how many overloads are alike.
+* ``differences``: other dtypes, or a call that only one refuses; each an object of ``overload``, ``a`` and ``b``, the
+  latter two being the rows.
+* ``expected``: the same for overloads that one of two types of devices cannot equalise, with ``why``.
+* ``unknown``: overloads of which one of the two does not show enough to tell.
+* ``rows``, with ``a`` and ``b``: overloads of which only this one has a row, since its table is another version's.
+* ``device_only``, with ``a`` and ``b``: overloads in the list of only this one, which the table does not govern. They
+  are expected between two types of devices, and differences between two of one type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.cli._policy_file import Saved
+from xamp.ops import UNKNOWN
+
+__all__ = ["Diff", "compare"]
+
+Diff = dict[str, Any]
+
+_SCHEMA = 1
+
+
+def compare(a: Saved, b: Saved) -> Diff:
+    """What differs between ``a`` and ``b``, which were made under one op policy with one lower dtype."""
+    rows_a, rows_b = ({row["overload"]: row for row in side["rows"]} for side in (a, b))
+    one_type = a["device"] == b["device"]
+    found: dict[str, list[Diff]] = {"same": [], "differences": [], "expected": [], "unknown": []}
+    for overload in sorted(rows_a.keys() & rows_b.keys()):
+        row = _pair(rows_a[overload], rows_b[overload], a["device"], b["device"])
+        found[_verdict(row["a"], row["b"], one_type)].append(row)
+    rows = {"a": sorted(rows_a.keys() - rows_b.keys()), "b": sorted(rows_b.keys() - rows_a.keys())}
+    only_a, only_b = set(a["device_only"]), set(b["device_only"])
+    device_only = {"a": sorted(only_a - only_b), "b": sorted(only_b - only_a)}
+    return {
+        "what": "xamp policy diff",
+        "schema": _SCHEMA,
+        "equal": not (found["differences"] or any(rows.values()) or (one_type and any(device_only.values()))),
+        "a": {key: value for key, value in a.items() if key not in ("rows", "device_only")},
+        "b": {key: value for key, value in b.items() if key not in ("rows", "device_only")},
+        "same": len(found["same"]),
+        "differences": [{key: value for key, value in row.items() if key != "why"} for row in found["differences"]],
+        "expected": found["expected"],
+        "unknown": [row["overload"] for row in found["unknown"]],
+        "rows": rows,
+        "device_only": device_only,
+    }
+
+
+def _pair(a: Saved, b: Saved, *devices: str) -> Diff:
+    """The rows of one overload, and what keeps either from following the table."""
+    why = [f"{device}: {row['cannot']}" for device, row in zip(devices, (a, b), strict=True) if row["cannot"]]
+    return {"overload": a["overload"], "a": a, "b": b, "why": "; ".join(why)}
+
+
+def _verdict(a: Saved, b: Saved, one_type: bool) -> str:
+    """To which list of the answer two rows belong."""
+    if a["cannot"] or b["cannot"]:
+        alike = (a["cannot"], a["results"]) == (b["cannot"], b["results"])
+        return "same" if alike else "differences" if one_type else "expected"
+    cells = [(a["results"].get(name), b["results"].get(name)) for name in a["results"].keys() | b["results"].keys()]
+    known = [(one, other) for one, other in cells if UNKNOWN not in (one, other)]
+    if any(one != other for one, other in known):
+        return "differences"
+    return "same" if len(known) == len(cells) else "unknown"

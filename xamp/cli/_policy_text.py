@@ -1,0 +1,210 @@
+"""The words of ``xamp policy``: a survey, or what differs between two, as aligned text for a person."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from xamp.cli._policy_diff import Diff
+from xamp.cli._policy_file import Saved
+from xamp.ops import UNKNOWN
+
+__all__ = ["render_diff", "render_show"]
+
+_WIDTH = 118
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", UNKNOWN: "?"}
+_LEGEND = (
+    "",
+    "  table        the rule of the portable table; why: the note below",
+    "  device       the rule of the device's own list, none where that does not have the overload",
+    "  of fp32 ...  dtype of the result for fp32 inputs, for lower ones, for both in one call, and for lower ones with",
+    "               the lower dtype named for the result; a slash where it depends on the call",
+    "  computed     from the table: not observed",
+)
+_SOURCES = {"called": "", "fake": "", "table": "computed", UNKNOWN: "not seen"}
+_HEAD = ("overload", "table", "device", "xamp adds", "of fp32", "of lower", "mixed", "dtype named", "", "why")
+
+Cells = Sequence[str]
+
+
+def render_show(found: Saved) -> str:
+    """The text for a person of what ``xamp policy show`` found: rows that differ first."""
+    return "\n".join([*_heading(found), *_LEGEND, *_groups(found), *_device_only(found), "", *_summary(found)])
+
+
+def render_diff(found: Diff) -> str:
+    """The text for a person of what ``xamp policy diff`` found: what matters first."""
+    parts = (_sides, _differences, _expected, _unknown, _only_rows, _only_entries, _result)
+    return "\n".join(line for part in parts for line in part(found))
+
+
+def _heading(found: Saved) -> Iterator[str]:
+    yield f"{found['device']}, {found['op_policy']} policy, lower dtype {found['dtype']}"
+    yield f"torch {found['torch']}, xamp {found['xamp']}; {_how_seen(found)}"
+
+
+def _how_seen(found: Saved) -> str:
+    return "by calls on the device" if found["present"] else "the device is not here: by its list and fake tensors"
+
+
+def _groups(found: Saved) -> Iterator[str]:
+    reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
+    rows = {title: [row for row in found["rows"] if _title(row) == title] for title in _TITLES}
+    lines = {title: [_cells(row, reasons) for row in group] for title, group in rows.items()}
+    widths = _widths([_HEAD, *(cells for group in lines.values() for cells in group)])
+    for title, group in lines.items():
+        if group:
+            yield f"\n{title}: {len(group)}"
+            yield from (_aligned(cells, widths) for cells in (_HEAD, *group))
+            yield from sorted({f"  {found['device']}: {row['cannot']}" for row in rows[title] if row["cannot"]})
+    yield "\nwhy"
+    for number, reason in enumerate(reasons, 1):
+        yield f"  {number:>2}  {reason}"
+
+
+_DIFFERS, _CANNOT, _UNSEEN, _ADDED, _ALIKE = _TITLES = (
+    "differs from the table",
+    "cannot be equalised",
+    "not to be seen here",
+    "as the table, by an entry of xamp's",
+    "as the table, without one",
+)
+
+
+def _title(row: Saved) -> str:
+    """The group that a row stands in."""
+    if row["cannot"]:
+        return _CANNOT
+    if row["agrees"] is False:
+        return _DIFFERS
+    if row["agrees"] is None:
+        return _UNSEEN
+    return _ADDED if row["added"] else _ALIKE
+
+
+def _cells(row: Saved, reasons: list[str]) -> Cells:
+    what = [row["overload"], row["rule"], row["native"], row["added"] or "-"]
+    source = "" if row["cannot"] else _SOURCES.get(row["source"], row["source"])
+    return [*what, *map(_short, row["results"].values()), source, str(reasons.index(row["reason"]) + 1)]
+
+
+def _device_only(found: Saved) -> Iterator[str]:
+    names = found["device_only"]
+    if names:
+        yield f"\nonly in the list of {found['device']}, and left as they are: {len(names)}"
+        yield from _wrapped(", ".join(names), "  ")
+
+
+def _summary(found: Saved) -> Iterator[str]:
+    count = Counter(map(_title, found["rows"]))
+    computed = sum(row["source"] == "table" for row in found["rows"])
+    parts = [f"{count[title]} {title}" for title in _TITLES if count[title]]
+    yield from _wrapped(
+        f"{len(found['rows'])} overloads in the table: {'; '.join(parts)}. {computed} computed rather than observed. "
+        f"{len(found['device_only'])} entries of the device that the table does not govern."
+    )
+
+
+def _sides(found: Diff) -> Iterator[str]:
+    a, b = found["a"], found["b"]
+    yield f"{a['op_policy']} policy, lower dtype {a['dtype']}"
+    for name, side in zip(_names(found), (a, b), strict=True):
+        yield f"  {name}: torch {side['torch']}, xamp {side['xamp']}; {_how_seen(side)}"
+
+
+def _names(found: Diff) -> tuple[str, str]:
+    """What the two are called: by their devices, or by their letters where those are alike."""
+    a, b = found["a"]["device"], found["b"]["device"]
+    return (a, b) if a != b else (f"A ({a})", f"B ({b})")
+
+
+def _differences(found: Diff) -> Iterator[str]:
+    yield f"\ndifferences: {len(found['differences'])}"
+    yield from _side_by_side(found, found["differences"])
+
+
+def _expected(found: Diff) -> Iterator[str]:
+    if found["expected"]:
+        yield f"\nexpected, since one of the two cannot equalise it: {len(found['expected'])}"
+        yield from _side_by_side(found, found["expected"])
+
+
+def _side_by_side(found: Diff, rows: list[Diff]) -> Iterator[str]:
+    """Each side as rule, then results: ``none: fp32 fp16 -``."""
+    if not rows:
+        return
+    lines: list[Cells] = [("overload", "table", *_names(found), "")]
+    lines += [(row["overload"], row["a"]["rule"], _told(row["a"]), _told(row["b"]), row.get("why", "")) for row in rows]
+    widths = _widths(lines)
+    yield from (_aligned(cells, widths) for cells in lines)
+    yield "  each: rule of the device, + what xamp adds: result of fp32, of lower, of mixed inputs, with a dtype named"
+
+
+def _told(row: Saved) -> str:
+    results = [_short(result) for result in row["results"].values()]
+    added = f" + {row['added']}" if row["added"] else ""
+    seen = ", computed" if row["source"] == "table" else ""
+    return f"{row['native']}{added}: {' '.join(results) if set(results) != {'-'} else 'no kernel'}{seen}"
+
+
+def _unknown(found: Diff) -> Iterator[str]:
+    if found["unknown"]:
+        yield f"\nnot to be told, since one of the two does not show it: {len(found['unknown'])}"
+        yield from _wrapped(", ".join(found["unknown"]), "  ")
+
+
+def _only_rows(found: Diff) -> Iterator[str]:
+    for name, side in zip(_names(found), "ab", strict=True):
+        if found["rows"][side]:
+            yield f"\nonly in the table of {name}: {len(found['rows'][side])}"
+            yield from _wrapped(", ".join(found["rows"][side]), "  ")
+
+
+def _only_entries(found: Diff) -> Iterator[str]:
+    for name, side in zip(_names(found), "ab", strict=True):
+        if found["device_only"][side]:
+            yield f"\nonly in the list of {name}, not governed by the table: {len(found['device_only'][side])}"
+            yield from _wrapped(", ".join(found["device_only"][side]), "  ")
+
+
+def _result(found: Diff) -> Iterator[str]:
+    a, b = found["device_only"]["a"], found["device_only"]["b"]
+    verdict = (
+        "different"
+        if not found["equal"]
+        else "no difference but the expected"
+        if found["expected"]
+        else "no difference"
+    )
+    yield ""
+    yield from _wrapped(
+        f"{verdict}: {found['same']} overloads alike, "
+        f"{len(found['differences'])} different, {len(found['expected'])} expected, {len(found['unknown'])} not to be "
+        f"told; entries of one list only: {len(a)} and {len(b)}"
+    )
+
+
+def _short(result: str | None) -> str:
+    """``"float16/float32"`` as ``"fp16/fp32"``."""
+    return "-" if result is None else "/".join(_SHORT.get(part, part) for part in result.split("/"))
+
+
+def _widths(lines: Iterable[Cells]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+
+def _aligned(cells: Cells, widths: list[int]) -> str:
+    padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True) if width)
+    return ("  " + "  ".join(padded)).rstrip()
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
