@@ -7,14 +7,14 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from xamp._findings import environment_settings
-from xamp.backends import host
+from xamp.backends import fp32, host
 from xamp.backends.native import NativeBackend
 from xamp.contract import Setting
 
@@ -57,10 +57,30 @@ class CpuBackend(NativeBackend):
         return host
 
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
-        """See :meth:`xamp.contract.Backend.precision_settings`: oneDNN's environment variables."""
-        return list(environment_settings(_VARIABLES))
+        """See :meth:`xamp.contract.Backend.precision_settings`: oneDNN's switches and environment variables."""
+        return [*_switch_settings(), *environment_settings(_VARIABLES, narrowing=_NARROWING)]
 
 
+def _switch_settings() -> Iterator[Setting]:
+    for what, group, switch in _SWITCHES:
+        if dtype := switch.narrow():
+            name = f"torch.backends.{group}.fp32_precision"
+            yield Setting(
+                name,
+                repr(dtype),
+                f"float32 {what} may be computed in {dtype}, where the processor can, at every level",
+                f'{name} = "ieee"',
+                narrows_fp32=True,
+                exact=switch.make_exact,
+            )
+
+
+_SWITCHES = (
+    ("matrix products", "mkldnn.matmul", fp32.HOST_PRODUCTS),
+    ("convolutions", "mkldnn.conv", fp32.host_switch("mkldnn.conv")),
+    ("RNNs", "mkldnn.rnn", fp32.host_switch("mkldnn.rnn")),
+)
+_NARROWING = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 _LOWER_FP32 = "oneDNN may compute float32 in a lower dtype, where processor and build allow it, at every level"
 _FEWER_INSTRUCTIONS = "newer instructions of the processor are not used: other rounding, and bfloat16 may be slow"
 # By name: values that mean nothing, the effect, whether it is a note only.

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from xamp._causes import first_line
 from xamp._findings import environment_settings
+from xamp.backends import fp32
 from xamp.backends.native import ModuleBackend
 from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
@@ -38,7 +40,9 @@ class CudaBackend(ModuleBackend):
     fused_optimizers = ("SGD", "Adam", "AdamW", "Adagrad")
     process_group = "nccl"
     # Their layers go to cuDNN's or MIOpen's, or to products of matrices, all of which autocast lowers.
-    op_rules = dict.fromkeys(("gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"), "same")
+    op_rules = dict.fromkeys(
+        [f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")], "same"
+    )
 
     def require_device(self) -> None:
         """See :meth:`xamp.backends.native.NativeBackend.require_device`."""
@@ -50,9 +54,8 @@ class CudaBackend(ModuleBackend):
         try:
             self.module.init()  # is_available() would swallow the reason
         except Exception as error:
-            first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
             cure = "run nvidia-smi or rocm-smi, and `python -m torch.utils.collect_env`"
-            raise BackendUnavailable(f"torch.cuda.init() failed: {first}\n{cure}") from error
+            raise BackendUnavailable(f"torch.cuda.init() failed: {first_line(error)}\n{cure}") from error
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
         """fp16 on all of them, bf16 where the GPU computes in it rather than emulate it."""
@@ -147,20 +150,23 @@ def _driver_version() -> str:
 
 
 def _tf32_settings() -> Iterator[Setting]:
-    if _switched_on("backends.cuda.matmul.allow_tf32"):
+    if fp32.PRODUCTS.narrow():
         yield Setting(
             "torch.backends.cuda.matmul.allow_tf32",
             "True",
             f"float32 matrix products are computed in TF32 ({_TF32}), at every level",
             "torch.backends.cuda.matmul.allow_tf32 = False, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE not set",
+            narrows_fp32=True,
+            exact=fp32.PRODUCTS.make_exact,
         )
-    if _switched_on("backends.cudnn.allow_tf32"):
+    if fp32.CONVOLUTIONS.narrow():
         yield Setting(
             "torch.backends.cudnn.allow_tf32",
             "True",
             f"float32 convolutions and RNNs are computed in TF32 ({_TF32}), at every level; torch's default",
             "torch.backends.cudnn.allow_tf32 = False",
             expected=True,
+            exact=fp32.CONVOLUTIONS.make_exact,
         )
 
 
@@ -195,6 +201,7 @@ _VARIABLES = {
     ),
     "CUBLAS_WORKSPACE_CONFIG": ("", _DETERMINISM, True),
 }
+_NARROWING = ("NVIDIA_TF32_OVERRIDE", "HIPBLASLT_ALLOW_TF32")
 _HIP_VARIABLES = {"HIPBLASLT_ALLOW_TF32": ("0", f"float32 products may be computed in TF32 ({_TF32})", False)}
 
 
@@ -208,7 +215,7 @@ def _switch_settings() -> Iterator[Setting]:
 
 
 def _variable_settings(hip: bool) -> Iterator[Setting]:
-    yield from environment_settings(_HIP_VARIABLES if hip else _VARIABLES)
+    yield from environment_settings(_HIP_VARIABLES if hip else _VARIABLES, narrowing=_NARROWING)
 
 
 def _switched_on(path: str) -> bool:

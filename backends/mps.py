@@ -20,7 +20,17 @@ class MpsBackend(ModuleBackend):
         # fp32 even where the caller names another dtype.
         **dict.fromkeys(("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm"), "fp32"),
         # The dtypes are the table's without an entry.
-        **dict.fromkeys(("rnn_relu.input", "rnn_relu_cell", "rnn_tanh.input", "rnn_tanh_cell"), "same"),
+        **dict.fromkeys(
+            (
+                "rnn_relu.data",
+                "rnn_relu.input",
+                "rnn_relu_cell",
+                "rnn_tanh.data",
+                "rnn_tanh.input",
+                "rnn_tanh_cell",
+            ),
+            "same",
+        ),
         # Its kernel refuses fp16 and bf16, so torch's own fp32 stays.
         "conv_transpose3d.input": "same",
         # Kernels of other GPUs.

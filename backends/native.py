@@ -42,13 +42,23 @@ class NativeBackend(Backend):
         """See :meth:`xamp.contract.Backend.probe`: find a device, then compute in every dtype that is declared."""
         self.require_device()
         device = self.probed_device()
-        for name in ("float32", *self.capabilities(device).dtypes):
-            defect = defect_of(device, name)
-            if defect:
-                raise BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
+        # float32 before the device is asked for more: what fails on any dtype would only make it lack the others, and
+        # where work is queued a failure is told once, to whoever comes next.
+        self._require_computing(device, "float32")
+        for name in self.capabilities(device).dtypes:
+            self._require_computing(device, name)
+
+    def _require_computing(self, device: torch.device, dtype: str) -> None:
+        defect = defect_of(device, dtype, self.keeps_inf(device))
+        if defect:
+            raise BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
 
     def require_device(self) -> None:
         """Raise BackendUnavailable, with cause and cure, unless there is a device to compute on."""
+
+    def keeps_inf(self, device: torch.device) -> bool:
+        """False where ``device`` saturates and raises a flag."""
+        return True
 
     def probed_device(self) -> torch.device:
         """The device that the probe computes on."""

@@ -15,7 +15,9 @@ class XpuBackend(ModuleBackend):
     op_rules = dict.fromkeys(
         (
             # The dtypes are the table's without an entry.
+            "rnn_relu.data",
             "rnn_relu.input",
+            "rnn_tanh.data",
             "rnn_tanh.input",
             # Kernels of other GPUs.
             "cudnn_convolution",

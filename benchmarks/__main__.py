@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|scaler|forward|ops|syncs|memory|import|all`` prints figures; exit code 1: one missed."""
+"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|import|all`` prints figures; exit 1: one missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import xamp
-from benchmarks import forward, imports, memory, ops, scaler, step, syncs
+from benchmarks import apex, forward, imports, memory, ops, scaler, step, syncs
 from benchmarks.report import Figure, print_table
 
 Run = Callable[[torch.device, argparse.Namespace], list[Figure]]
@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, tuple[str, Run]] = {
     "scaler": ("A training step under xamp.GradScaler over one under torch's", lambda d, a: scaler.run(d, a.rounds)),
     "forward": ("A managed forward less `with torch.autocast`", lambda d, a: forward.run(d, a.rounds)),
     "ops": ("Operators under the portable op policy, on a CPU", lambda d, a: ops.run()),
+    "apex": ("Functions under xamp.apex's casts, on a CPU", lambda d, a: apex.run(a.rounds)),
     "syncs": ("Waits for the device in one step", lambda d, a: syncs.run(d)),
     "memory": ("Peak bytes a parameter, Adam", lambda d, a: memory.run(d)),
     "import": ("Import, beyond torch", lambda d, a: imports.run()),

@@ -20,5 +20,11 @@ IMPORT_MS = 50.0
 OPS_ADDED_US = 8.0
 """An operator that the portable policy adds on a CPU, over the same under ``torch.autocast`` with casts by hand."""
 
+APEX_LISTED_US = 0.5
+"""A function on Apex's lists, called with the casts on and nothing to cast, over the same call without."""
+
+APEX_UNLISTED_US = 0.05
+"""A function on none of them: it is not touched, and what is left is what this machine cannot tell from nothing."""
+
 OPS_OUTSIDE_RATIO = 1.02
 """An operator outside of autocast, or one that nothing was added for, with the policy in the process over without."""

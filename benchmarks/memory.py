@@ -7,17 +7,15 @@ what is measured is the tensors, not an allocator. Activations are in it, and ma
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure
+from xamp.testing.measure import Storages
 
 LAYERS, WIDTH = 24, 128
 
@@ -53,7 +51,7 @@ def _peaks(level: str | None, make: Make, fused: bool | str, accumulate: int, de
     if level is not None:
         xamp.initialize(model, optimizer, level=level, fused=fused, op_policy="native", verbosity=0)
     x = torch.randn(1, WIDTH, device=device)
-    with Storages() as storages:
+    with Storages(device.type) as storages:
         storages.note([*model.parameters(), *xamp.master_params(optimizer), x])
         for _ in range(3):
             peaks = _step(level, model, optimizer, x, accumulate, storages)
@@ -85,42 +83,3 @@ def _step(
     optimizer.step()
     lap("step")
     return peaks
-
-
-class Storages(TorchDispatchMode):
-    """Bytes of all live storages that an operator has touched, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._now = 0
-        self._peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.note(tree_iter((args, kwargs, result)))
-        return result
-
-    def note(self, values: Any) -> None:
-        for value in values:
-            if isinstance(value, torch.Tensor) and value.device.type != "meta":
-                self._add(value.untyped_storage())
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._live and self._live[key][0]() is not None:
-            return
-        self._live[key] = (weakref.ref(storage, lambda ref, key=key: self._drop(key, ref)), size)  # type: ignore[misc]
-        self._now += size
-        self._peak = max(self._peak, self._now)
-
-    def _drop(self, key: int, ref: Any) -> None:
-        held = self._live.get(key)
-        if held is not None and held[0] is ref:
-            del self._live[key]
-            self._now -= held[1]
-
-    def lap(self) -> int:
-        """The peak since the last call, bytes."""
-        peak, self._peak = self._peak, self._now
-        return peak

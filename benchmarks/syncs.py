@@ -1,24 +1,20 @@
-"""How often one training step waits for the device.
+"""How often one training step waits for the device, as the conformance suite counts it.
 
-Every scalar that reaches the host is counted: ``aten::_local_scalar_dense`` in a dispatch mode (what ``item()``,
-``bool()`` and ``float()`` become), and calls of ``Tensor.item``, ``tolist`` and ``cpu``, which a CPU answers without.
 A CPU stands in for an accelerator: what is copied asynchronously there, and read many steps later, is no wait. Nor is
 what the optimizer reads in a plain loop too: an unfused Adam keeps its step counters on the host, wherever it runs.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure
+from xamp.testing.reads import HostReads, host_as_device
 
 STEPS = 40
 WARM_UP = 3
@@ -59,8 +55,8 @@ def run(device: torch.device) -> list[Figure]:
     return figures
 
 
-def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """An optimizer and one step of it; a plain one where ``arguments`` is None."""
+def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> Callable[[], None]:
+    """One training step; a plain one where ``arguments`` is None."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
     optimizer = make(model.parameters())
@@ -72,7 +68,7 @@ def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device
         optimizer.step()
 
     if arguments is None:
-        return optimizer, plain
+        return plain
     xamp.initialize(model, optimizer, op_policy="native", verbosity=0, **arguments)
 
     def one() -> None:
@@ -83,22 +79,23 @@ def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device
         xamp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
 
-    return optimizer, one
+    return one
 
 
 def _count(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> tuple[int, set[str]]:
-    optimizer, one = _training(make, arguments, device)
+    with host_as_device(device):
+        one = _training(make, arguments, device)
     for _ in range(WARM_UP):  # a parameter's first fused step is decided on the host
         one()
-    with _as_accelerator(optimizer), _Reads() as reads:
+    with HostReads(device) as reads:
         for _ in range(STEPS):
             one()
-    return reads.count, reads.names
+    return reads.count, set(reads.names)
 
 
 def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.device) -> Figure:
     """Let the device's own check raise at the first operation that waits."""
-    _, one = _training(make, arguments, device)
+    one = _training(make, arguments, device)
     for _ in range(WARM_UP):
         one()
     waited = ""
@@ -111,68 +108,3 @@ def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.devi
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return Figure(f"{case}, sync debug mode", float(bool(waited)), "a step", 0, waited)
-
-
-class _Reads(TorchDispatchMode):
-    """Counts scalars read on the host, whoever reads them."""
-
-    METHODS = ("item", "tolist", "cpu")
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-        self.names: set[str] = set()
-        self._patches = contextlib.ExitStack()
-        self._inside = False
-
-    def __enter__(self) -> _Reads:
-        for name in self.METHODS:
-            self._patches.enter_context(mock.patch.object(torch.Tensor, name, self._counted(name)))
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._patches.close()
-
-    def _counted(self, name: str) -> Callable[..., Any]:
-        original = getattr(torch.Tensor, name)
-
-        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._inside or getattr(tensor, "_copied_long_ago", False):
-                return original(tensor, *args, **kwargs)
-            self._note(f"Tensor.{name}")
-            self._inside = True
-            try:
-                return original(tensor, *args, **kwargs)
-            finally:
-                self._inside = False
-
-        return method
-
-    def _note(self, name: str) -> None:
-        self.count += 1
-        self.names.add(name)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and not self._inside:
-            self._note("_local_scalar_dense")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _as_accelerator(optimizer: Any) -> Iterator[None]:
-    """On a CPU, make what records the state of each step take the way that it takes on a device."""
-    history = optimizer._xamp._history if hasattr(optimizer, "_xamp") else None
-    if history is None or not history._values.is_cpu:
-        yield
-        return
-
-    def copy() -> tuple[torch.Tensor, Any]:
-        copied = kept.clone()
-        copied._copied_long_ago = True
-        return copied, mock.Mock()
-
-    kept = history._values
-    with mock.patch.multiple(history, _late=True, _copy=copy):
-        yield

@@ -9,11 +9,14 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
+SUFFIXES = (".py", ".c", ".json")
+
+
 def expected() -> set[str]:
-    """Every source file of the package, by its path in the wheel."""
+    """Every source file of the package and what it reads at run time, by its path in the wheel."""
     files = {"xamp/py.typed"}
     for folder, prefix in ((ROOT / "xamp", "xamp"), (ROOT / "backends", "xamp/backends")):
-        for path in folder.rglob("*.py"):
+        for path in (path for path in folder.rglob("*") if path.suffix in SUFFIXES):
             inside = path.relative_to(folder).as_posix()
             # Python before 3.13 does not enter the link xamp/backends here, later ones may.
             if not (prefix == "xamp" and inside.startswith("backends/")):

@@ -1,20 +1,37 @@
-"""Lanes for the tests marked ``device``, and a guard that no test leaves something behind."""
+"""Lanes for the tests marked ``device``, counts of emulated cards, and a guard that no test leaves something behind.
+
+A test that is made for each level, or for each lower dtype, is skipped for those that the lane's backend lacks.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, usable_lanes
+from cards import counts
+from lanes import Lane, needs_dtype, usable_lanes
 
 import xamp
+from xamp.policy import LEVELS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("xamp")
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
     group.addoption("--require", action="append", default=[], help="fail unless this lane is there (repeatable)")
+    group.addoption("--all", action="store_true", help="run the tests marked emulated_slow too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
+        threads = max(1, torch.get_num_threads() // int(config.workerinput["workercount"]))
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of its children
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -40,10 +57,46 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("lane", _lanes(metafunc.config), ids=str)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+    left = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("emulated_slow")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["emulated"] = {chip: dict(found) for chip, found in counts.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for chip, found in getattr(node, "workeroutput", {}).get("emulated", {}).items():
+        counts.setdefault(chip, Counter()).update(found)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for chip, found in sorted(counts.items()):
+        numbers = ", ".join(f"{number} {outcome}" for outcome, number in found.items() if number)
+        terminalreporter.write_line(f"emulated {chip}: {numbers}")
+
+
+@pytest.fixture(autouse=True)
+def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
+    """Skip what is made for a level or a lower dtype that the lane does not have, whichever argument names it."""
+    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    lane = chosen.get("lane")
+    if lane is None:
+        return
+    for value in chosen.values():
+        level = re.split("[- ]", value)[0] if isinstance(value, str) else ""  # as in "O2-second-fp32", "O1 static"
+        if level in LEVELS and level not in lane.can.levels:
+            pytest.skip(f"{lane} cannot run {level}")
+        if value is torch.float16 or value is torch.bfloat16:
+            needs_dtype(lane, value)
 
 
 @pytest.fixture(autouse=True)

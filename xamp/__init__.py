@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from xamp._autocast import autocast
     from xamp._custom_function import custom_bwd, custom_fwd
     from xamp._device import device, device_type, distributed_backend, is_available
+    from xamp._exact_fp32 import exact_fp32
     from xamp._functions import disable_casts, float_function, half_function, promote_function
     from xamp._grad_scaler import GradScaler
     from xamp._initialize import initialize
@@ -55,6 +56,7 @@ _HOMES = {
     "_autocast": ("autocast",),
     "_custom_function": ("custom_bwd", "custom_fwd"),
     "_device": ("device", "device_type", "distributed_backend", "is_available"),
+    "_exact_fp32": ("exact_fp32",),
     "_functions": ("disable_casts", "float_function", "half_function", "promote_function"),
     "_grad_scaler": ("GradScaler",),
     "_initialize": ("initialize",),
@@ -105,6 +107,7 @@ __all__ = [
     "device_type",
     "disable_casts",
     "distributed_backend",
+    "exact_fp32",
     "float_function",
     "half_function",
     "initialize",

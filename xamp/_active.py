@@ -9,58 +9,52 @@ mark of the region are set and restored; whatever else a region may need, such a
 * code that runs in a region reads the mark that :func:`enter` left on the thread;
 * code that torch.compile traces reads the same mark. The compiler follows it like any attribute: the answer is a
   constant of the graph, and the mark with which the compiled function was entered is one of its guards;
-* code that activation checkpointing runs again during backward, long after its region was left. Checkpointing restores
-  the autocast state and nothing else, and the engine gives all nodes the thread state of the call to ``backward()``, so
-  no mark of a region reaches them. But the node that is being evaluated was made in the region, and a thread numbers
-  the nodes that it makes. So a region in which somebody asked leaves behind the range of numbers that its nodes got,
-  and in backward the current node's number is looked up.
-
-A checkpoint inside a recomputation has nodes made during backward, which are in no range. Their backward is a graph
-task within the one that recomputes, on the same thread, and takes over the last answer that was given there.
-
-What a CPU recomputes in another thread than the forward's is not recognised: numbers of different threads are alike.
+* code that activation checkpointing runs again during backward, long after its region was left. torch's own puts the
+  mark back (:mod:`xamp._recompute`); for another library's the node that backward evaluates tells it
+  (:mod:`xamp._numbers`).
 """
 
 from __future__ import annotations
 
-import bisect
-import collections
 import contextlib
 import dataclasses
 import functools
-import operator
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from xamp import _numbers
+from xamp._compiler import keep_eager
 
 __all__ = [
     "Inside",
     "block",
     "current",
     "enter",
+    "get_slot",
     "inside",
     "leave",
     "next_number",
     "open_region",
     "prepare_tracing",
+    "replay",
+    "restore",
     "run_traced",
+    "set_slot",
+    "standing",
+    "surrounding",
 ]
 
-_RANGES = 1 << 16
-"""Ranges kept for a thread: as many regions may be left between a forward and its backward. 6 MB where all are used."""
-
 SLOT = "ipu"
-"""A device type of torch that nobody has. In a region under the portable policy float64 is its autocast dtype: part of
-the autocast state, and so seen by the compiler's guards, and by entries that it runs on fake tensors."""
+"""A device type of torch that nobody has. In a region under the portable policy autocast is on for it: part of the
+autocast state, so that the compiler's guards and the keys of its caches see it, and entries that it runs on fake
+tensors."""
 
-_OFF = torch.float16
-"""That dtype outside of such regions: torch's default."""
-
-_THREADS = 256
-"""Threads whose ranges are kept, dead ones included: DataParallel starts new ones for each forward."""
+_PORTABLE, REPLACED, APART = torch.float16, torch.bfloat16, torch.float32
+"""What its dtype says, which the guards see while it is on: a region under the portable policy; one in which replaced
+functions cast by its mark, or must not cast; code outside of regions for which they do other than usual."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,18 +66,33 @@ class Inside:
         dtype: what operators are cast to; None: not at all.
         blocked: regions entered in here stay without casts: ``disable_casts``.
         portable: operators are cast by the portable policy, not by the device's own list alone.
+        casting: what functions ask that an op policy has replaced, for their casts in this region; None: they cast
+            nothing here.
+        slot: the dtype of :data:`SLOT` in the region; None: it is off.
     """
 
     device_type: str | None
     dtype: torch.dtype | None
     blocked: bool = False
     portable: bool = False
+    casting: Any = None
+    slot: torch.dtype | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        slot = _PORTABLE if self.portable else None if self.casting is None else REPLACED
+        object.__setattr__(self, "slot", slot)
 
 
 @functools.cache
-def inside(device_type: str, dtype: torch.dtype | None, portable: bool = False) -> Inside:
+def _inside(device_type: str, dtype: torch.dtype | None, portable: bool, casting: Any) -> Inside:
+    if dtype is None:
+        return Inside(device_type, None)
+    return Inside(device_type, dtype, portable=portable, casting=casting)
+
+
+def inside(device_type: str, dtype: torch.dtype | None, portable: bool = False, casting: Any = None) -> Inside:
     """The mark of a region that casts operators on ``device_type`` to ``dtype``, the same object each time."""
-    return Inside(device_type, dtype, portable=portable and dtype is not None)
+    return _inside(device_type, dtype, portable, casting)
 
 
 @functools.cache
@@ -98,39 +107,7 @@ def block(device_type: str | None) -> Inside:
 
 # What torch.compiler.assume_constant_result sets: called while tracing, the result a constant. Calling the decorator
 # would import the compiler with every import of xamp.
-block._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class _Ranges:
-    """Sorted ranges [first, last) of the numbers that one thread's autograd nodes got in regions."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, Inside]] = []
-
-    def add(self, first: int, last: int, mark: Inside) -> None:
-        rows = self._rows
-        while rows and rows[-1][0] >= first:
-            rows.pop()  # of regions within this one
-        if rows and rows[-1][1] >= first and rows[-1][2] is mark:
-            first = rows.pop()[0]
-        rows.append((first, last, mark))
-        if len(rows) > 2 * _RANGES:
-            self._rows = rows[_RANGES:]  # not in place: another thread may be looking
-
-    def find(self, number: int) -> Inside | None:
-        rows = self._rows
-        at = bisect.bisect_right(rows, number, key=operator.itemgetter(0)) - 1
-        return rows[at][2] if at >= 0 and number < rows[at][1] else None
-
-
-_all_ranges: collections.deque[_Ranges] = collections.deque(maxlen=_THREADS)
-
-
-class _Backward:
-    """Queued in a graph task, and so alive as long as that is, whether it ends well or not."""
-
-    def __call__(self) -> None:
-        pass
+inside._dynamo_marked_constant = block._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Here(threading.local):
@@ -139,17 +116,11 @@ class _Here(threading.local):
     Attributes:
         mark: of the innermost region.
         asked: somebody got a mark from :func:`current` since the outermost region was entered.
-        ranges: of the nodes made in this thread's regions; None before the first.
-        answer: the last mark that :func:`current` gave in a backward, that backward, and the graph task's number.
     """
 
     def __init__(self) -> None:
         self.mark: Inside | None = None  # set here, not in the class: the compiler's guards tell the two apart
         self.asked = False
-        self.ranges: _Ranges | None = None
-        self.answer: tuple[weakref.ref[_Backward], int, Inside] | None = None
-        # Nodes on an accelerator are evaluated by threads of the engine's own, which Python has not started.
-        self.is_engine = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _here = _Here()
@@ -157,7 +128,6 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that this thread's next autograd node gets."""
 
 _graph_task = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
 _is_compiling = torch.compiler.is_compiling
 _has_function_mode = torch._C._is_torch_function_mode_enabled
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
@@ -166,9 +136,22 @@ _is_cached, _set_cached = torch.is_autocast_cache_enabled, torch.set_autocast_ca
 _deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 _clear_cache = torch.clear_autocast_cache
 
-Before = tuple[Inside, "Inside | None", int, bool, "torch.dtype | None", bool, "torch.dtype | None"]
+Before = tuple[Inside, "Inside | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None"]
 
 
+def get_slot() -> torch.dtype | None:
+    """The dtype of :data:`SLOT` on this thread; None where it is off."""
+    return _get_dtype(SLOT) if _is_enabled(SLOT) else None
+
+
+@keep_eager
+def set_slot(slot: torch.dtype | None) -> None:
+    """Set what :func:`get_slot` returns."""
+    _set_enabled(SLOT, slot is not None)
+    _set_dtype(SLOT, _PORTABLE if slot is None else slot)
+
+
+@keep_eager
 def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
     """Set the autocast state of a region and leave its mark on this thread.
 
@@ -190,7 +173,7 @@ def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
         _here.mark = mark
         return mark, before, number, False, None, was_cached, None
     enabled, old = _is_enabled(device), _get_dtype(device)
-    _set_enabled(device, dtype is not None)
+    _set_enabled(device, dtype is not None and mark.casting is None)
     if dtype is not None and dtype is not old:
         _set_dtype(device, dtype)
     _deeper()
@@ -198,23 +181,24 @@ def enter(mark: Inside, number: int, cached: bool | None = True) -> Before:
         _set_cached(cached)
     _here.mark = mark
     slot = None
-    if mark.portable is not (before is not None and before.portable):
-        slot = _get_dtype(SLOT)
-        _set_dtype(SLOT, torch.float64 if mark.portable else _OFF)
-        _set_enabled(SLOT, mark.portable)  # guards look at the dtypes of enabled devices only
+    if mark.slot is not (None if before is None else before.slot):
+        slot = (get_slot(),)
+        set_slot(mark.slot)
     return mark, before, number, enabled, old, was_cached, slot
 
 
+@keep_eager
 def leave(entered: Before) -> None:
     """Restore what :func:`enter` found."""
     mark, before, number, enabled, dtype, cached, slot = entered
     _here.mark = before
     if slot is not None:
-        _set_dtype(SLOT, slot)
-        _set_enabled(SLOT, slot is torch.float64)
+        set_slot(slot[0])
     if mark.device_type is not None and dtype is not None:
         if _shallower() == 0:
             _clear_cache()
+            if mark.casting is not None:
+                mark.casting.clear()
         _set_enabled(mark.device_type, enabled)
         _set_dtype(mark.device_type, dtype)
         _set_cached(cached)
@@ -222,16 +206,42 @@ def leave(entered: Before) -> None:
         _note(mark, before, number)
 
 
+@keep_eager
 def _note(mark: Inside, before: Inside | None, first: int) -> None:
     """Keep the numbers of the nodes made in a region, where somebody asked and may ask again in backward."""
-    last = next_number()
-    if mark.dtype is not None and last > first:
-        if _here.ranges is None:
-            _here.ranges = _Ranges()
-            _all_ranges.append(_here.ranges)
-        _here.ranges.add(first, last, mark)
+    if mark.dtype is not None:
+        _numbers.keep(first, next_number(), mark)
     if before is None:
         _here.asked = False
+
+
+@keep_eager
+def standing() -> tuple[Inside | None, torch.dtype | None]:
+    """What holds here, for :func:`replay`: the mark, and the dtype of :data:`SLOT`."""
+    mark, slot = _here.mark, get_slot()
+    if mark is None and _graph_task() >= 0:
+        mark = _numbers.find()
+        if slot is None and mark is not None:
+            slot = mark.slot
+    return mark, slot
+
+
+@keep_eager
+def replay(mark: Inside | None, slot: torch.dtype | None) -> tuple[Inside | None, torch.dtype | None, bool]:
+    """Put back what :func:`standing` told, the autocast state apart; returns what :func:`restore` needs."""
+    before = _here.mark, get_slot(), _here.asked
+    _here.mark = mark
+    set_slot(slot)
+    if mark is not None and mark.dtype is not None and _graph_task() >= 0:
+        _numbers.answer(mark)  # for what is checkpointed in there by another library
+    return before
+
+
+@keep_eager
+def restore(before: tuple[Inside | None, torch.dtype | None, bool]) -> None:
+    """Undo :func:`replay`."""
+    _here.mark, slot, _here.asked = before
+    set_slot(slot)
 
 
 def open_region(mark: Inside, cached: bool | None = True) -> Callable[[], None]:
@@ -248,6 +258,11 @@ def open_region(mark: Inside, cached: bool | None = True) -> Callable[[], None]:
     return stack.close
 
 
+def _traced_slot(mark: Inside) -> torch.dtype | None:
+    """What :data:`SLOT` is to say in a graph, where no mark reaches what runs when the graph is lowered."""
+    return REPLACED if mark.slot is None and outsiders else mark.slot
+
+
 def run_traced(mark: Inside, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` in a region while it is being traced: with torch's own object, which every tracer knows."""
     before = _here.mark if is_asked_for else None
@@ -258,10 +273,11 @@ def run_traced(mark: Inside, function: Callable[..., Any], *args: Any, **kwargs:
     if is_asked_for:
         _here.mark = mark
     try:
-        with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=mark.dtype is not None, cache_enabled=True):
-            if not mark.portable and _get_dtype(SLOT) is not torch.float64:
+        on, slot = mark.dtype is not None and mark.casting is None, _traced_slot(mark)
+        with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=mark.casting is None):
+            if slot is get_slot():
                 return function(*args, **kwargs)
-            with torch.autocast(SLOT, dtype=torch.float64 if mark.portable else _OFF, enabled=False):
+            with torch.autocast(SLOT, dtype=slot or _PORTABLE, enabled=slot is not None):
                 return function(*args, **kwargs)
     finally:
         if is_asked_for:
@@ -281,13 +297,14 @@ def traced_region(mark: Inside, cached: bool | None = True) -> Iterator[None]:
         if mark.device_type is None:
             yield
         else:
-            on = mark.dtype is not None
+            on, slot = mark.dtype is not None and mark.casting is None, _traced_slot(mark)
+            cached = cached if mark.casting is None else False
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
-                if mark.portable or _get_dtype(SLOT) is torch.float64:
-                    with torch.autocast(SLOT, dtype=torch.float64 if mark.portable else _OFF, enabled=False):
-                        yield
-                else:
+                if slot is get_slot():
                     yield
+                else:
+                    with torch.autocast(SLOT, dtype=slot or _PORTABLE, enabled=slot is not None):
+                        yield
     finally:
         if is_asked_for:
             _here.mark = before
@@ -299,8 +316,14 @@ is_asked_for = False
 Where nothing does, no mark is left while tracing: torch.export warns of what a model writes to.
 """
 
+extended: set[str] = set()
+"""Device types to whose autocast the portable policy has added entries."""
+
 has_registered = False
 """Whether functions are registered that act in regions only."""
+
+outsiders = False
+"""Whether functions are replaced that act outside of regions: then those that cast nothing are marked too."""
 
 when_tracing: list[Callable[[], None]] = []
 """Called each time that the compiler starts to trace a region."""
@@ -321,45 +344,32 @@ def current() -> Inside | None:
     None outside of xamp's regions and where the innermost one casts nothing. A ``torch.autocast`` within a region may
     have switched casts off, or to another dtype: ask torch for that.
     """
+    mark = surrounding()
+    return None if mark is None or mark.dtype is None else mark
+
+
+def surrounding() -> Inside | None:
+    """As :func:`current`, but also the mark of a region that casts nothing: None is outside of xamp's regions only.
+
+    Of a model whose operators are not cast that holds while :data:`outsiders` is set.
+    """
     mark = _here.mark
     if mark is not None:
-        if mark.dtype is None:
-            return None
-        if not _is_compiling():
+        if mark.dtype is not None and not _is_compiling():
             _here.asked = True
         return mark
     if _is_compiling() or _graph_task() < 0:
         return None
-    return _recomputed()
+    return _numbers.find()
 
 
+@keep_eager
 def is_portable() -> bool:
     """Whether operators are to be cast by the portable policy: here, in what backward recomputes, in what is traced."""
-    if _get_dtype(SLOT) is torch.float64:
+    if _is_enabled(SLOT) and _get_dtype(SLOT) is _PORTABLE:
         _here.asked = True
         return True
     if _graph_task() < 0 or _here.mark is not None:
         return False
-    mark = _recomputed()
+    mark = _numbers.find()
     return mark is not None and mark.portable
-
-
-def _recomputed() -> Inside | None:
-    """The mark of the region in which the node was made that backward evaluates now."""
-    node: Any = _current_node()
-    if node is None:
-        return None
-    number, task, last = node._sequence_nr(), _graph_task(), _here.answer
-    if last is not None and last[0]() is None:
-        last = _here.answer = None  # that backward has ended
-    kept = list(_all_ranges) if _here.is_engine else [_here.ranges] if _here.ranges is not None else []
-    found = next((mark for ranges in kept if (mark := ranges.find(number)) is not None), None)
-    if found is None and last is not None and last[1] != task:
-        return last[2]  # in a recomputation within the one for which that answer was given
-    if found is None:
-        _here.answer = None
-    elif last is None or last[1] != task or last[2] is not found:
-        backward = _Backward()
-        torch.autograd.Variable._execution_engine.queue_callback(backward)
-        _here.answer = weakref.ref(backward), task, found
-    return found

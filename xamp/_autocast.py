@@ -14,6 +14,7 @@ import torch
 from xamp import _active, _device, ops
 from xamp._active import Inside
 from xamp._arguments import boolean
+from xamp._compiler import keep_eager
 from xamp._device import DEVICE_VARIABLE
 from xamp._registry import BACKEND_VARIABLE, Registry
 from xamp.contract import Backend
@@ -57,6 +58,7 @@ class Reentrant:
         """The region to enter, found on entry."""
         raise NotImplementedError
 
+    @keep_eager
     def __enter__(self) -> Any:
         mark = self._mark()
         if _is_traced():
@@ -67,6 +69,7 @@ class Reentrant:
             _opened.regions.append(_active.open_region(mark, self._cached))
         return self
 
+    @keep_eager
     def __exit__(self, *_: object) -> None:
         if _is_traced():
             self._traced.pop().__exit__(None, None, None)
@@ -79,8 +82,8 @@ class Reentrant:
 class Casts(Reentrant, torch.autocast):
     """A region with a mark that is known, also as a decorator.
 
-    It is a ``torch.autocast``, so that code that asks for one finds it, and so that the compiler takes one that was
-    made outside of the function that it traces. Then it reads the four properties and runs nothing of what is here.
+    It is a ``torch.autocast``, so that code that asks for one finds it. One that was made outside of the function that
+    the compiler traces is a torch.autocast to it too: it reads the four properties and runs nothing of what is here.
     """
 
     def __init__(self, mark: Inside, cached: bool | None = True) -> None:
@@ -94,12 +97,16 @@ class Casts(Reentrant, torch.autocast):
     @property
     def device(self) -> str | None:  # type: ignore[override]
         """The device type."""
-        if _active.has_registered and torch._guards.TracingContext.try_get() is not None:
-            raise StateError(
-                "autocast(): made outside of the function that torch.compile traces, which would leave out what is "
-                "registered with register_half_function and its like. Make it inside: with xamp.autocast(): ..."
+        mark = self._mark()
+        if torch._guards.TracingContext.try_get() is not None and (
+            _active.has_registered or (mark.portable and mark.device_type in _active.extended)
+        ):
+            # The compiler ends its graph here and has the block run as it is; with fullgraph=True it shows this.
+            raise torch._dynamo.exc.Unsupported(
+                "autocast(): made outside of the function that torch.compile traces, which would leave out what xamp "
+                "adds to the device's own autocast. Make it inside: with xamp.autocast(): ..."
             )
-        return self._mark().device_type
+        return mark.device_type
 
     @property
     def fast_dtype(self) -> torch.dtype | None:  # type: ignore[override]

@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xamp import _masters
-from xamp._forward import Region, enter_policy
+from xamp._containers import cast_floats
+from xamp._forward import Cast, Region, enter_policy
 from xamp.errors import PolicyError
 from xamp.policy import Policy
 
 __all__ = ["Plan", "plan"]
+
+Plain = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Plan:
@@ -32,10 +35,15 @@ class Plan:
         lowered: parameters to cast.
     """
 
-    def __init__(self, models: Sequence[nn.Module], policy: Policy, device_type: str) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], policy: Policy, device_type: str, saturates: bool, cast: Cast, plain: Plain
+    ) -> None:
         self._models = [weakref.ref(model) for model in models]
         self.policy = policy
+        self._cast = cast
+        self._plain = plain
         self.device_type = device_type
+        self._watched = saturates and policy.checks
         self._islands = [weakref.ref(module) for module in _islands(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -44,12 +52,13 @@ class Plan:
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
         # Made here, where running out of memory has changed nothing yet.
-        self._values = [p.detach().to(policy.dtype) for p in self.lowered]
+        self._values = [plain(p.detach().to(policy.dtype)) for p in self.lowered]
 
     def _find_lowered(self) -> None:
         kept = {id(m) for island in self.islands() for m in island.modules()}
         if self.policy.keep_batchnorm_fp32:
-            kept |= {id(m) for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm)}
+            norms = (m for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm))
+            kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
         modules = {id(m): m for model in self.models() for m in model.modules()}
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
         seen: set[int] = set()
@@ -87,7 +96,9 @@ class Plan:
             if self.policy.casts_parameters:
                 undo.callback(_masters.watch_state_dicts(model))
             kept_whole = any(model is island for island in self.islands())
-            undo.callback(enter_policy(model, self._region(kept_whole)))
+            region = self._region(kept_whole)
+            if region.does_something:
+                undo.callback(enter_policy(model, region))
         for island in self.islands():
             if not any(island is model for model in self.models()):
                 undo.callback(enter_policy(island, self._island_region()))
@@ -100,8 +111,11 @@ class Plan:
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
         lower = policy.dtype if policy.autocast and not kept_whole else None
-        into = torch.float32 if kept_whole else None if policy.autocast else policy.dtype
-        return Region(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy)
+        into = torch.float32 if kept_whole else policy.input_dtype
+        return Region(
+            *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
+            *(self._cast, policy.apart),
+        )
 
     def _island_region(self) -> Region:
         back = self.policy.dtype if self.policy.casts_parameters else None
@@ -114,7 +128,8 @@ class Plan:
             param.grad = None  # of the old dtype, which the new one does not admit
             self._originals[id(param)] = param.data
             self._grads[id(param)] = grad
-            _masters.set_lowered(param, nn.Parameter(param.data) if self.policy.master_weights else None)
+            master = nn.Parameter(self._plain(param.data)) if self.policy.master_weights else None
+            _masters.set_lowered(param, master)
             param.data = value
             if grad is not None:
                 _give_grad(param, grad)
@@ -145,13 +160,29 @@ class Plan:
             _flatten_rnns(model)
 
 
-def plan(models: Sequence[nn.Module], policy: Policy, device_type: str) -> Plan:
+def plan(
+    models: Sequence[nn.Module],
+    policy: Policy,
+    device_type: str,
+    *,
+    saturates: bool = False,
+    cast: Cast = cast_floats,
+    plain: Plain = lambda tensor: tensor,
+) -> Plan:
     """Look at ``models`` and say what the policy does to them; changes nothing.
+
+    Args:
+        models: inside their wrappers.
+        policy: what they are put under.
+        device_type: where they are.
+        saturates: the device tells an overflow by a flag.
+        cast: what casts a model's arguments and results.
+        plain: see :meth:`xamp.contract.Backend.plain`.
 
     Raises:
         PolicyError: ``keep_fp32`` names something that is not there.
     """
-    return Plan(models, policy, device_type)
+    return Plan(models, policy, device_type, saturates, cast, plain)
 
 
 def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:

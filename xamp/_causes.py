@@ -18,7 +18,18 @@ if TYPE_CHECKING:
     from xamp._torch import TorchFailure
     from xamp.contract import BackendSpec
 
-__all__ = ["Cause", "Diagnosis", "Failure", "explain", "explain_torch", "full_text", "masked", "one_line", "table_of"]
+__all__ = [
+    "Cause",
+    "Diagnosis",
+    "Failure",
+    "explain",
+    "explain_torch",
+    "first_line",
+    "full_text",
+    "masked",
+    "one_line",
+    "table_of",
+]
 
 _REASON_LENGTH = 400
 _CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
@@ -139,6 +150,11 @@ def one_line(error: BaseException) -> str:
     return _named(error) if len(chain) == 1 else f"{_named(error)} (caused by {_named(root)})"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the text of ``error`` that says something."""
+    return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
+
+
 def full_text(error: BaseException) -> str:
     """Type and whole text of ``error`` and of every error behind it."""
     return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
@@ -195,16 +211,16 @@ def _of_an_extension(failure: Failure) -> tuple[str, str] | None:
 
 
 _OF_TORCH: tuple[Explanation, ...] = (
+    Cause(
+        r"(\S+): cannot allocate memory in static TLS block",
+        r"\1 was loaded too late to find room in static TLS",
+        r"have it loaded first: start with LD_PRELOAD=\1",
+    ),
     _of_an_extension,
     Cause(
         r"partially initialized module 'torch'.*\((.*)\)",
         r"a module in the way has the name of one of torch's, or torch is half installed (\1)",
         "rename the file that has the name, or reinstall torch",
-    ),
-    Cause(
-        r"(\S+): cannot allocate memory in static TLS block",
-        r"\1 was loaded too late to find room in static TLS",
-        r"have it loaded first: start with LD_PRELOAD=\1",
     ),
     Cause(
         r"version [`'](GLIBC(?:XX)?_[\d.]+)' not found",

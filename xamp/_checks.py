@@ -26,7 +26,9 @@ __all__ = [
     "check_not_shared",
     "check_optimizers",
     "check_owned",
+    "check_stepped_rightly",
     "device_of",
+    "is_plain",
     "unwrap",
 ]
 
@@ -251,6 +253,29 @@ def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) ->
                 f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
                 "model.parameters() of the very model, after moving that to its device."
             )
+
+
+def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
+    """Refuse what the backend knows to be stepped wrongly.
+
+    Raises:
+        UnsupportedPolicy: an optimizer of the device's own whose own copies the level makes wrong; or a fused one of
+            parameters in a storage format that its kernel does not take.
+    """
+    name = type(optimizer).__name__
+    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters):
+        raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
+    if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {name} was made with fused=True, whose kernel takes no parameter in "
+            "a storage format of the device's own, as this one holds. Make it without fused=True, or cast the "
+            "parameters to the usual format first."
+        )
+
+
+def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
+    """Whether all its parameters are in the storage format that every operator takes."""
+    return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
 
 
 def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from xamp.errors import StateError
 
-__all__ = ["cast_floats", "tensors_in"]
+__all__ = ["cast_any", "cast_floats", "tensors_in"]
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """What xamp moves between: float64, complex, integer and 8-bit tensors are never cast."""
@@ -39,14 +40,31 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
         if value.dtype not in CASTABLE or value.dtype == dtype or device_type not in (None, value.device.type):
             return value
         return value.to(dtype)
+    return _cast_container(value, dtype, device_type)
+
+
+def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
+    """As :func:`cast_floats`, float64 too, and what has a method ``to`` of its own by ``value.to(dtype)``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype.is_floating_point else value
+    if callable(getattr(value, "to", None)) and not isinstance(value, (torch.fx.Proxy, type)):
+        return value.to(dtype)
+    return _cast_container(value, dtype, device_type, cast_any)
+
+
+_Again = Callable[[Any, torch.dtype, "str | None"], Any]
+
+
+def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again = cast_floats) -> Any:
+    """What is no tensor; ``again`` casts what is in it."""
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype, device_type)
+        return _cast_sequence(value, dtype, device_type, again)
     if isinstance(value, (dict, collections.UserDict)):
-        return _cast_mapping(value, dtype, device_type)
+        return _cast_mapping(value, dtype, device_type, again)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype, device_type)
+        return _cast_dataclass(value, dtype, device_type, again)
     if isinstance(value, torch.fx.Proxy):
         raise StateError(
             "torch.fx.symbolic_trace on a model that xamp.initialize manages would leave its policy out of the graph. "
@@ -55,8 +73,8 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
     return value
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
-    items = [cast_floats(item, dtype, device_type) for item in value]
+def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
+    items = [again(item, dtype, device_type) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     kind = type(value)
@@ -77,10 +95,10 @@ def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None) -> A
     return made
 
 
-def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
+def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
     changed = {}
     for key, item in value.items():
-        new = cast_floats(item, dtype, device_type)
+        new = again(item, dtype, device_type)
         if new is not item:
             changed[key] = new
     if not changed:
@@ -93,13 +111,13 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None) -> An
     return filled
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None) -> Any:
+def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
         item = getattr(value, field.name)
-        new = cast_floats(item, dtype, device_type)
+        new = again(item, dtype, device_type)
         if new is not item:
             changed[field.name] = new
     if not changed:

@@ -122,13 +122,20 @@ class Wrappers:
                 return True
         return any(not _reduces(module) for module in self._shards())
 
-    def agree(self, flags: torch.Tensor, params: Iterable[torch.Tensor]) -> None:
-        """Raise ``flags`` (1.0: overflow) to their maximum over the ranks, unless a DDP made the gradients equal."""
+    def agree(self, flags: torch.Tensor, params: Iterable[torch.Tensor], saturates: bool) -> None:
+        """Raise ``flags`` (1.0: overflow) to their maximum over the ranks, unless a DDP made the gradients equal.
+
+        Where the device ``saturates``, equal gradients do not show the overflow of another rank.
+        """
         if world_size(self._group) == 1:
             return
         reduced: set[int] = set().union(*self._held.values())
-        if not all(id(p) in reduced for p in params):
+        if saturates or not all(id(p) in reduced for p in params):
             share_overflow(flags, self._group)
+
+    def keep_gradients(self) -> bool:
+        """Whether an FSDP2 has yet to reduce gradients, and keeps them where no parameter shows them."""
+        return any(hasattr(module, "_get_fsdp_state") and not _reduces(module) for module in self._shards())
 
     def _modules(self) -> Iterator[nn.Module]:
         return (m for ref in self._models if (model := ref()) is not None for m in model.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from xamp import _distributed, _masters
+from xamp._containers import cast_floats
 from xamp._optimizer import replace_params
+from xamp._overflow_flag import FlagWatch
 from xamp._scale import DeviceState, LossScaler
 from xamp._step import OptimizerState
 from xamp.contract import Backend
@@ -60,9 +62,17 @@ class Engine:
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
         moves_before_step: scales move on leaving ``scale_loss``; a GradScaler's move in ``update()``, after the step.
+        skips_together: all optimizers of one ``scale_loss`` skip their steps where one overflowed.
+        state_class: what is kept for an optimizer.
+        cast: what casts the models' arguments and results.
+        scale_loss: of an engine that has handed its work over, what :func:`xamp.scale_loss` calls in place of its own.
     """
 
     moves_before_step = True
+    skips_together = False
+    state_class: type[OptimizerState] = OptimizerState
+    cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
+    scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
 
     def __init__(
         self,
@@ -90,6 +100,11 @@ class Engine:
         self.num_models = len(models)
         self.process_group = process_group
         self._wrappers = _distributed.Wrappers(self._models, process_group)
+        self._saturates = backend.capabilities(device).overflow == "flag"
+        watching = self._saturates and policy.checks
+        self._watch = FlagWatch(backend, device, lambda: self.states) if watching else None
+        if self._watch is not None:
+            self._watch.follow(models)
         self._pairs: list[_masters.Pair] = []
         self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
         self._reconciled = False
@@ -104,6 +119,17 @@ class Engine:
         """What the last step did; of several optimizers a dict by optimizer. May wait for the device."""
         outcomes = {state.optimizer: state.known_outcome() for state in self.states if state.is_alive}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
+
+    def serves(self, optimizer: object) -> bool:
+        """Whether ``optimizer`` was given to it as one."""
+        return any(state.is_alive and state.optimizer is optimizer for state in self.states)
+
+    def check_closable(self) -> None:
+        """Raise a StateError where models and optimizers cannot be given back as they stand."""
+        if any(state.open for state in self.states):
+            raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
+        for state in self.states:
+            state.gradients.refuse_scaled("session.close()")
 
     def prepare_state(self, optimizers: int) -> None:
         """Make the device state for that many optimizers. Scales that were loaded before stay."""
@@ -166,38 +192,56 @@ class Engine:
 
     def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
         """Before a backward."""
+        self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if self._pairs:
             self._settle_masters(fresh)
-        self.backend.before_backward(self.device)
         for state in states:
             state.gradients.enter(scaler)
 
+    def _begin_backward(self) -> None:
+        if self._watch is None:
+            self.backend.clear_overflow(self.device)
+        else:
+            self._watch.open()
+
+    def end_backward(self) -> None:
+        """The body of ``scale_loss`` has ended, well or not."""
+        if self._watch is not None:
+            self._watch.close()
+
     def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
         """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
-        if not self._reconciled or fresh:
-            _masters.use(self._pairs)
+        if not self._reconciled:
+            self._use_masters()
             self._reconciled = True
+        elif fresh:
+            _masters.use(self._pairs)
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}
             pairs = [pair for pair in self._pairs if id(pair[0]) in held]
             _distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             _masters.write_quietly(pairs)
 
+    def _use_masters(self) -> None:
+        """The masters' first use."""
+        _masters.use(self._pairs)
+
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
         """After a backward: unscale, check, move the scale; or put all of that off."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        why = None
+        why, hidden = None, False
         if delay_unscale:
             why = "delay_unscale=True postponed it"
         elif params and self._wrappers.postponed(params):
             why = "the wrapper's no_sync postponed its reduction"
+            hidden = self._wrappers.keep_gradients()
         if why is not None:
             for state in states:
-                state.gradients.postpone(scaler, why)
+                state.gradients.postpone(scaler, why, hidden)
             return
         if not self.policy.checks:
             for state in states:
@@ -223,18 +267,24 @@ class Engine:
             only.gradients.unscale(scaler, only.sticky, True)
             only.fresh = False
             if shared:
-                self._wrappers.agree(only.sticky, shared)
+                self._wrappers.agree(only.sticky, shared, self._saturates)
             return only.sticky
         flags = self.memory.flags
         flags.zero_()
         for state in states:
             state.gradients.unscale(scaler, state.flag, state.fresh)
         if shared:
-            self._wrappers.agree(flags, shared)
-        if not throw_away:
-            for state in states:
-                state.keep_flag()
-        return flags.max()
+            self._wrappers.agree(flags, shared, self._saturates)
+        if throw_away:
+            return flags.max()
+        for state in states:
+            state.mask_flag()
+        found = flags.max()
+        if self.skips_together:
+            flags.fill_(found)
+        for state in states:
+            state.keep_flag()
+        return found
 
 
 class ScaledLoss:
@@ -258,11 +308,15 @@ class ScaledLoss:
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
 
-    def __enter__(self) -> torch.Tensor:
+    def _is_busy(self) -> bool:
+        """Whether what is used here is in use already."""
         busy = self._scaler.open
         for state in self._states:
             busy = busy or state.open
-        if busy:
+        return busy
+
+    def __enter__(self) -> torch.Tensor:
+        if self._is_busy():
             raise StateError(
                 "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
                 "Leave it first, or add the losses up and scale their sum."
@@ -281,6 +335,7 @@ class ScaledLoss:
         return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._engine.end_backward()
         self._scaler.open = False
         for state in self._states:
             state.open = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 __all__ = ["DEFECT", "NOTE", "WARNING", "Finding", "Setting", "environment_settings", "torch_settings"]
 
@@ -38,6 +38,9 @@ class Setting:
         effect: what it changes, one line.
         undo: how to set it back.
         expected: it is torch's default, or changes no result for the worse: a note, and no warning.
+        narrows_fp32: it takes so many digits from float32 that ``initialize`` warns of it at level O0, expected or not.
+        exact: sets it so that float32 keeps its digits, and returns what sets it back as it was: what
+            ``xamp.exact_fp32`` calls. None where it takes none, or where a program cannot change it.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Setting:
     effect: str
     undo: str
     expected: bool = False
+    narrows_fp32: bool = False
+    exact: Callable[[], Callable[[], object]] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def severity(self) -> str:
@@ -53,7 +58,9 @@ class Setting:
 
 
 def environment_settings(
-    table: Mapping[str, tuple[str, str, bool]], environment: Mapping[str, str] | None = None
+    table: Mapping[str, tuple[str, str, bool]],
+    environment: Mapping[str, str] | None = None,
+    narrowing: Container[str] = (),
 ) -> Iterator[Setting]:
     """A setting for each variable of ``table`` that is set.
 
@@ -61,12 +68,13 @@ def environment_settings(
         table: by the variable's name the values that mean nothing (lower case, separated by spaces), the effect, and
             whether it is a note only.
         environment: None: the process's.
+        narrowing: those of them that take digits from float32.
     """
     variables = os.environ if environment is None else environment
     for name, (harmless, effect, expected) in table.items():
         value = variables.get(name, "").strip()
         if value and value.lower() not in harmless.split():
-            yield Setting(f"{name} (environment)", value, effect, f"unset {name}", expected)
+            yield Setting(f"{name} (environment)", value, effect, f"unset {name}", expected, name in narrowing)
 
 
 def torch_settings() -> Iterator[Setting]:

@@ -24,9 +24,13 @@ from torch import nn
 from xamp import _active, _distributed, _masters, _registry, ops
 from xamp._autocast import Casts
 from xamp._containers import cast_floats
+from xamp._overflow_flag import watched
 from xamp.errors import BackendUnavailable, PolicyError
 
-__all__ = ["Region", "enter_policy", "is_under_policy", "region_of"]
+__all__ = ["Cast", "Region", "enter_policy", "is_under_policy", "region_of"]
+
+Cast = Callable[[Any, torch.dtype], Any]
+"""Casts the floating tensors in any value; :func:`xamp._containers.cast_floats`, or another's way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Region:
         output_dtype: what floating results are cast to; None leaves them.
         methods: names of the methods that run in the region.
         op_policy: by which operators are cast.
+        watched: the device saturates, so that a forward's overflow has to be asked for.
+        cast: what casts arguments and results.
+        apart: what casts in the code around does not inside; False: nothing but arguments and results is touched.
     """
 
     device_type: str
@@ -48,6 +55,9 @@ class Region:
     output_dtype: torch.dtype | None
     methods: tuple[str, ...] = ("forward",)
     op_policy: str = "native"
+    watched: bool = False
+    cast: Cast = cast_floats
+    apart: bool = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, perhaps in a process that has prepared nothing yet."""
@@ -60,9 +70,16 @@ class Region:
         return Casts(self.mark)
 
     @property
+    def does_something(self) -> bool:
+        """Whether a method that runs in it runs otherwise than outside."""
+        dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
+        return self.watched or any(dtype is not None for dtype in dtypes)
+
+    @property
     def mark(self) -> _active.Inside:
         """What code in the region finds of it."""
-        return _active.inside(self.device_type, self.autocast_dtype, self.op_policy == "portable")
+        device, dtype = self.device_type, self.autocast_dtype
+        return _active.inside(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
 
 
 class _UnderPolicy:
@@ -93,6 +110,7 @@ def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) ->
     made = make(*args)
     if not isinstance(made, _UnderPolicy):
         made.__class__ = _subclass(type(made), region)
+    ops.hold(region.op_policy, made)  # it may outlive the session of what it was made from
     return made
 
 
@@ -258,27 +276,27 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     ddp = nn.parallel.DistributedDataParallel
     is_compiling, is_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled
     enter, leave, number = _active.enter, _active.leave, _active.next_number
-    tensor = torch.Tensor
+    tensor, cast, apart = torch.Tensor, region.cast, region.apart
 
     def finish(result: Any) -> Any:
         if out_of is None or (type(result) is tensor and result.dtype is out_of):
             return result
-        return cast_floats(result, out_of)
+        return cast(result, out_of)
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         _distributed.note_wrapper_while_tracing()
-        if on or is_enabled(device):
+        if apart and (on or is_enabled(device) or _active.outsiders):
             return _active.run_traced(mark, function, self, *args, **kwargs)
         return function(self, *args, **kwargs)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if into is not None:
-            args, kwargs = cast_floats(args, into), cast_floats(kwargs, into)
+            args, kwargs = cast(args, into), cast(kwargs, into)
         if is_compiling():
             return finish(traced(self, args, kwargs))
         if ddp._active_ddp_module is not None:
             _distributed.note_wrapper()
-        if not on and not is_enabled(device):
+        if not apart or (not on and not is_enabled(device) and not _active.outsiders):
             return finish(function(self, *args, **kwargs))
         entered = enter(mark, number())
         try:
@@ -288,4 +306,4 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
-    return method
+    return watched(method) if region.watched else method

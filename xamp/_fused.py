@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from xamp._causes import one_line
 from xamp.errors import PolicyError, UnsupportedPolicy
 
 __all__ = ["FusedForm", "honours_found_inf", "is_right"]
@@ -59,12 +60,14 @@ class FusedForm:
             self.skips_on_device = all(self._right(group["params"]) for group in groups)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if ``fused=True`` was asked for and cannot be.
+        """Raise if ``fused=True`` was asked for, here or of the optimizer itself, and cannot be.
 
         Raises:
-            UnsupportedPolicy: the optimizer has no fused form that is right on this device.
+            UnsupportedPolicy: the optimizer has no fused form that is right on this device; or was made with one that
+                refuses to step there.
             PolicyError: a group asks for ``foreach=True``.
         """
+        self._check_made_fused(optimizer)
         if self._choice is not True:
             return
         name = self._class.__name__
@@ -79,6 +82,22 @@ class FusedForm:
                 f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
                 "device. Leave fused='auto', which uses it where it is right."
             )
+
+    def _check_made_fused(self, optimizer: Optimizer) -> None:
+        """Raise now what would be an error of the device's at the first step that is applied, mid-training."""
+        cls: Any = self._class
+        if not cls.__module__.startswith("torch.optim"):
+            return
+        for group in optimizer.param_groups:
+            if group.get("fused") is not True:
+                continue
+            momentum = group["momentum"] if isinstance(group.get("momentum"), float | int) else None
+            for device, dtype in {(p.device, p.dtype) for p in group["params"] if _is_plain(p)}:
+                if reason := _refusal(cls, device, dtype, None if momentum is None else momentum > 0):
+                    raise UnsupportedPolicy(
+                        f"initialize: {cls.__name__} was made with fused=True, which refuses to step on {device} "
+                        f"({reason}). Make it without fused=True."
+                    )
 
     def switch_on(self, optimizer: Optimizer) -> None:
         """Use the fused form in each group whose user left the choice open."""
@@ -150,13 +169,7 @@ class FusedForm:
         if not self._possible:
             return False
         cls: Any = self._class
-        for param in params:
-            # A subclass of Tensor (a sharded DTensor) answers for its own operators, and what was tried says nothing.
-            if type(param) not in (torch.Tensor, torch.nn.Parameter) or not param.dtype.is_floating_point:
-                return False
-            if not is_right(cls, param.device, param.dtype):
-                return False
-        return True
+        return all(_is_plain(param) and is_right(cls, param.device, param.dtype) for param in params)
 
     @staticmethod
     def _move_step_counters(optimizer: Optimizer) -> None:
@@ -164,6 +177,24 @@ class FusedForm:
         for param, state in optimizer.state.items():
             if isinstance(state, dict) and torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
+
+
+def _is_plain(param: torch.Tensor) -> bool:
+    # A subclass of Tensor (a sharded DTensor) answers for its own operators, and what was tried says nothing.
+    return type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
+
+
+@functools.cache
+def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
+    """What the fused form says to one step, with or without momentum (None: the class knows none); empty: it steps."""
+    param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
+    param.grad = torch.ones_like(param)
+    options = {} if momentum is None else {"momentum": 0.9 if momentum else 0.0}
+    try:
+        cls([param], lr=0.125, fused=True, **options).step()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        return one_line(error)
+    return ""
 
 
 @functools.cache

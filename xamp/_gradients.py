@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xamp import _foreach, _masters
 from xamp._fused import FusedForm
+from xamp._overflow_flag import read_flag
 from xamp._scale import LossScaler
 from xamp.contract import Backend
 from xamp.errors import StateError
@@ -30,13 +31,19 @@ __all__ = ["Gradients"]
 
 
 class _Pending:
-    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them."""
+    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them.
 
-    def __init__(self, scaler: LossScaler, why: str) -> None:
+    ``overflow``: of a chip that tells an overflow by a flag, what it said so far; the next backward clears the flag.
+    ``hidden``: the wrapper keeps them where no parameter shows them.
+    """
+
+    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
         self.scaler = scaler
         self.version = scaler.version
         self.inverse = scaler.inverse.clone()
         self.why = why
+        self.overflow = overflow
+        self.hidden = hidden
 
 
 class _Entry:
@@ -71,9 +78,15 @@ class Gradients:
         pairs: lowered parameters and the masters stepped in their place.
         stepped: what the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: indices of the loss scales they had since the last step.
+        used: indices of the loss scales they had since the last step, in order; the values say nothing.
         mixed: gradients that were checked before are in what is checked next.
+        forward_overflow: of a chip that tells an overflow by a flag: whether a forward had one since the last check.
+        leaves_lowered: lowered parameters keep their gradients, scaled, where the masters have theirs.
+        sets_aside: gradients of earlier losses are put aside during a backward, and not looked at again.
     """
+
+    leaves_lowered = False
+    sets_aside = False
 
     def __init__(
         self, policy: Policy, backend: Backend, fused: FusedForm, optimizer: weakref.ReferenceType[Optimizer]
@@ -82,15 +95,17 @@ class Gradients:
         self.pairs: list[_masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
         self.ready = False
-        self.used: set[int] = set()
+        self.used: dict[int, None] = {}
         self.mixed = False
         self._scales = policy.scales
+        self._checks = policy.checks
         self._backend = backend
         self._fused = fused
         self._optimizer = optimizer
         self._pending: _Pending | None = None
         self._entry = _NOTHING
         self._witness: _masters.GradientWitness | None = None  # where there are pairs
+        self.forward_overflow: torch.Tensor | None = None
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[_masters.Pair]) -> None:
         """Sort what an optimizer's ``groups`` hold by whether it is a master of one of ``pairs``."""
@@ -106,9 +121,13 @@ class Gradients:
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self._uniform = len({(p.device, p.dtype) for p in self.stepped}) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
-        before, self._witness = self._witness, _masters.GradientWitness(self.pairs) if self.pairs else None
+        before, self._witness = self._witness, self._new_witness()
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
+
+    def _new_witness(self) -> _masters.GradientWitness | None:
+        """Tells whether the model's gradients were cleared; none where they stay, or where there are no masters."""
+        return _masters.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
 
     def model_params(self) -> list[torch.Tensor]:
         """The parameters as the models and their wrappers know them."""
@@ -126,6 +145,16 @@ class Gradients:
 
     # ---------------------------------------------------------------- into the scale
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients are still scaled."""
+        return self._pending is not None
+
+    def drop_lowered(self) -> None:
+        """Clear the gradients of the lowered parameters."""
+        for param, _ in self.pairs:
+            param.grad = None
+
     def enter(self, scaler: LossScaler) -> None:
         """Bring gradients that are already there to the scale of the backward to come."""
         if self._witness is not None:
@@ -141,7 +170,7 @@ class Gradients:
             self._entry = _NOTHING
         elif not self._scales:
             self._entry = _Entry(existing)
-        elif scaler.exact and self._in_fp32:
+        elif scaler.exact and self._in_fp32 and not self.sets_aside:
             _foreach.multiply_(existing, scaler.scale)
             self.mixed = True
             self._entry = _Entry(existing)
@@ -155,7 +184,7 @@ class Gradients:
         self.mixed = self.mixed and bool(scaled)
         if pending.scaler is not scaler or pending.version != scaler.version:
             _foreach.multiply_(scaled, scaler.scale * pending.inverse)
-            self._pending = _Pending(scaler, pending.why)
+            self._pending = _Pending(scaler, pending.why, pending.overflow, pending.hidden)
         self._entry = _Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
@@ -172,8 +201,12 @@ class Gradients:
             found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
             first: no gradient was looked at since the last step, so those left over from before it are looked at too.
         """
-        self._pending = None
-        self.used.add(scaler.index)
+        pending, self._pending = self._pending, None
+        for overflow in (self.forward_overflow, None if pending is None else pending.overflow):
+            if overflow is not None and found_inf is not None:
+                torch.maximum(found_inf, overflow, out=found_inf)
+        self.forward_overflow = None
+        self.used[scaler.index] = None
         grads = [g for p in self.plain if (g := p.grad) is not None]
         if self._scales:
             self._unscale_list(grads, scaler, found_inf, self.plain)
@@ -190,7 +223,7 @@ class Gradients:
         """Gradients go from the lowered parameters to the masters; whether there was any."""
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
-        moved = _masters.transfer(self.pairs, self._finisher(scaler, found_inf))
+        moved = _masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
         if self._witness is not None:
             self._witness.leave()
         if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
@@ -206,7 +239,7 @@ class Gradients:
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
-        if grads:
+        if grads and not self.sets_aside:
             one = torch.ones_like(found_inf)
             _foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
 
@@ -247,15 +280,24 @@ class Gradients:
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
-    def postpone(self, scaler: LossScaler, why: str) -> None:
-        """Leave the gradients scaled and where they are, until a later ``scale_loss``."""
+    def postpone(self, scaler: LossScaler, why: str, hidden: bool) -> None:
+        """Leave the gradients scaled where they are, maybe ``hidden`` in a wrapper, until a later ``scale_loss``."""
         if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
             back = self._entry.to_put_back()
             _foreach.multiply_([old for _, old in back], scaler.scale)
             _foreach.add_(back)
             self.mixed = True
         self._entry = _NOTHING
-        self._pending = _Pending(scaler, why)
+        self._pending = _Pending(scaler, why, self._flag_so_far(scaler), hidden)
+
+    def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
+        """What the flag of a chip that has one says of the backwards since gradients are pending."""
+        device = scaler.scale.device
+        if not self._checks or self._backend.capabilities(device).overflow != "flag":
+            return None
+        found = read_flag(self._backend, device)
+        before = None if self._pending is None else self._pending.overflow
+        return found if before is None else torch.maximum(found, before)
 
     def abandon(self, scaler: LossScaler) -> None:
         """The body raised. Gradients nobody touched become what they were; a half-done backward is dropped whole."""
@@ -264,8 +306,7 @@ class Gradients:
             if not entry.untouched(self._scaled()):
                 self._drop()
             return
-        for param, _ in self.pairs:
-            param.grad = None
+        self.drop_lowered()
         if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
             self._drop()
         elif entry.stash is not None:
@@ -285,8 +326,7 @@ class Gradients:
         """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
         self.ready = False
         self._pending = None
-        for param, _ in self.pairs:
-            param.grad = None
+        self.drop_lowered()
         if self._entry.stash is not None:
             self._entry = _NOTHING
 
@@ -306,7 +346,7 @@ class Gradients:
         """Raise a StateError if there are gradients that are still scaled."""
         if self._pending is None:
             return
-        if self._scaled():
+        if self._pending.hidden or self._scaled():
             raise StateError(
                 f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."

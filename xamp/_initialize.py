@@ -1,6 +1,6 @@
 """``initialize``: look at everything, refuse what cannot be right, then change all of it or nothing.
 
-The way of a call: normalise the arguments (:class:`_Arguments`) -> find the device and its backend -> compile the
+The way of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
 :class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply, with every change
 on an exit stack that a failure unwinds at once and ``session.close()`` later.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -25,12 +26,11 @@ from xamp._fused import FusedForm
 from xamp._log import say
 from xamp._optimizer import cast_state, manage, replace_params
 from xamp._session import register
-from xamp._step import OptimizerState
 from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError
 from xamp.policy import LEVELS, Level, Policy, Request, compile_policy, parse_level
 
-__all__ = ["initialize"]
+__all__ = ["Arguments", "initialize", "set_up"]
 
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
 
@@ -70,7 +70,8 @@ def initialize(
         models: an ``nn.Module`` with fp32 parameters, or a list or tuple of them.
         optimizers: a ``torch.optim.Optimizer`` over their parameters, a list or tuple, or None for inference.
         level: ``"O0"`` to ``"O5"``, an alias, or ``"auto"``: O4 where bf16 is native, else O1 where fp16 is, else O0.
-        backend: its name, or ``"auto"``: ``XAMP_BACKEND``, else by the device type of the parameters.
+        backend: its name, or ``"auto"``: ``XAMP_BACKEND``, else by the device type of the parameters. ``"apex"`` is
+            the device's own with the op policy of NVIDIA's Apex.
         loss_scale: ``"dynamic"`` or a static number, also as a string; None: the level's.
         dtype: fp16 or bf16 in place of the level's.
         keep_batchnorm_fp32: at O2, O3 and O5, whether batch norm stays fp32; None: the level's.
@@ -88,12 +89,13 @@ def initialize(
         on_static_overflow: under a static scale, ``"skip"`` checks gradients and skips an overflowed step, ``"step"``
             never checks; None: ``"skip"``, but a static scale of 1.0 is not checked.
         op_policy: which operator runs in which dtype at O1 and O4: ``"portable"`` is one table for every device,
-            ``"native"`` the device's own list.
+            ``"native"`` the device's own list, ``"apex"`` the lists of Apex (of backend ``"apex"``, and its default).
         fused: ``"auto"`` uses an optimizer's fused form where it is right and the user left the choice open.
         process_group: ranks that decide together whether to skip; None: the default group where there is one.
         delegate: hand over to another implementation, where the backend has one.
         enabled: False: nothing is changed, and everything else of xamp does nothing.
-        verbosity: 0 is silent, 1 logs the effective setting and overflows.
+        verbosity: 0 is silent, 1 logs the effective setting and overflows, and at O0 warns of what takes digits from
+            fp32 on this device.
         opt_level: Apex's name for ``level``.
 
     Returns:
@@ -122,7 +124,7 @@ def initialize(
     if not model_list:
         raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
     delegated = bool(boolean("delegate", delegate))
-    arguments = _Arguments(model_list, optimizer_list, backend, process_group, delegated, loudness)
+    arguments = Arguments(model_list, optimizer_list, backend, process_group, delegated, loudness)
     if boolean("enabled", enabled) is not False:
         _set_up(request, arguments)
     else:
@@ -131,7 +133,7 @@ def initialize(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """What ``initialize`` was given besides the policy."""
 
     given: list[nn.Module]
@@ -163,13 +165,15 @@ def _level_of(level: object, opt_level: object) -> object:
     return opt_level
 
 
-def _set_up(request: Request, arguments: _Arguments) -> None:
+def _set_up(request: Request, arguments: Arguments) -> None:
     level = parse_level(request.level)
     if level is not None:  # arguments that are wrong everywhere are refused before any backend is asked
         compile_policy(request, level, tuple(ops.OP_POLICIES))
     existing = _checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = _checks.device_of(arguments.models, arguments.optimizers) or _device.device()
     backend = _registry.resolve(arguments.backend, device.type)
+    if backend.op_policy is not None and request.op_policy == Request.op_policy:
+        request = dataclasses.replace(request, op_policy=backend.op_policy)
     policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
     _checks.check_capabilities(backend, device, policy, arguments.delegate)
     if existing is not None:
@@ -177,8 +181,34 @@ def _set_up(request: Request, arguments: _Arguments) -> None:
         return
     _checks.check_models(arguments.models, arguments.given, policy)
     _checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    plan = _casting.plan(arguments.models, policy, device.type)
-    engine = Engine(
+    narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.level == "O0" else []
+    if arguments.delegate:
+        backend.hand_over(policy, device, arguments)
+    else:
+        set_up(policy, backend, device, arguments)
+    if arguments.verbosity:
+        say("%s, backend %s on %s", policy, backend.name, device)
+    for line in narrowed:
+        say("%s", line, level=logging.WARNING)
+
+
+def set_up(
+    policy: Policy, backend: Backend, device: torch.device, arguments: Arguments, make: type[Engine] = Engine
+) -> Engine:
+    """Put models and optimizers that were found good under ``policy``: all of them or nothing.
+
+    Args:
+        policy: complete and checked.
+        backend: of the device.
+        device: where the loss scale is to live.
+        arguments: what is put under it.
+        make: what runs their steps.
+    """
+    saturates = backend.capabilities(device).overflow == "flag"
+    plan = _casting.plan(
+        arguments.models, policy, device.type, saturates=saturates, cast=make.cast, plain=backend.plain
+    )
+    engine = make(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
     )
     engine.prepare_state(len(arguments.optimizers))
@@ -186,13 +216,24 @@ def _set_up(request: Request, arguments: _Arguments) -> None:
     if policy.autocast:
         ops.install(policy.op_policy, device.type, backend)
     with contextlib.ExitStack() as undo:
+        if policy.autocast:
+            undo.callback(ops.hold(policy.op_policy, engine))
         plan.apply(undo)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
         plan.commit()
         engine.undo = undo.pop_all()
     register(engine, arguments.objects)
-    if arguments.verbosity:
-        say("%s, backend %s on %s", policy, backend.name, device)
+    return engine
+
+
+def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
+    """What makes O0 other than plain fp32 here, a line each: who compares a level with it should know."""
+    rows = [row for row in backend.precision_settings(device) if row.narrows_fp32 or not row.expected]
+    return [
+        f"O0 on {device}: {row.name} is {row.value}: {row.effect}; to undo: {row.undo}"
+        + (", or xamp.exact_fp32()" if row.exact else "")
+        for row in rows
+    ]
 
 
 def _best_level(backend: Backend, device: torch.device) -> Level:
@@ -201,7 +242,7 @@ def _best_level(backend: Backend, device: torch.device) -> Level:
     return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
 
 
-def _attach(engine: Engine, policy: Policy, arguments: _Arguments) -> None:
+def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
     """Give optimizers to a session that was made for inference: an optimizer built after the model was cast."""
     if policy != engine.policy:
         raise StateError(
@@ -217,13 +258,18 @@ def _attach(engine: Engine, policy: Policy, arguments: _Arguments) -> None:
     register(engine, arguments.objects)
 
 
-def _fused_forms(engine: Engine, arguments: _Arguments) -> list[FusedForm]:
+def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     """The choice of the fused form for each optimizer; raises before anything is changed."""
     policy = engine.policy
+    for optimizer in arguments.optimizers:
+        _checks.check_stepped_rightly(optimizer, engine.backend, policy)
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
-    forms = [FusedForm(optimizer, choice, names, sparse=sparse) for optimizer in arguments.optimizers]
+    forms = [
+        FusedForm(optimizer, choice, names if _checks.is_plain(optimizer, engine.backend) else (), sparse=sparse)
+        for optimizer in arguments.optimizers
+    ]
     for form, optimizer in zip(forms, arguments.optimizers, strict=True):
         form.check(optimizer)
     return forms
@@ -244,7 +290,7 @@ def _take_optimizers(
         undo.callback(cast_state(optimizer, stepped))
         undo.callback(_unfuse, form, weakref.ref(optimizer))
         form.switch_on(optimizer)
-        state = OptimizerState(engine, optimizer, index, form)
+        state = engine.state_class(engine, optimizer, index, form)
         undo.callback(manage(optimizer, state))
         states.append(state)
     engine.states = states
@@ -265,7 +311,7 @@ def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
         form.switch_off(found)
 
 
-def _set_up_disabled(arguments: _Arguments) -> None:
+def _set_up_disabled(arguments: Arguments) -> None:
     """A session in which everything works and does nothing."""
     _checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(_registry.HOST))

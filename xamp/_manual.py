@@ -82,7 +82,6 @@ class ManualEngine(Engine):
         self._factors = [self.scaler.factor]
         self._noticed = -1  # what losses were multiplied by since the last update
         self._began = False
-        self._saturates = backend.capabilities(device).overflow == "flag"
 
     @property
     def states(self) -> list[OptimizerState]:
@@ -101,7 +100,7 @@ class ManualEngine(Engine):
     def begin(self) -> None:
         """A loss is about to be scaled: once between two updates the device is told that backwards follow."""
         if not self._began:
-            self.backend.before_backward(self.device)
+            self.backend.clear_overflow(self.device)
             self._began = True
 
     def use_of(self, optimizer: Optimizer, call: str) -> Use:

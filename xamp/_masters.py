@@ -84,7 +84,9 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
     return found
 
 
-def transfer(pairs: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None) -> bool:
+def transfer(
+    pairs: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, *, leave: bool = False
+) -> bool:
     """Move each gradient of a lowered parameter into its master's ``.grad``, adding to what is there.
 
     It goes in chunks of a sixteenth of the whole, and each chunk's lowered gradients are freed before the next is
@@ -93,13 +95,14 @@ def transfer(pairs: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None]
     Args:
         pairs: parameters and masters.
         finish: unscales and checks a chunk's fp32 gradients in place; None leaves them as they come.
+        leave: the lowered gradients stay where they are.
 
     Returns:
         Whether there was any gradient.
     """
     moved = False
     for chunk in _chunks([pair for pair in pairs if pair[0].grad is not None]):
-        _transfer_chunk(chunk, finish)
+        _transfer_chunk(chunk, finish, leave)
         moved = True
     return moved
 
@@ -114,14 +117,14 @@ def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
             start, size = end, 0
 
 
-def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None) -> None:
+def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, leave: bool) -> None:
     lowered = [p.grad for p, _ in chunk]
     if any(g is not None and g.is_sparse for g in lowered):
         full = [g.float() for g in lowered if g is not None]
     else:
         full = [torch.empty_like(m) for _, m in chunk]
         torch._foreach_copy_(full, lowered)  # type: ignore[arg-type]
-    for param, _ in chunk:
+    for param, _ in () if leave else chunk:
         param.grad = None
     if finish is not None:
         finish(full)

@@ -120,8 +120,10 @@ class _Managed:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
-    def add_param_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, group: Any) -> None:
         """The base's, with masters for the lowered parameters in the group."""
+        if not isinstance(group, dict):
+            super().add_param_group(group)  # type: ignore[misc]  # says what it takes
         params = group.get("params", ())
         if isinstance(params, torch.Tensor):
             params = [params]
@@ -139,13 +141,14 @@ class _Managed:
     def state_dict(self) -> dict[str, Any]:
         """The base's, with ``fused`` as the user had it, so that it loads where there is no fused form."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return {**state, "param_groups": self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])}
+        groups = self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])
+        return {**state, "param_groups": self._xamp.saved_groups(groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The base's; afterwards the fused form is decided again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
         self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
-        self._xamp.find_parameters()
+        self._xamp.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain torch optimizer, that loads where there is no xamp."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from importlib import metadata
+from typing import Any
 
 from xamp._causes import one_line
 from xamp.contract import BackendReport, BackendSpec
 from xamp.errors import PolicyError
 
-__all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points"]
+__all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points", "spec_of"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -51,8 +53,8 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     if not isinstance(spec, BackendSpec):
         raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
     # by getattr: for a type checker the annotations have settled what is checked here
-    fields = ("name", "device_types", "target", "priority", "masks", "causes")
-    name, types, target, priority, masks, causes = (getattr(spec, field) for field in fields)
+    fields = ("name", "device_types", "target", "priority", "masks", "causes", "ledger", "emulations")
+    name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
     problem = ""
     if not _matches(_NAME, name) or name.lower() == "auto":
         problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be "auto"'
@@ -66,9 +68,26 @@ def check_spec(spec: object, call: str) -> BackendSpec:
         problem = f"masks={masks!r} must be a tuple of names of environment variables"
     elif causes != "" and not _matches(_TARGET, causes):
         problem = f'causes={causes!r} must have the form "package.module:NAME"'
+    elif not isinstance(ledger, str):
+        problem = f'ledger={ledger!r} must be a file, as "package:file" or a path'
+    elif not isinstance(emulations, tuple) or not all(_is_emulation(each) for each in emulations):
+        problem = f'emulations={emulations!r} must be a tuple of pairs (name, "package.module:function")'
     if problem:
         raise PolicyError(f"{call}: {problem}")
     return spec
+
+
+def spec_of(fields: Mapping[str, Any]) -> BackendSpec:
+    """The spec whose fields went through JSON, which makes lists of tuples."""
+    return BackendSpec(**{name: _as_tuples(value) for name, value in fields.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _is_emulation(found: object) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and _matches(_NAME, found[0]) and _matches(_TARGET, found[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,9 +59,9 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
         return Failed(torch.reason, torch.hint, torch.error, torch.detail)
     try:
         backend = _construct(spec)
-        for kind in spec.device_types:
-            _require_type(kind)  # only now: importing the backend may be what adds the type
         backend.probe()
+        for kind in spec.device_types:
+            _require_type(kind)  # only now: what the backend imports may be what adds the type
         return Ready(backend, _describe(backend))
     except KeyboardInterrupt:
         raise

@@ -15,10 +15,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from xamp import _active
+from xamp import _active, _recompute
 from xamp._functions import FLOAT, HALF, PROMOTE, call, is_torchs
+from xamp._script import forget_script, tell_script
 from xamp.errors import PolicyError
 
 __all__ = ["register_float_function", "register_half_function", "register_promote_function"]
@@ -95,7 +94,7 @@ class _Registered:
             self.made.__module__ = module
             prefix = f"{self._holder.__qualname__}." if isinstance(self._holder, type) else ""
             self.made.__qualname__ = prefix + self._name
-        _tell_script(self.function, self.made)  # before torch's own table of functions can find the wrapper
+        tell_script(self.function, self.made)  # before torch's own table of functions can find the wrapper
         setattr(self._holder, self._name, self._dress(self.made))
 
     def remove(self) -> None:
@@ -104,7 +103,7 @@ class _Registered:
             delattr(self._holder, self._name)
         else:
             setattr(self._holder, self._name, self._before)
-        _forget_script(self.made)
+        forget_script(self.made)
 
 
 _registered: dict[tuple[int, str], _Registered] = {}
@@ -139,6 +138,7 @@ def _register(kind: str, module: Any, name: str) -> None:
             ) from error
         _registered[id(module), name] = made
         _active.has_registered = True
+        _recompute.watch()
 
 
 def _refuse(asked: str, name: str, made: _Registered) -> None:
@@ -210,22 +210,6 @@ class _Callable:
 
 def _identity(function: Any) -> Any:
     return function
-
-
-def _tell_script(function: Any, made: Any) -> None:
-    """Have TorchScript compile ``function`` where it meets ``made``."""
-    op = torch.jit._builtins._find_builtin(function)
-    if op is not None:
-        torch.jit._builtins._register_builtin(made, op)
-    dispatched = torch._jit_internal.boolean_dispatched
-    if isinstance(function, types.FunctionType) and function in dispatched:
-        dispatched[made] = dispatched[function]
-    if isinstance(made, types.FunctionType):
-        made.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
-
-
-def _forget_script(made: Any) -> None:
-    torch.jit._builtins._get_builtin_table().pop(id(made), None)
 
 
 def _correct_compiler() -> None:

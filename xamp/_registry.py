@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import logging
 import os
 import sys
@@ -41,7 +42,7 @@ ENTRY_POINT_GROUP = "xamp.backends"
 HOST = "cpu"  # the device type that every machine has: no accelerator, and its index means nothing
 
 BUILT_INS = (
-    BackendSpec("cpu", ("cpu",), "xamp.backends.cpu:CpuBackend", priority=0),
+    BackendSpec("cpu", ("cpu",), "xamp.backends.cpu:CpuBackend", priority=0, ledger="xamp.backends:ledger/cpu.json"),
     BackendSpec(
         "cuda",
         ("cuda",),
@@ -49,6 +50,17 @@ BUILT_INS = (
         priority=100,
         masks=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
         causes="xamp.backends.cuda_causes:CAUSES",
+        ledger="xamp.backends:ledger/cuda.json",
+    ),
+    BackendSpec(
+        "npu",
+        ("npu",),
+        "xamp.backends.npu.backend:NpuBackend",
+        priority=90,
+        masks=("ASCEND_RT_VISIBLE_DEVICES",),
+        causes="xamp.backends.npu.causes:CAUSES",
+        ledger="xamp.backends:ledger/npu.json",
+        emulations=(("ascend", "xamp.backends.npu.emulation:run"),),
     ),
     BackendSpec(
         "xpu",
@@ -60,6 +72,8 @@ BUILT_INS = (
     ),
     BackendSpec("mps", ("mps",), "xamp.backends.mps:MpsBackend", priority=40, tested=False),
 )
+
+BORROWERS = (BackendSpec("apex", (), "xamp.backends.apex:ApexBackend", borrows=True),)
 
 _logger = logging.getLogger("xamp")
 
@@ -75,6 +89,8 @@ class Registry:
     def __init__(self, built_ins: Iterable[BackendSpec] = BUILT_INS, group: str | None = ENTRY_POINT_GROUP) -> None:
         self._specs = {spec.name: spec for spec in built_ins}
         self._sources = dict.fromkeys(self._specs, "xamp")
+        self._borrowers = {spec.name: spec for spec in BORROWERS}
+        self._lent: dict[tuple[BackendSpec, Backend], Backend] = {}
         self._rejected: list[BackendReport] = []
         self._outcomes: dict[BackendSpec, Ready | Failed] = {}
         self._unread_group = group
@@ -126,6 +142,8 @@ class Registry:
             origin = f"{BACKEND_VARIABLE}={wanted!r} (environment variable)"
         if wanted == "auto":
             return self.best_for(device_type)
+        if wanted in self._borrowers:
+            return self._borrowing(self._borrowers[wanted], device_type)
         specs = {spec.name: spec for spec in self.specs()}
         if wanted not in specs:
             raise self._unknown(wanted, origin)
@@ -136,6 +154,16 @@ class Registry:
         if isinstance(outcome, Failed):
             raise BackendUnavailable(f"{origin}: this backend cannot be used: {outcome}") from outcome.error
         return outcome.backend
+
+    def _borrowing(self, spec: BackendSpec, device_type: str) -> Backend:
+        """The backend of ``spec`` on what serves ``device_type``."""
+        lender = self.best_for(device_type)
+        with self._lock:
+            found = self._lent.get((spec, lender))
+            if found is None:
+                module, _, name = spec.target.partition(":")
+                found = self._lent[spec, lender] = getattr(importlib.import_module(module), name)(spec, lender)
+            return found
 
     def best_for(self, device_type: str) -> Backend:
         """The usable backend of highest priority that serves ``device_type``, whatever the environment asks for.

@@ -262,7 +262,7 @@ class History:
 
     def __init__(self, state: DeviceState) -> None:
         self._values = state.values
-        self._late = not state.values.is_cpu and _copies_without_waiting(state.values.device)
+        self._late = not state.values.is_cpu and copies_without_waiting(state.values.device)
         self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
 
     def push(self, note: Any) -> Iterator[tuple[Any, list[float]]]:
@@ -303,7 +303,7 @@ class History:
         return note, copy.tolist()
 
 
-def _copies_without_waiting(device: torch.device) -> bool:
+def copies_without_waiting(device: torch.device) -> bool:
     """Whether the device can copy to the host while the host goes on, and say later that it has."""
     try:
         torch.empty(1, pin_memory=True)

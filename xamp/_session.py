@@ -84,7 +84,7 @@ class Session:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The policy as a context manager, for code outside ``forward``. At O0, O2, O3 and O5 it switches casts off."""
-        if not self.engine.enabled:
+        if not self.engine.enabled or not self.policy.apart:  # where nothing casts, or everything around does
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
         return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
@@ -101,12 +101,9 @@ class Session:
         """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
 
         Raises:
-            StateError: a ``scale_loss`` is open, or gradients are still scaled.
+            StateError: a ``scale_loss`` is open, gradients are still scaled, or the work was handed over.
         """
-        if any(state.open for state in self.engine.states):
-            raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
-        for state in self.engine.states:
-            state.gradients.refuse_scaled("session.close()")
+        self.engine.check_closable()
         for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
             del _sessions[key]
         self.engine.undo.close()
@@ -190,6 +187,11 @@ def scale_loss(
         return contextlib.nullcontext(loss)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
+    if engine.scale_loss is not None:
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        return engine.scale_loss(
+            loss, given, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
+        )
     if loss.dtype in _masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
@@ -230,7 +232,7 @@ def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Eng
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
     owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
     for optimizer, owner in zip(given, owners, strict=True):
-        if owner is None or (owner.enabled and state_of(optimizer) is None):
+        if owner is None or (owner.enabled and not owner.serves(optimizer)):
             raise StateError(
                 f"{call}: {type(optimizer).__name__} was not given to xamp.initialize as an optimizer, or its session "
                 "was closed. Call model, optimizer = xamp.initialize(model, optimizer, level=...) first."

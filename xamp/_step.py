@@ -49,7 +49,10 @@ class OptimizerState:
         fresh: no backward was checked since the last step, so the sticky flag is down.
         flag: fp32 scalar, what the backward just left found where it cannot go into ``sticky`` at once.
         sticky: fp32 scalar, whether any backward since the last step overflowed.
+        gradients_class: what keeps its gradients.
     """
+
+    gradients_class: type[Gradients] = Gradients
 
     def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
         self.engine = engine
@@ -59,7 +62,7 @@ class OptimizerState:
         self.open = False
         self.fresh = True
         self._optimizer = weakref.ref(optimizer)
-        self.gradients = Gradients(engine.policy, engine.backend, fused, self._optimizer)
+        self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
         self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
         self._watch.resume(engine.overflow_runs.get(index, 0))
         self.live_in(engine.memory)
@@ -93,10 +96,21 @@ class OptimizerState:
         self._warm = set(map(id, _with_state(self.optimizer)))
         self._warm_states = len(_state_of(self.optimizer))
 
-    def keep_flag(self) -> None:
-        """Fold what this backward found into the sticky flag, and take out of it what an earlier one found."""
+    def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``optimizer.state_dict()`` holds of the groups."""
+        return groups
+
+    def loaded(self) -> None:
+        """``optimizer.load_state_dict`` was called."""
+        self.find_parameters()
+
+    def mask_flag(self) -> None:
+        """Take out of what this backward found what an earlier one had found."""
         if self.gradients.mixed:
             self.flag.addcmul_(self.flag, self.sticky, value=-1)
+
+    def keep_flag(self) -> None:
+        """Fold what this backward found into the sticky flag."""
         torch.maximum(self.sticky, self.flag, out=self.sticky)
         self.fresh = False
 
@@ -120,6 +134,7 @@ class OptimizerState:
             LossScaleCollapsed: :data:`xamp._scale.COLLAPSE_RUN` overflows in a row that no smaller scale could cure.
         """
         policy = self.engine.policy
+        self.refuse_wrong()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
@@ -134,6 +149,11 @@ class OptimizerState:
                 return self._step_on_device(base, args, kwargs)
             base = self._unfused(base)
         return self._step_on_host(base, args, kwargs)
+
+    def refuse_wrong(self) -> None:
+        """Raise a StateError where the backend says that a step of this optimizer would be wrong."""
+        if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
@@ -287,9 +307,12 @@ class OptimizerState:
         scales = self._memory.scales_in(values)
         self.engine.counts.skipped += 1
         if self.engine.verbosity:
-            say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
+            self._tell_of_overflow(scales, used)
         if collapsed:
             raise LossScaleCollapsed(self._collapse_message(scales, used))
+
+    def _tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+        say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
 
     def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:
         at = ", ".join(f"{scales[i]:g}" for i in used)
@@ -297,9 +320,11 @@ class OptimizerState:
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self.engine.names_of(self.gradients.not_finite())
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        by_flag = self.engine.backend.capabilities(self.engine.device).overflow == "flag"
+        none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
-            f"will cure it. Gradients that are not finite: {listed or 'none at this moment'}. Look for a division, log "
+            f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
             "or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 (O4, O5)."
         )
 

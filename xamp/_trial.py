@@ -121,7 +121,7 @@ def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Li
     for overflows in (False, True):
         grad, found = torch.ones(8, device=device), torch.zeros((), device=device)
         try:
-            backend.before_backward(device)
+            backend.clear_overflow(device)
             if overflows:
                 backend.make_overflow_(grad)
             backend.unscale_([grad], found, half)
@@ -167,6 +167,8 @@ def _fused_defect(name: str, device: torch.device) -> str:
 
 def _process_group(can: Capabilities) -> list[Finding]:
     declared, distributed = f"process_group {can.process_group!r}", torch.distributed
+    if not can.process_group:  # one process only
+        return []
     if not distributed.is_available():
         return [Finding(WARNING, f"declares {declared}, but this torch is built without torch.distributed")]
     if can.process_group not in distributed.Backend.backend_list:

@@ -7,9 +7,11 @@ override two or three. The core calls them in this order::
     probe            once a process, before the backend is used or reported
     capabilities     when a level is chosen, when a policy is checked, by tests and by ``doctor``
     runtime          when ``xamp.accel`` is used
-    before_backward  on entering ``scale_loss``
+    clear_overflow  on entering ``scale_loss``, and before a training forward where the chip saturates
     unscale_         on leaving ``scale_loss``
-    precision_settings  never in training: what ``doctor`` warns of
+    plain            when ``initialize`` looks at parameters
+    optimizer_refusal  when ``initialize`` looks at an optimizer, and before each of its steps
+    precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     make_overflow_   never in training: how a test makes this device overflow
 
 This module imports no torch, so that a spec can be read where torch is missing or broken.
@@ -25,10 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from xamp._causes import Cause, Failure
 from xamp._findings import Setting
+from xamp.errors import UnsupportedPolicy
 from xamp.policy import LEVELS
 
 if TYPE_CHECKING:
     import torch
+
+    from xamp.policy import Policy
 
 __all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities", "Cause", "Failure", "Setting"]
 
@@ -48,6 +53,12 @@ class BackendSpec:
         causes: ``"package.module:NAME"`` of the table of its known failures: a sequence of :class:`Cause` rows, or a
             function from :class:`Failure` to ``(cause, cure)`` or None. Read when something fails, importing torch
             included, so it must need no framework; it goes before what the probe's own error says.
+        emulations: names for ``xamp emulate``, each with ``"package.module:function"`` of what runs a command where
+            such a device is emulated: from a chip's name (empty: the usual one), a number of devices and the command's
+            words to its exit code.
+        ledger: ``"package:file"`` of what it is known to fail of the conformance suite; see :mod:`xamp.testing.ledger`.
+        borrows: it has no device of its own: used only where it is asked for by name, on the backend that serves the
+            device, which its class is given beside the spec. It is in no list of backends.
     """
 
     name: str
@@ -58,6 +69,9 @@ class BackendSpec:
     tested: bool = True
     masks: tuple[str, ...] = ()
     causes: str = ""
+    ledger: str = ""
+    emulations: tuple[tuple[str, str], ...] = ()
+    borrows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +85,7 @@ class Capabilities:
         fused_optimizers: names of the ``torch.optim`` classes whose ``fused=True`` form honours ``found_inf`` there.
         overflow: ``"inf"`` where an overflow shows as inf or nan in the gradient, ``"flag"`` where the chip saturates
             and raises a flag instead.
-        process_group: the ``torch.distributed`` backend for this device.
+        process_group: the ``torch.distributed`` backend for this device; empty: there is none.
         op_policies: the op policies it can run under.
         delegates: whether ``initialize(..., delegate=True)`` has something to hand over to.
     """
@@ -124,6 +138,7 @@ class Backend:
 
     Attributes:
         spec: the record it was registered with; set when the registry makes the object.
+        op_policy: which one it uses where none is asked for; None: ``"portable"``.
         op_rules: what the device's own autocast does with operator overloads of :data:`xamp.ops.table.RULES` where that
             differs from what its registrations tell: overload -> ``"same"`` where the results are the table's without
             an entry, or where the device has no kernel for them; else the kind of the device's own rule, which differs.
@@ -131,6 +146,7 @@ class Backend:
     """
 
     spec: BackendSpec
+    op_policy: str | None = None
     op_rules: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(self, spec: BackendSpec) -> None:
@@ -187,23 +203,69 @@ class Backend:
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
         """What is set, by torch's switches or by environment variables, that changes the arithmetic of ``device``.
 
-        Only what differs from what the levels promise; ``doctor`` shows it.
+        Only what differs from what the levels promise; ``doctor`` shows it, ``initialize`` warns of it at O0, and
+        ``exact_fp32`` calls :attr:`Setting.exact` of each that has it.
         """
         return ()
 
-    def before_backward(self, device: torch.device) -> None:
-        """Called on entering ``scale_loss``: a chip with an overflow flag clears it here."""
+    def hand_over(self, policy: Policy, device: torch.device, arguments: Any) -> Any:
+        """Let another implementation put models and optimizers under ``policy``; where ``delegates`` is declared.
+
+        Args:
+            policy: complete and checked.
+            device: of the first parameter.
+            arguments: :class:`xamp._initialize.Arguments`: models, optimizers, what else ``initialize`` was given.
+
+        Returns:
+            The engine of the session, registered.
+
+        Raises:
+            UnsupportedPolicy: that implementation cannot do it. BackendUnavailable: it is not there.
+        """
+        raise UnsupportedPolicy(f"initialize(delegate=True): backend {self.name!r} has nothing to hand over to.")
+
+    def clear_overflow(self, device: torch.device) -> None:
+        """Forget overflows so far: a chip with an overflow flag lowers it here.
+
+        Called on entering ``scale_loss`` and, where the chip has such a flag, before a training forward; must not wait
+        for the device.
+        """
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Multiply ``grads`` in place by ``inv_scale`` and set ``found_inf`` to 1.0 where one is not finite.
 
         Args:
-            grads: dense floating gradients of any dtypes, all on the device of ``found_inf``.
-            found_inf: fp32, one element; only ever raised from 0.0 to 1.0 here.
+            grads: dense floating gradients of any dtypes, all on the device of ``found_inf``; none, where only the flag
+                of a chip that has one is asked.
+            found_inf: fp32, one element; only ever raised from 0.0 to 1.0 here. A chip's flag stays up: it is asked for
+                each optimizer.
             inv_scale: fp32, one element, 1 / loss scale.
         """
         torch = sys.modules["torch"]  # an import statement costs more here than the operator
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` in the storage format that all operators take, ``torch._foreach_*`` and fused ones among them.
+
+        Only a device that has formats of its own, which some operators refuse, makes a copy of a tensor that is in one.
+        Parameters that a level casts, and their masters, become plain; no fused form is chosen for others that are not.
+        """
+        return tensor
+
+    def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
+        """Why a step of ``optimizer`` would be wrong without a word: the end of a sentence that begins with its name.
+
+        For optimizers of the device's own, that keep copies of what they step. Called before every step, so an answer
+        must take no time where the optimizer is none of those; must not wait for the device.
+
+        Args:
+            optimizer: as it is now.
+            casts: whether its parameters are about to be cast, or masters to take their places.
+
+        Returns:
+            The reason and the cure; empty where the step is right.
+        """
+        return ""
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
         """Make the device overflow as it does in training, writing the result into ``grad``. For tests."""

@@ -117,8 +117,9 @@ class Policy:
         dtype: the lower dtype; ``torch.float32`` at O0.
         casts_parameters: see :class:`Level`.
         autocast: operators are cast by the op policy while the model runs (O1, O4).
+        input_dtype: what floating arguments of the model are cast to; None leaves them as they come.
         master_weights: see :class:`Level`.
-        keep_batchnorm_fp32: see :class:`Level`.
+        keep_batchnorm_fp32: see :class:`Level`; ``"affine"``: of batch norm only what has weights.
         keep_fp32: module classes, qualified names and glob patterns that stay fp32.
         output_dtype: what floating outputs are cast to; None leaves them as they come.
         methods: the model's methods that run under the policy.
@@ -135,8 +136,9 @@ class Policy:
     dtype: torch.dtype
     casts_parameters: bool
     autocast: bool
+    input_dtype: torch.dtype | None
     master_weights: bool
-    keep_batchnorm_fp32: bool | None
+    keep_batchnorm_fp32: bool | str | None
     keep_fp32: tuple[type | str, ...]
     output_dtype: torch.dtype | None
     methods: tuple[str, ...]
@@ -162,6 +164,11 @@ class Policy:
     def manages_gradients(self) -> bool:
         """Whether gradients are scaled, checked or moved to masters: whether steps are xamp's to decide."""
         return self.scales or self.master_weights
+
+    @property
+    def apart(self) -> bool:
+        """Whether what casts in the code around a model does not inside it."""
+        return True
 
     @property
     def loss_scale(self) -> str | float:
@@ -214,12 +221,14 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
     """
     dtype = _lower_dtype(request.dtype, level)
     masters, keep_bn = _parameter_overrides(request, level)
+    autocast = level.dtype is not None and not level.casts_parameters
     dynamic, static_scale = _loss_scale(request.loss_scale, level)
     return Policy(
         level=level.name,
         dtype=dtype,
         casts_parameters=level.casts_parameters,
-        autocast=level.dtype is not None and not level.casts_parameters,
+        autocast=autocast,
+        input_dtype=None if autocast else dtype,
         master_weights=masters,
         keep_batchnorm_fp32=keep_bn,
         keep_fp32=_arguments.keep_fp32(request.keep_fp32),

@@ -39,7 +39,7 @@ def runs() -> Iterator[Any]:
     def of(lane: Lane) -> Runs:
         if str(lane) not in opened:
             script = Path(__file__).with_name("train_worker.py")
-            opened[str(lane)] = Runs(script, fork=lane.device.type == "cpu").__enter__()
+            opened[str(lane)] = Runs(script, fork=True).__enter__()
         return opened[str(lane)]
 
     yield of

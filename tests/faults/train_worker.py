@@ -19,6 +19,7 @@ from lanes import Lane, usable_lanes
 from torch import nn
 
 import xamp
+from xamp.testing.lane import open_lane
 
 Run = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -128,10 +129,11 @@ def dying(files: dict[str, Any], at: str, nth: int, size: int = 0) -> dict[str, 
 
 def warm() -> None:
     torch.set_num_threads(1)
-    lane = usable_lanes()[0]
+    lane = open_lane("cpu")  # no other device may start before the fork
     spec = {"level": "O2", "optimizer": "adam", "fused": "auto", "accumulate": 1, "growth_interval": 4, "overflows": []}
-    run = build(spec, lane)
-    one_step(run, 0, spec, lane)
+    model, optimizer, _ = build(spec, lane)
+    model(torch.ones(16, 8))  # no backward, which starts a thread for each device there is
+    optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,11 +14,24 @@ from nets import LEVELS, Net
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp
+from xamp.testing.runs import ORDERS, through_a_file
+
+__all__ = [
+    "ORDERS",
+    "VARIANTS",
+    "Run",
+    "backward",
+    "each_order",
+    "each_variant",
+    "everything",
+    "load",
+    "save",
+    "start",
+    "through_a_file",
+    "train",
+]
 
 torch.set_num_threads(1)  # kernels this small lose by a second thread: 17 ms a batch norm, not 0.1, on a busy machine
-
-ORDERS = list(itertools.permutations(("model", "optimizer", "xamp")))
-"""In which the three states may be loaded."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{level: {"level": level} for level in LEVELS},
@@ -87,14 +98,6 @@ def backward(run: Run, lane: Lane, step: int, *, overflow: bool = False, **optio
         scaled.backward()
         if overflow and xamp.session(run.optimizer).policy.checks:
             lane.overflow_(run.model.inner.weight.grad)
-
-
-def through_a_file(state: Any) -> Any:
-    """What is loaded where ``state`` was saved."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def save(run: Run) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from xamp.contract import Backend, BackendSpec, Capabilities
+from xamp.backends.cpu import CpuBackend
+from xamp.contract import BackendSpec, Capabilities
 
 SATURATING = BackendSpec("saturating", ("cpu",), "chips:SaturatingBackend", priority=500)
 
 
-class SaturatingBackend(Backend):
+class SaturatingBackend(CpuBackend):
     """Runs on the CPU.
 
     Attributes:
@@ -27,8 +28,8 @@ class SaturatingBackend(Backend):
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
         return Capabilities(overflow="flag", fused_optimizers=("SGD", "Adam"))
 
-    def before_backward(self, device: torch.device) -> None:
-        self.calls.append("before_backward")
+    def clear_overflow(self, device: torch.device) -> None:
+        self.calls.append("clear_overflow")
         self.overflowed = False
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:

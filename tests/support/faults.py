@@ -1,8 +1,8 @@
 """Faults for a training run: it is killed at any moment, its files are cut off, its numbers are poisoned.
 
 A :class:`Runs` starts a worker script as a real process and kills it with SIGKILL. The script calls :func:`serve` with
-its functions. On a device whose runtime survives no fork each run is a process started anew; else one process imports
-torch once and is forked for each run, which then starts in milliseconds.
+its functions: one process imports torch once and is forked for each run, which then starts at once. That process uses
+no device but the CPU, since the runtimes of others survive no fork once they have started.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def serve(arguments: list[str], work: Callable[[Spec], None], warm: Callable[[],
     Args:
         arguments: ``["run", spec]``, or ``["serve"]``.
         work: one run.
-        warm: called once before the first fork; whatever is slow and the same for all. It must start no thread.
+        warm: called once before the first fork; whatever is slow and the same for all. It must start no thread and no
+            device.
     """
     if arguments[0] == "run":
         work(json.loads(arguments[1]))

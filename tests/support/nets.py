@@ -140,7 +140,7 @@ class WithDeepcopyByName(WithMetaclass):
     """Names its class when it copies itself, so that the copy is not of the class that xamp gave it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopyByName:
-        made = WithDeepcopyByName()
+        made = WithDeepcopyByName().to(self.inner.weight.device)
         made.load_state_dict(self.state_dict())
         for mine, other in zip(made.parameters(), self.parameters(), strict=True):
             mine.data = mine.data.to(other.dtype)
@@ -192,6 +192,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, s
 
 def ran_in(values: torch.Tensor) -> torch.dtype:
     """The narrowest dtype that could have made ``values``, fp64: what an op ran in, if there are enough of them."""
+    values = values.cpu()  # which knows all dtypes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(values.to(dtype).double(), values):
             return dtype

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 Compute = Callable[[torch.Tensor], Any]
@@ -42,6 +43,10 @@ def _image(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(2, 3, 4, 8)
 
 
+def _packed(x: torch.Tensor) -> Any:
+    return pack_sequence([x[0], x[1, :5], x[2, :2]])
+
+
 def _checkpointed(x: torch.Tensor, reentrant: bool) -> Any:
     return checkpoint(lambda y: torch.softmax(y @ y.mT, -1).exp().sum(-1), x, use_reentrant=reentrant)
 
@@ -59,6 +64,9 @@ COMPUTATIONS: dict[str, Compute] = {
     "gru": _layer(lambda: nn.GRU(8, 8)),
     "rnn tanh": _layer(lambda: nn.RNN(8, 8)),
     "rnn relu": _layer(lambda: nn.RNN(8, 8, nonlinearity="relu")),
+    "packed lstm": _layer(lambda: nn.LSTM(8, 8, 2), lambda layer, x: layer(_packed(x))),
+    "packed gru": _layer(lambda: nn.GRU(8, 8), lambda layer, x: layer(_packed(x))),
+    "packed rnn": _layer(lambda: nn.RNN(8, 8), lambda layer, x: layer(_packed(x))),
     "lstm cell": _layer(lambda: nn.LSTMCell(8, 8), lambda layer, x: layer(x[0])),
     "gru cell": _layer(lambda: nn.GRUCell(8, 8), lambda layer, x: layer(x[0])),
     "rnn cell": _layer(lambda: nn.RNNCell(8, 8), lambda layer, x: layer(x[0])),
@@ -134,7 +142,18 @@ def compute(dtype: torch.dtype | None, names: list[str] | None = None) -> dict[s
     return made
 
 
-_BY_ANY_THREAD = {"lstm", "gru", "rnn tanh", "rnn relu", "encoder layer", "decoder layer", "attention"}
+_BY_ANY_THREAD = {
+    "lstm",
+    "gru",
+    "rnn tanh",
+    "rnn relu",
+    "packed lstm",
+    "packed gru",
+    "packed rnn",
+    "encoder layer",
+    "decoder layer",
+    "attention",
+}
 """Their gradients differ in the last bits as soon as another thread runs anything, without xamp too."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from lanes import Lane
 from stepping import assert_same
@@ -38,10 +40,16 @@ def data(index: int, device: torch.device = ON_CPU, rows: int = 3) -> torch.Tens
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(index)).to(device)
 
 
-def spoil(params: Iterable[torch.Tensor], value: float = float("inf")) -> None:
-    """One element of the last of ``params`` that has a gradient overflows."""
+def spoil(params: Iterable[torch.Tensor], value: float = float("inf"), lane: Lane | None = None) -> None:
+    """One element of the last of ``params`` that has a gradient overflows.
+
+    On a lane whose chip saturates the chip does, in its own way: there a value says nothing.
+    """
     grads = [g for p in params if (g := p.grad) is not None]
-    grads[-1].view(-1)[-1] = value
+    if lane is not None and lane.can.overflow == "flag":
+        lane.overflow_(grads[-1])
+    else:
+        grads[-1].view(-1)[-1] = value
 
 
 def note(scaler: Any, *owners: nn.Module | Optimizer) -> Any:
@@ -65,9 +73,37 @@ def beside_torch(run: Callable[[Any], Any], lane: Lane | None = None, **options:
     found = []
     for scaler in (xamp.GradScaler(**options), theirs(lane, **options)):
         torch.manual_seed(0)
+        if lane is not None:
+            lane.backend.clear_overflow(lane.device)  # where there is a flag, the run before may have left it up
         found.append(run(scaler))
     assert_same(found[0], found[1])
     return found[0]
+
+
+@functools.cache
+def torchs_is_right(form: str, lane: Lane) -> bool:
+    """Whether torch's scaler itself divides by the scale, and skips an overflow, in this form on ``lane``."""
+    weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(2)]
+    optimizer, plain = FORMS[form](weights[:1]), FORMS[form](weights[1:])
+    scaler = theirs(lane, init_scale=64.0)
+    lane.backend.clear_overflow(lane.device)
+    for overflow in (False, True):
+        for weight, loss in zip(weights, (scaler.scale(weights[0].sum()), weights[1].sum()), strict=True):
+            weight.grad = None
+            loss.backward()
+        if overflow:
+            spoil(weights[:1], lane=lane)
+        else:
+            plain.step()
+        scaler.step(optimizer)
+        scaler.update()
+    return torch.allclose(weights[0], weights[1])
+
+
+def needs_torchs(form: str, lane: Lane) -> None:
+    """Skip where torch's scaler is wrong in this form, so that there is nothing to compare with."""
+    if not torchs_is_right(form, lane):
+        pytest.skip(f"{lane}: {form} takes no notice of scale or overflow under torch's own GradScaler")
 
 
 def scales(records: Sequence[Any]) -> list[float]:

@@ -122,6 +122,9 @@ class World:
         if self.facts.level is not None:
             self._refused(xamp.StateError, "session", call)
             return
+        if level not in self.lane.can.levels:
+            self._refused(xamp.UnsupportedPolicy, "cannot run it", call)
+            return
         call()
         static = static if level in ("O1", "O2") else None
         stray = self._has_grads()
@@ -133,7 +136,8 @@ class World:
     def backward(self, overflow: bool, delay: bool, through: bool) -> None:
         """A backward, in ``scale_loss`` or plain."""
         facts = self.facts
-        overflow = overflow and through and facts.checks
+        # The rules of what an overflow hides are those of inf in a gradient, which some chips never show.
+        overflow = overflow and through and facts.checks and self.lane.can.overflow == "inf"
         batch = self._batch()
         if through and facts.level is None:
             loss = self._loss(self.model, batch)

@@ -1,13 +1,8 @@
-"""A model whose gradients are known, and what a test of the training step does again and again.
-
-The gradient of :class:`Dot` is its input, whatever its weights: so in fp32, under autocast and in half precision the
-same numbers reach the optimizer (while the scale keeps them in range), and a plain loop in fp32 is an exact oracle.
-"""
+"""What a test of the training step does again and again: with the suite's model, whose gradients are known."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +12,33 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
+from xamp.testing import exact
+from xamp.testing.exact import assert_same, inputs, iterate, outcome, picture, plain_iterate, run_backward, stepped
 
-SIZES = (4, 3)
-"""Elements of ``Dot.a`` and ``Dot.b``."""
+__all__ = [
+    "OPTIMIZERS",
+    "SCALED",
+    "Dot",
+    "HostReads",
+    "assert_follows",
+    "assert_lowered_follow",
+    "assert_same",
+    "at",
+    "inputs",
+    "iterate",
+    "outcome",
+    "picture",
+    "plain_iterate",
+    "run_backward",
+    "start",
+    "start_beside",
+    "stepped",
+    "twin",
+]
 
 
-class Part(nn.Module):
-    """``weight . x``."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
-class Dot(nn.Module):
+class Dot(exact.Dot):
     """``a . x[:4] + b . x[4:]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Part(SIZES[0])
-        self.second = Part(SIZES[1])
 
     @property
     def a(self) -> nn.Parameter:
@@ -48,10 +47,6 @@ class Dot(nn.Module):
     @property
     def b(self) -> nn.Parameter:
         return self.second.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.first(x[: SIZES[0]]) + self.second(x[SIZES[0] :])
-        return loss
 
 
 SCALED = ["O1", "O2", "O2-second-fp32"]
@@ -64,91 +59,9 @@ def at(level: str) -> dict[str, Any]:
     return {"level": name, "verbosity": 0, **({"keep_fp32": ["*second"]} if partly else {})}
 
 
-def inputs(count: int, lane: Lane, seed: int = 1) -> list[torch.Tensor]:
-    """Inputs of :class:`Dot`: eighths between -1 and 1, none of them 0, exact in every dtype under every scale here."""
-    generator = torch.Generator().manual_seed(seed)
-    size = sum(SIZES)
-    magnitude = torch.randint(1, 9, (count, size), generator=generator) / 8
-    sign = torch.randint(0, 2, (count, size), generator=generator) * 2 - 1
-    return list((magnitude * sign).to(lane.device))
-
-
-def run_backward(
-    loss: torch.Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
-    lane: Lane | None = None,
-    spoil: Iterable[torch.Tensor] = (),
-    **options: Any,
-) -> None:
-    """``scale_loss`` and backward; then the device overflows in the gradients of ``spoil``."""
-    with xamp.scale_loss(loss, optimizers, **options) as scaled:
-        scaled.backward()
-        for param in spoil:
-            assert lane is not None
-            assert param.grad is not None
-            lane.overflow_(param.grad)
-
-
-def iterate(
-    model: nn.Module, optimizer: Optimizer, x: torch.Tensor, lane: Lane | None = None, spoil: Sequence[str] = ()
-) -> None:
-    """One whole iteration, overflowing in the parameters named in ``spoil``."""
-    optimizer.zero_grad()
-    run_backward(model(x), optimizer, lane, [model.get_parameter(name) for name in spoil])
-    optimizer.step()
-
-
-def plain_iterate(model: nn.Module, optimizer: Optimizer, *xs: torch.Tensor) -> None:
-    """The reference: the same in plain torch, with one backward for each of ``xs``."""
-    optimizer.zero_grad()
-    for x in xs:
-        model(x).backward()
-    optimizer.step()
-
-
 def twin(original: Any) -> Any:
     """A copy to run the reference on; of a model, take it before ``initialize``."""
     return copy.deepcopy(original)
-
-
-def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What the optimizer steps: masters or parameters."""
-    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
-
-
-def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
-    """Everything a step may move, copied."""
-    return copy.deepcopy(
-        {
-            "parameters": [p.detach() for p in model.parameters()],
-            "model": {key: value.detach() for key, value in model.state_dict().items()},
-            "stepped": [stepped(optimizer) for optimizer in optimizers],
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        }
-    )
-
-
-def assert_same(now: Any, before: Any, where: str = "") -> None:
-    """``now`` is ``before`` bit for bit."""
-    assert type(now) is type(before), where
-    if isinstance(before, torch.Tensor):
-        assert now.dtype == before.dtype, where
-        assert now.shape == before.shape, where
-        assert torch.equal(_bits(now), _bits(before)), f"{where} moved"
-    elif isinstance(before, dict):
-        assert list(now) == list(before), where
-        for key, value in before.items():
-            assert_same(now[key], value, f"{where}[{key!r}]")
-    elif isinstance(before, (list, tuple)):
-        assert len(now) == len(before), where
-        for index, value in enumerate(before):
-            assert_same(now[index], value, f"{where}[{index}]")
-    else:
-        assert now == before, where
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.cpu()
 
 
 def assert_follows(optimizer: Optimizer, reference: nn.Module, rtol: float = 1e-6, atol: float = 1e-7) -> None:
@@ -161,13 +74,6 @@ def assert_lowered_follow(model: nn.Module, optimizer: Optimizer) -> None:
     """Each parameter is what the optimizer steps, rounded to the parameter's dtype."""
     for param, master in zip(model.parameters(), stepped(optimizer), strict=True):
         assert torch.equal(param.detach(), master.to(param.dtype))
-
-
-def outcome(optimizer: Optimizer) -> str | None:
-    """What the optimizer's last step did, by name."""
-    last = xamp.session(optimizer).last_step
-    found = last[optimizer] if isinstance(last, dict) else last
-    return None if found is None else found.name
 
 
 class HostReads(TorchDispatchMode):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xamp
+from xamp import _recompute
 
 torch.set_num_threads(1)  # kernels this small lose by a second thread
 
@@ -80,6 +83,20 @@ class Many(nn.Module):
 
 def _checkpointed(run: Callable[..., Any], reentrant: bool) -> Callable[..., Any]:
     return lambda x: checkpoint(run, x, use_reentrant=reentrant)
+
+
+CHECKPOINTING = ["torch's", "another's"]
+
+
+def checkpointing(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave torch's checkpointing as xamp has it; or make it such as xamp does not know, like other libraries' own."""
+    _recompute.watch()
+    if whose == "another's":
+        module, reentrant = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
+        known: Any = module._checkpoint_without_reentrant_generator
+        monkeypatch.setattr(module, known.__name__, known.__wrapped__)
+        forward: Any = reentrant.forward
+        monkeypatch.setattr(reentrant, "forward", staticmethod(forward.__wrapped__))
 
 
 def many(checkpoints: tuple[bool, ...] = (), *, noting: bool = True) -> Many:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -692,7 +693,9 @@ def test_here_what_it_says_of_the_device_is_consistent(lane: Lane, used: torch.d
     assert accel.get_device_properties(0).total_memory > 2**28
     assert accel.get_device_properties(0).multi_processor_count >= 1
     assert accel.is_bf16_supported() is ("bfloat16" in lane.can.dtypes)
-    major, minor = accel.get_device_capability()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some devices say that the numbers are made up
+        major, minor = accel.get_device_capability()
     assert major >= 0
     assert minor >= 0
     accel.set_device(0)

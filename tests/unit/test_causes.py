@@ -191,7 +191,7 @@ def test_the_table_goes_before_the_backend_s_own_words_which_stand_where_it_know
 
 
 def test_a_device_type_that_torch_does_not_know_says_what_to_install() -> None:
-    missing = BackendSpec("acme", ("acme",), f"{TABLES}:WithoutCard", install_hint="pip install torch-acme")
+    missing = BackendSpec("acme", ("acme",), "xamp.contract:Backend", install_hint="pip install torch-acme")
     (row,) = Registry([missing], group=None).reports()
     assert row.reason.endswith(" knows no device type 'acme'")
     assert row.hint == "pip install torch-acme"

@@ -21,6 +21,7 @@ class Plain:
     """The loop of torch.amp's manual, in fp32, whose GradScaler overflows at some steps."""
 
     def __init__(self, lane: Lane, model: Any = None, **options: Any) -> None:
+        self.lane = lane
         self.model: Any = Dot().to(lane.device) if model is None else model
         self.optimizer = SGD(self.model.parameters(), lr=0.125, momentum=0.9)
         told = {"init_scale": 64.0, "growth_interval": 3, **options}
@@ -28,9 +29,10 @@ class Plain:
 
     def step(self, x: torch.Tensor, *, overflow: bool = False) -> None:
         self.optimizer.zero_grad()
+        self.lane.backend.clear_overflow(self.lane.device)  # a flag that the run beside this one left up
         self.scaler.scale(self.model(x)).backward()
         if overflow:
-            self.model.a.grad.fill_(float("inf"))
+            self.lane.overflow_(self.model.a.grad)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
@@ -42,12 +44,12 @@ def managed(lane: Lane, model: Any, **options: Any) -> Run:
     return Run(model, optimizer)
 
 
-def step(run: Run, x: torch.Tensor, *, overflow: bool = False) -> None:
+def step(run: Run, lane: Lane, x: torch.Tensor, *, overflow: bool = False) -> None:
     run.optimizer.zero_grad()
     with xamp.scale_loss(run.model(x), run.optimizer) as scaled:
         scaled.backward()
         if overflow:
-            run.model.a.grad.fill_(float("inf"))
+            lane.overflow_(run.model.a.grad)
     run.optimizer.step()
 
 
@@ -69,7 +71,7 @@ def test_a_run_under_torchs_scaler_goes_on_here(lane: Lane, dynamic: bool | None
     xamp.load_state_dict(state, run.optimizer)
     for i in range(20, 40):
         plain.step(xs[i], overflow=i - 20 in OVERFLOWS)
-        step(run, xs[i], overflow=i - 20 in OVERFLOWS)
+        step(run, lane, xs[i], overflow=i - 20 in OVERFLOWS)
         assert run.scale == plain.scaler.get_scale(), i
     assert_same([p.detach() for p in run.model.parameters()], [p.detach() for p in plain.model.parameters()])
     assert xamp.state_dict(run.optimizer, format="torch") == plain.scaler.state_dict()
@@ -79,13 +81,13 @@ def test_a_run_here_goes_on_under_torchs_scaler(lane: Lane) -> None:
     run = managed(lane, Dot().to(lane.device), init_scale=64.0, growth_factor=4.0, backoff_factor=0.25)
     xs = inputs(40, lane)
     for i in range(20):
-        step(run, xs[i], overflow=i in OVERFLOWS)
+        step(run, lane, xs[i], overflow=i in OVERFLOWS)
     plain = Plain(lane, twin_of(run), growth_interval=2000)
     plain.optimizer.load_state_dict(through_a_file(run.optimizer.state_dict()))
     plain.scaler.load_state_dict(through_a_file(xamp.state_dict(run.optimizer, format="torch")))
     for i in range(20, 40):
         plain.step(xs[i], overflow=i - 20 in OVERFLOWS)
-        step(run, xs[i], overflow=i - 20 in OVERFLOWS)
+        step(run, lane, xs[i], overflow=i - 20 in OVERFLOWS)
         assert run.scale == plain.scaler.get_scale(), i
     assert_same([p.detach() for p in run.model.parameters()], [p.detach() for p in plain.model.parameters()])
 

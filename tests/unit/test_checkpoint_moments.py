@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import Run, backward, each_order, everything, load, save, start, train
-from lanes import Lane
+from lanes import Lane, lag
 from late import LateHistory
 from stepping import Dot, assert_same, inputs, iterate, run_backward
 from stepping import start as start_dot
 from torch.optim import SGD
 
 import xamp
-from xamp._scale import COLLAPSE_RUN, HISTORY_LAG
+from xamp._scale import COLLAPSE_RUN
 from xamp.errors import LossScaleCollapsed, StateError
 
 masters_or_not = pytest.mark.parametrize("level", ["O1", "O2"])
@@ -211,16 +211,17 @@ def test_a_run_of_overflows_goes_on_over_a_resume_there(lane: Lane, before: int)
     state = save(run)
     resumed = on_the_floor(lane)
     load(resumed, state)
-    expected = [COLLAPSE_RUN + HISTORY_LAG - before]
-    assert overflow(run, lane, COLLAPSE_RUN + HISTORY_LAG) == expected
-    assert overflow(resumed, lane, COLLAPSE_RUN + HISTORY_LAG) == expected
+    known = COLLAPSE_RUN + lag(lane)
+    assert overflow(run, lane, known) == [known - before]
+    assert overflow(resumed, lane, known) == [known - before]
 
 
 @pytest.mark.usefixtures("late")
 def test_a_collapse_that_is_about_to_be_raised_there(lane: Lane) -> None:
     run = on_the_floor(lane)
     iterate(run.model, run.optimizer, inputs(1, lane)[0])
-    overflow(run, lane, COLLAPSE_RUN + HISTORY_LAG // 2)
+    late = lag(lane)
+    assert not overflow(run, lane, COLLAPSE_RUN + (late // 2 if late else -1))
     resumed = on_the_floor(lane)
     load(resumed, save(run))
     assert overflow(resumed, lane, COLLAPSE_RUN // 2), "raised late, but raised"

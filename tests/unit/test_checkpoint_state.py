@@ -147,7 +147,7 @@ def test_so_does_one_that_was_trained_before_it_loaded(
 ) -> None:
     """A run that goes back to an earlier checkpoint, from other weights, another scale and after an overflow."""
     if fused and "SGD" not in lane.can.fused_optimizers:
-        pytest.skip(f"{lane} has no fused SGD")
+        pytest.skip(f"{lane} has no fused SGD that is right under loss scaling")
     run = start(lane, variant, fused=fused)
     train(run, lane, range(4))
     state = save(run)
@@ -238,7 +238,10 @@ def test_a_session_is_a_stateful_of_torch(lane: Lane) -> None:
 def test_masters_keep_their_memory_format(lane: Lane) -> None:
     torch.manual_seed(1)
     model: Any = torch.nn.Conv2d(3, 4, 3).to(lane.device)
-    model = model.to(memory_format=torch.channels_last)
+    try:
+        model = model.to(memory_format=torch.channels_last)
+    except RuntimeError as error:
+        pytest.skip(f"{lane} has no channels_last: {error}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if "O2" not in lane.can.levels:
         pytest.skip(f"{lane} cannot run O2")

@@ -25,6 +25,7 @@ from xamp.ops.survey import _kind
 from xamp.ops.table import RULES
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
+SERVED = ", ".join(sorted({kind for spec in BUILT_INS for kind in spec.device_types}))
 GPU_KERNELS = [
     "_scaled_dot_product_flash_attention",
     "_thnn_fused_gru_cell",
@@ -198,7 +199,7 @@ def test_what_is_computed_says_so(shown: Callable[..., Saved]) -> None:
         added = [row["overload"] for row in found["rows"] if row["added"]]
         assert found["present"] is False
         # On CUDA the layers go to cuDNN, which no fake tensor shows of GRU's.
-        assert computed == (["gru.input"] if device == "cuda" else added)
+        assert computed == (["gru.data", "gru.input"] if device == "cuda" else added)
 
 
 def test_what_cannot_be_seen_and_is_not_computed_is_unknown(shown: Callable[..., Saved]) -> None:
@@ -207,7 +208,7 @@ def test_what_cannot_be_seen_and_is_not_computed_is_unknown(shown: Callable[...,
     gru = row_of(shown("xpu", "native"), "gru.input")
     assert (gru["source"], gru["agrees"], gru["native"]) == ("unknown", None, "none")
     assert gru["results"] == {"fp32": "unknown", "lower": "unknown", "mixed": "unknown", "named": None}
-    assert "not to be seen here: 2\n" in render_show(shown("xpu", "native"))
+    assert "not to be seen here: 3\n" in render_show(shown("xpu", "native"))
 
 
 def test_mps_keeps_fp32_where_its_kernel_refuses_the_lower_dtype(shown: Callable[..., Saved]) -> None:
@@ -242,9 +243,9 @@ def test_the_text_has_every_row_aligned_and_ends_with_the_counts(
     assert printed.out == render_show(found) + "\n"
     assert lines[0] == f"{device}, portable policy, lower dtype float16"
     at = [lines.index(line) for line in lines if line.split()[:1] == ["overload"]]
-    starts = [lines[at[0]].index(name) for name in ("table", "device", "xamp adds", "of fp32", "why")]
+    starts = [lines[at[0]].index(name) for name in ("table", "device", "xamp adds", "fp32", "why")]
     rows = {line.split()[0]: line for line in lines if line[:2] == "  " and line.split()[0] in RULES}
-    assert len(rows) == len(RULES) == 123
+    assert len(rows) == len(RULES) == 127
     for name, line in rows.items():
         assert all(line[start - 1] == " " != line[start] for start in starts), line
         assert line[starts[0] :].split()[0] == RULES[name].kind
@@ -254,7 +255,7 @@ def test_the_text_has_every_row_aligned_and_ends_with_the_counts(
     if CANNOT[device]:
         assert f"cannot be equalised: {len(CANNOT[device])} overload" in text
         assert list(rows)[: len(CANNOT[device])] == CANNOT[device]
-    summary = text[text.rindex("123 overloads in the table: ") :]
+    summary = text[text.rindex("127 overloads in the table: ") :]
     assert f"{plain} as the table, without one. " in summary
     assert (f"{added} as the table, by an entry of xamp's; " in summary) == (added > 0)
     assert f" {len(found['device_only'])} entries of the device that the table does not govern." in summary
@@ -267,6 +268,55 @@ def test_rows_that_differ_come_first(shown: Callable[..., Saved]) -> None:
     assert titles[2].startswith("differs from the table: ")
     assert titles[3] == "cannot be equalised: 5"
     assert titles[4].startswith("as the table, without one: ")
+
+
+# --- the text in a narrow terminal
+
+
+@pytest.mark.parametrize("width", [80, 100, 118, 160])
+@pytest.mark.parametrize("op_policy", ["portable", "native"])
+def test_no_line_is_wider_than_the_terminal(op_policy: str, width: int, shown: Callable[..., Saved]) -> None:
+    shows = [shown(name, op_policy) for name in DEVICES]
+    texts = [render_show(found, width) for found in shows]
+    texts += [render_diff(compare(a, b), width) for a in shows[:2] for b in shows[1:]]
+    assert max(len(line) for text in texts for line in text.splitlines()) <= width
+    for found, text in zip(shows, texts, strict=False):
+        lines = [line.split() for line in text.splitlines()]
+        assert {line[0] for line in lines if line and line[0] in RULES} == set(RULES)
+        assert words(text).endswith(words(render_show(found)).rpartition("overloads in the table: ")[2])
+
+
+def test_a_narrow_row_tells_all_that_a_wide_one_does(shown: Callable[..., Saved]) -> None:
+    lines = [words(line) for line in render_show(shown("cpu"), 80).splitlines()]
+    assert "exp fp32 none fp32 fp32 - - 13" in lines
+    assert "mm lower same fp16 fp16 fp16 - 7" in lines
+    assert "grid_sampler promote fp32 fp32 fp16 fp32 - 17" in lines
+    at = lines.index("binary_cross_entropy_with_logits")  # too long for its column
+    assert lines[at + 1] == "fp32 same fp32 fp32 fp32 - 11"
+    if absent["cuda"]:
+        assert "gru.input lower none fp16 fp16 fp16 - 19*" in map(words, render_show(shown("cuda"), 80).splitlines())
+
+
+def test_narrow_differences_stand_one_below_the_other(shown: Callable[..., Saved]) -> None:
+    text = render_diff(compare(shown("cpu"), shown("cuda")), 80)
+    assert (
+        "  cudnn_convolution                    lower\n    cpu   none: no kernel\n    cuda  lower: fp16 fp16 fp16 -\n"
+        "    why   cpu: it has no kernel\n" in text
+    )
+
+
+@pytest.mark.parametrize(("columns", "wanted"), [("80", 80), ("200", 118), ("20", 80)])
+def test_the_width_is_the_terminals(
+    columns: str, wanted: int, shown: Callable[..., Saved], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "cpu.json", shown("cpu"))
+    printed: list[str] = []
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(policy, "_print", printed.append)
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        assert main(["policy", "show", path]) == 0
+        assert printed.pop() == render_show(shown("cpu"), wanted if terminal else 118)
 
 
 # --- diff
@@ -310,16 +360,18 @@ def test_cpu_and_cuda_are_alike_under_portable_but_for_the_expected(
     assert "differences: 0 expected, since one of the two cannot equalise it: 5 overload" in text
     assert "none: no kernel lower: fp16 fp16 fp16 - cpu: it has no kernel" in text
     assert "only in the list of cpu, not governed by the table: " in text
-    assert "no difference but the expected: 118 overloads alike, 0 different, 5 expected, 0 not to be told" in text
+    assert "no difference but the expected: 122 overloads alike, 0 different, 5 expected, 0 not to be told" in text
 
 
 def test_what_one_side_does_not_show_is_no_difference(shown: Callable[..., Saved]) -> None:
     if not (absent["xpu"] and absent["cuda"]):
         pytest.skip("there is a card, which shows it")
     found = compare(shown("xpu", "native"), shown("cuda", "native"))
-    assert found["unknown"] == ["gru.input", "lstm.input"]
+    assert found["unknown"] == ["gru.data", "gru.input", "lstm.input"]
     assert (found["equal"], found["differences"]) == (True, [])
-    assert "not to be told, since one of the two does not show it: 2\n  gru.input, lstm.input" in render_diff(found)
+    assert "not to be told, since one of the two does not show it: 3\n  gru.data, gru.input, lstm.input" in render_diff(
+        found
+    )
 
 
 def test_a_saved_device_is_that_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +384,7 @@ def test_a_saved_device_is_that_device(tmp_path: Path, capsys: pytest.CaptureFix
         text = capsys.readouterr().out
         assert text.startswith("native policy, lower dtype bfloat16\n  A (cpu): torch ")
         assert (
-            "\ndifferences: 0\n\nno difference: 123 overloads alike, 0 different, 0 expected, 0 not to be told;" in text
+            "\ndifferences: 0\n\nno difference: 127 overloads alike, 0 different, 0 expected, 0 not to be told;" in text
         )
         assert text.endswith("; entries of one list only: 0 and 0\n")
     assert main(["policy", "show", str(saved)]) == 0
@@ -356,13 +408,13 @@ def test_a_file_of_another_torch_is_compared_by_what_it_says(
     assert (found["unknown"], found["expected"]) == (["cumsum"], [])
     assert found["rows"] == {"a": [], "b": ["rms_norm"]}
     assert found["device_only"] == {"a": ["zeta"], "b": [gone]}
-    assert found["same"] == 119
+    assert found["same"] == 123
     text = render_diff(found)
     assert f"  A (cpu): torch 2.6.0, xamp {xamp.__version__}; by calls on the device\n" in text
     assert "only in the table of B (cpu): 1\n  rms_norm\n" in text
     assert "only in the list of A (cpu), not governed by the table: 1\n  zeta\n" in text
     assert words(text).endswith(
-        "different: 119 overloads alike, 2 different, 0 expected, 1 not to be told; entries of one list only: 1 and 1"
+        "different: 123 overloads alike, 2 different, 0 expected, 1 not to be told; entries of one list only: 1 and 1"
     )
     assert (
         "  softmax.int        fp32_dtype  none + fp32_dtype: fp32 fp16 - fp16  none + fp32_dtype: fp32 fp32 - fp16"
@@ -444,12 +496,12 @@ def test_a_device_that_nobody_serves_lists_those_that_there_are(
 ) -> None:
     assert main(["policy", "show", "cdua"]) == 2
     assert capsys.readouterr().err == (
-        "xamp policy show: 'cdua' is neither a device nor a file. Did you mean 'cuda'? Devices are cpu, cuda, mps, "
-        "xpu; any other argument is the path of a file that `xamp policy show DEV --json` wrote.\n"
+        f"xamp policy show: 'cdua' is neither a device nor a file. Did you mean 'cuda'? Devices are {SERVED}; "
+        "any other argument is the path of a file that `xamp policy show DEV --json` wrote.\n"
     )
     assert main(["policy", "diff", "cpu", str(tmp_path)]) == 2
     assert f"xamp policy diff: {str(tmp_path)!r} is neither a device nor a file. Devices are" in capsys.readouterr().err
-    with pytest.raises(xamp.errors.PolicyError, match="no backend serves 'cdua'; devices are cpu, cuda, mps, xpu"):
+    with pytest.raises(xamp.errors.PolicyError, match=f"no backend serves 'cdua'; devices are {SERVED}"):
         policy.show("cdua")
 
 
@@ -522,6 +574,66 @@ def test_the_backend_of_highest_priority_that_can_be_imported_says_its_rules(
     spec = BackendSpec("zz", ("cpu",), "no_such_module:Backend", priority=7)
     monkeypatch.setattr(policy, "REGISTRY", Registry((*BUILT_INS, spec), group=None))
     assert policy.show("cpu") == shown("cpu")
+
+
+PRIVATE = """
+import contextlib, io, json, sys, torch
+from xamp._registry import BUILT_INS, Registry
+from xamp.cli import main, policy
+from xamp.contract import Backend, BackendSpec
+
+class Own(Backend):
+    op_rules = {"softmax.int": "same", "exp": "lower"}
+
+class Module:
+    is_initialized = is_available = _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = current_device = staticmethod(lambda: 0)
+
+def lowered(name):
+    op = getattr(torch.ops.aten, name).default
+    def kernel(*tensors):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return op(*(tensor.to(torch.get_autocast_dtype("own")) for tensor in tensors))
+    return kernel
+
+torch.utils.rename_privateuse1_backend("own")
+torch._register_device_module("own", Module)
+other, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+other.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+for name in ("mm", "exp", "relu"):
+    aten.impl(name, lowered(name), "AutocastPrivateUse1")
+policy.REGISTRY = Registry((*BUILT_INS, BackendSpec("own", ("own",), "__main__:Own")), group=None)
+answers = []
+for command in sys.argv[1:]:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(command.split())
+    answers.append([code, printed.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def test_a_device_under_torchs_private_name_is_shown_by_its_own_list() -> None:
+    commands = [
+        "policy show own --json",
+        "policy show own --json --op-policy native",
+        "policy diff own cuda --json",
+        "policy show own",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", PRIVATE, *commands], env=plain_environment(), capture_output=True, text=True, check=True
+    )
+    (code, portable), (_, native), (differ, diff), (_, text) = json.loads(done.stdout)
+    portable, native, diff = map(json.loads, (portable, native, diff))
+    assert (code, portable["present"], portable["device_only"]) == (0, False, ["relu"])
+    assert overloads(native["rows"], registered=True) == ["exp", "mm"]
+    told = {name: row_of(native, name)["native"] for name in ("mm", "exp", "mv")}
+    assert told == {"mm": "lower", "exp": "lower", "mv": "none"}
+    assert overloads(portable["rows"], cannot="") == [name for name in RULES if name != "softmax.int"]
+    assert overloads(portable["rows"], added=None) == ["mm", "softmax.int"]
+    assert {row["agrees"] for row in portable["rows"] if not row["cannot"]} == {True}
+    assert (differ, overloads(diff["expected"]), diff["differences"]) == (0, ["softmax.int"], [])
+    assert text.startswith("own, portable policy, lower dtype float16\n")
 
 
 def without_torch(*arguments: str) -> subprocess.CompletedProcess[str]:

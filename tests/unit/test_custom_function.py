@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, lower
 
 import xamp
 from xamp.errors import StateError
@@ -221,11 +221,11 @@ def test_the_device_is_that_of_the_tensors(lane: Lane, monkeypatch: pytest.Monke
             return x * 1.0
 
     monkeypatch.setenv("XAMP_DEVICE", "abacus")  # is not asked for
-    x = torch.ones(2, dtype=torch.bfloat16, device=lane.device)
-    with torch.autocast(lane.device.type, dtype=torch.bfloat16):
+    x = torch.ones(2, dtype=lower(lane), device=lane.device)
+    with torch.autocast(lane.device.type, dtype=lower(lane)):
         apply(Probe)(torch.ones(1, dtype=torch.int64), x)
     apply(Probe)(torch.ones(1, dtype=torch.int64), x)
-    assert seen == [torch.float32, torch.bfloat16]
+    assert seen == [torch.float32, lower(lane)]
 
 
 def test_without_tensors_it_is_the_device_in_use() -> None:

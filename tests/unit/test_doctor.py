@@ -24,7 +24,8 @@ from xamp.cli.doctor import add_arguments
 from xamp.contract import BackendReport
 
 FIELDS = [field.name for field in dataclasses.fields(BackendReport)]
-KEYS = ["schema", "ok", "xamp", "python", "platform", "torch", "backends", "chosen", "environment", "recommended"]
+KEYS = ["schema", "ok", "xamp", "python", "platform", "torch", "apex", "backends", "chosen", "environment"]
+KEYS += ["recommended"]
 ADDED = ["broken", "findings", "settings", "seconds", "printed"]
 
 
@@ -269,8 +270,9 @@ def test_no_usable_backend_is_a_finding(found: dict[str, Any], monkeypatch: pyte
 
 
 def test_notes_come_after_warnings_and_what_all_backends_share_is_said_once(found: dict[str, Any]) -> None:
-    def setting(name: str, severity: str) -> dict[str, str]:
-        return {"name": name, "value": "1", "effect": "changes it", "undo": "unset it", "severity": severity}
+    def setting(name: str, severity: str) -> dict[str, object]:
+        row = {"name": name, "value": "1", "effect": "changes it", "undo": "unset it", "severity": severity}
+        return {**row, "exact": name == "W"}
 
     rows = [
         row("a", settings=[setting("N", "note"), setting("W", "warning")]),

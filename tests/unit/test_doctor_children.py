@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -172,8 +173,8 @@ def test_backends_that_only_break_together_stay_usable_with_a_defect(monkeypatch
     assert [finding["text"] for finding in cpu["findings"]] == [
         "works by itself, but together with a (dist-a 1), b (dist-b 1) it ends badly"
     ]
-    # all; each of the six backends by itself; the choice that is left
-    assert [len(plan["starts"] or ()) for plan in plans] == [0, 1, 1, 1, 1, 1, 1, 0]
+    # all; each of the seven backends by itself; the choice that is left
+    assert [len(plan["starts"] or ()) for plan in plans] == [0, *[1] * 7, 0]
     assert found.chosen == CHOSEN["chosen"]
 
 
@@ -199,6 +200,7 @@ def test_a_child_that_finds_nothing_out_does_not_make_it_go_on_for_ever(monkeypa
 
 def test_a_spec_travels_between_the_processes_unchanged() -> None:
     spec = BackendSpec("x", ("a", "b"), "m:C", priority=3, install_hint="h", masks=("M",), causes="m:T", tested=False)
+    spec = dataclasses.replace(spec, ledger="m:f.json", emulations=(("it", "m:run"),))
     known = Known([A])
     known.keep("load", A.key, spec=json.loads(json.dumps(vars(spec))))
     assert [each for key, each in known.specs() if key] == [spec]

@@ -21,7 +21,7 @@ from torch import nn
 
 import xamp
 from xamp import _registered
-from xamp.errors import PolicyError, StateError
+from xamp.errors import PolicyError
 
 REGISTER: dict[str, Callable[[Any, str], None]] = {
     "half": xamp.register_half_function,
@@ -532,12 +532,10 @@ def test_a_region_within_the_compiled_function_counts(operators: Any) -> None:
     x = torch.randn(4, 4)
     for function in (inside, xamp.autocast(dtype=BF16)(plain)):
         assert [t.dtype for t in torch.compile(function, fullgraph=True, backend="eager")(x)] == ACTIVE
-    with pytest.raises(
-        Exception, match=r"autocast\(\): made outside of the function that torch\.compile traces"
-    ) as error:
+    with pytest.raises(Exception, match=r"autocast\(\): made outside of the function that torch\.compile traces"):
         torch.compile(outside, fullgraph=True, backend="eager")(x)
-    assert StateError.__name__ in str(error.value)
-    assert [t.dtype for t in outside(x)] == ACTIVE
+    for function in (outside, torch.compile(outside, backend="eager")):  # which ends its graph there
+        assert [t.dtype for t in function(x)] == ACTIVE
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lanes import Lane
+from table_ops import CHECKPOINTING, checkpointing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xamp
-from xamp import _active, _registered
+from xamp import _active, _numbers, _registered
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOWER = {"O1": FP16, "O4": BF16}
@@ -28,11 +29,12 @@ NESTED: dict[str, tuple[bool, ...]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _registrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(params=CHECKPOINTING, autouse=True)
+def _registrations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """softmax in the lower dtype, which autocast gives in fp32."""
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
     xamp.register_half_function(F, "softmax")
+    checkpointing(request.param, monkeypatch)
     yield
     _registered._unregister_all()
 
@@ -256,7 +258,7 @@ def test_a_thread_of_the_engine_looks_at_all_threads(
     before = len(model.dtypes)
 
     def backward(is_engine: bool) -> None:
-        _active._here.is_engine = is_engine
+        _numbers._here.is_engine = is_engine
         losses.pop().backward()
 
     thread = threading.Thread(target=backward, args=(True,))
@@ -278,7 +280,7 @@ def test_ranges_are_kept_only_where_somebody_asked() -> None:
     def work() -> None:
         for model in (silent, asks, silent, asks):
             model(batch()).sum()  # a node between the regions
-            ranges = _active._here.ranges
+            ranges = _numbers._here.ranges
             kept.append(0 if ranges is None else len(ranges._rows))
 
     thread = threading.Thread(target=work)
@@ -288,8 +290,8 @@ def test_ranges_are_kept_only_where_somebody_asked() -> None:
 
 
 def test_ranges_are_found_merged_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_active, "_RANGES", 4)
-    ranges, one, other = _active._Ranges(), _active.inside("cpu", BF16), _active.inside("cpu", FP16)
+    monkeypatch.setattr(_numbers, "_RANGES", 4)
+    ranges, one, other = _numbers._Ranges(), _active.inside("cpu", BF16), _active.inside("cpu", FP16)
     ranges.add(2, 4, one)
     ranges.add(4, 6, one)  # follows at once
     ranges.add(6, 7, other)
@@ -310,7 +312,7 @@ def test_ranges_are_found_merged_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_answer_keeps_no_graph_alive() -> None:
     model = xamp.initialize(net((True, True)), level="O4", verbosity=0)
     model(batch()).sum().backward()
-    answer = _active._here.answer
+    answer = _numbers._here.answer
     assert answer is not None
     gc.collect()
     assert answer[0]() is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from scaling import FORMS, data, net
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
@@ -151,7 +151,8 @@ def test_fifty_overflows_in_a_row_at_the_floor_raise_and_every_fifty_after(fused
     late = 0 if lane.device.type == "cpu" or fused is None else HISTORY_LAG
     assert [index for index, _ in raised] == [50 + late, 100 + late]
     assert "50 overflows in a row with the loss scale 1, at its floor" in raised[0][1]
-    assert "Gradients that are not finite: a parameter of shape (2,)" in raised[0][1]
+    named = "a parameter of shape (2,)" if lane.can.overflow == "inf" else "unknown, for this chip tells"
+    assert f"Gradients that are not finite: {named}" in raised[0][1]
     assert scaler.stats.skipped == 126
     before = loop.weights[0].detach().clone()
     assert loop() == 1.0
@@ -175,6 +176,7 @@ def test_a_clean_step_and_a_scale_above_the_floor_start_the_count_again(lane: La
 
 
 def test_of_several_optimizers_the_one_that_collapses_raises(lane: Lane) -> None:
+    needs_values(lane)
     loop = Loop(xamp.GradScaler(init_scale=1.0), lane, count=2)
     for _ in range(49):
         loop((1,))
@@ -198,8 +200,10 @@ def test_what_the_last_step_did(lane: Lane) -> None:
     two = Loop(scaler, lane, count=2)
     two((1,))
     names = {found: outcome.name for found, outcome in scaler.last_step.items()}
-    assert names == dict(zip([*loop.optimizers, *two.optimizers], ["APPLIED", "APPLIED", "SKIPPED"], strict=True))
-    assert (scaler.stats.applied, scaler.stats.skipped) == (2, 2)
+    # Where a flag tells of an overflow it does not say whose gradient it was, and both skip.
+    first = "APPLIED" if lane.can.overflow == "inf" else "SKIPPED"
+    assert names == dict(zip([*loop.optimizers, *two.optimizers], ["APPLIED", first, "SKIPPED"], strict=True))
+    assert (scaler.stats.applied, scaler.stats.skipped) == ((2, 2) if first == "APPLIED" else (1, 3))
 
 
 def test_an_overflow_is_logged(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,7 @@ def test_the_flag_decides(form: str, chip: SaturatingBackend) -> None:
         (True, "APPLIED", 128.0),
         (True, "APPLIED", 256.0),
     ]
-    assert chip.calls == ["before_backward", "unscale_"] * 7
+    assert chip.calls == ["clear_overflow", "unscale_"] * 7
 
 
 def test_an_inf_that_somebody_wrote_is_no_overflow_of_the_chip(chip: SaturatingBackend) -> None:
@@ -82,7 +82,7 @@ def test_several_losses_and_optimizers_clear_the_flag_once(chip: SaturatingBacke
             scaler.step(optimizer)
         assert [outcome.name for outcome in scaler.last_step.values()] == ["SKIPPED"] * 3
         scaler.update(64.0 if ending == "set" else None)
-        assert chip.calls == ["before_backward", *["unscale_"] * 3]
+        assert chip.calls == ["clear_overflow", *["unscale_"] * 3]
         chip.calls.clear()
     assert [w.tolist() for w in weights] == [[1.0, 1.0]] * 3
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from scaling import FORMS, beside_torch, data, net, note, spoil, theirs
+from scaling import FORMS, beside_torch, data, needs_torchs, net, note, spoil, theirs
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -44,6 +44,8 @@ def test_what_breaks_between_unscale_and_step_is_applied_as_torch_applies_it(for
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_overflow_between_unscale_and_step_of_another_changes_nothing(form: str, lane: Lane) -> None:
+    needs_torchs(form, lane)
+
     def run(scaler: Any) -> Any:
         model = net(device=lane.device)
         optimizer = FORMS[form](model.parameters())
@@ -51,7 +53,7 @@ def test_an_overflow_between_unscale_and_step_of_another_changes_nothing(form: s
             optimizer.zero_grad()
             scaler.scale(model(data(index, lane.device)).square().mean()).backward()
             if index == 1:
-                spoil(model.parameters(), NAN)
+                spoil(model.parameters(), NAN, lane)
             scaler.unscale_(optimizer)
             if index == 1:
                 optimizer.zero_grad()  # the overflow is gone, what was found stays
@@ -85,6 +87,8 @@ def test_the_device_overflows(lane: Lane) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_without_gradients(form: str, lane: Lane) -> None:
+    needs_torchs(form, lane)
+
     def run(scaler: Any) -> Any:
         model = net(device=lane.device)
         model[0].bias.requires_grad_(False)
@@ -95,7 +99,7 @@ def test_parameters_without_gradients(form: str, lane: Lane) -> None:
             optimizer.zero_grad()
             scaler.scale(model(data(index, lane.device)).square().mean()).backward()
             if index == 2:
-                spoil(model.parameters())
+                spoil(model.parameters(), lane=lane)
             scaler.step(optimizer)
             scaler.update()
             seen.append((note(scaler, model), unused.detach().clone()))

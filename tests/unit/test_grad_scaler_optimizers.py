@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from scaling import beside_torch, note, spoil
 from stepping import assert_same
 from torch import nn
@@ -24,6 +24,8 @@ def one(lane: Lane | None = None, value: float = 1.0, dtype: torch.dtype = torch
 
 
 def test_groups_that_change_between_iterations(lane: Lane) -> None:
+    needs_values(lane)
+
     def run(scaler: Any) -> Any:
         weights = [one(lane, float(i)) for i in range(4)]
         optimizer = SGD([weights[0]], lr=0.125, momentum=0.9)
@@ -84,7 +86,7 @@ def test_a_step_with_arguments_and_a_value(lane: Lane) -> None:
             optimizer.zero_grad()
             scaler.scale(weight.sum()).backward()
             if index == 1:
-                spoil([weight])
+                spoil([weight], lane=lane)
             returned.append(scaler.step(optimizer, None, factor=2.0) if index else scaler.step(optimizer, factor=0.5))
             scaler.update()
         return returned, optimizer.param_groups[0]["lr"], weight.detach()
@@ -139,7 +141,7 @@ def test_somebodys_optimizer_that_supports_scaling(kind: Any, unscale: bool, lan
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
         if index in (0, 3):
-            spoil([weight])
+            spoil([weight], lane=lane)
         if unscale:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -172,7 +174,7 @@ def test_schedulers_do_not_warn_and_advance(early: bool, lane: Lane) -> None:
         optimizer.zero_grad()
         scaler.scale(weight.sum()).backward()
         if index == 0:
-            spoil([weight])
+            spoil([weight], lane=lane)
         scaler.step(optimizer)
         scaler.update()
         for scheduler in schedulers:

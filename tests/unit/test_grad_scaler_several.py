@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from scaling import beside_torch, data, net, note, spoil, theirs
 from torch import nn
 from torch.optim import SGD
@@ -18,6 +18,7 @@ import xamp
 
 def test_many_optimizers_each_decided_for_itself(lane: Lane) -> None:
     """More than there is room for at first."""
+    needs_values(lane)
 
     def run(scaler: Any) -> Any:
         weights = [nn.Parameter(torch.full((2,), float(i), device=lane.device)) for i in range(11)]
@@ -40,6 +41,7 @@ def test_many_optimizers_each_decided_for_itself(lane: Lane) -> None:
 
 
 def test_many_optimizers_are_told_apart(lane: Lane) -> None:
+    needs_values(lane)
     scaler = xamp.GradScaler()
     weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(9)]
     optimizers = [SGD([w], lr=0.125) for w in weights]
@@ -73,6 +75,8 @@ def test_optimizers_that_die_are_forgotten_with_their_parameters(lane: Lane) -> 
 
 @pytest.mark.parametrize("overflow", [False, True])
 def test_one_that_dies_before_the_update_counts_in_it_and_lends_its_flag_to_nobody(overflow: bool, lane: Lane) -> None:
+    if overflow:
+        needs_values(lane)
     scaler = xamp.GradScaler(init_scale=8.0, growth_interval=1)
 
     def one(overflow: bool) -> list[float]:
@@ -109,6 +113,7 @@ def test_a_scaler_that_dies_leaves_nothing(lane: Lane) -> None:
 
 def test_two_scalers_side_by_side(lane: Lane) -> None:
     """Over the same optimizers in turn, too."""
+    needs_values(lane)
 
     def run(first: Any) -> Any:
         second = type(first)(init_scale=8.0) if isinstance(first, xamp.GradScaler) else theirs(lane, init_scale=8.0)

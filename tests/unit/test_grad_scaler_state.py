@@ -40,7 +40,7 @@ class Run:
             self.optimizer.zero_grad()
             scaler.scale(self.model(data(self.index, self.lane.device)).square().mean()).backward()
             if self.index % 7 == 5:
-                spoil(self.model.parameters())
+                spoil(self.model.parameters(), lane=self.lane)
             scaler.step(self.optimizer)
             scaler.update()
             seen.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, lower
 from nets import INSIDE, LEVELS, Net, Recorder, batch, net, start
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -92,8 +92,8 @@ def test_a_model_kept_as_a_whole_runs_in_fp32(level: str, lane: Lane) -> None:
 
 @pytest.mark.parametrize("level", LOWER)
 def test_outputs_of_a_model_kept_as_a_whole_are_as_they_were_asked_for(level: str, lane: Lane) -> None:
-    model = start(Model().to(lane.device), level, lane, keep_fp32=[Model], cast_model_outputs="bf16")
-    assert model(batch(lane)).dtype == torch.bfloat16
+    model = start(Model().to(lane.device), level, lane, keep_fp32=[Model], cast_model_outputs=lower(lane))
+    assert model(batch(lane)).dtype == lower(lane)
 
 
 @pytest.mark.parametrize("level", LOWER)

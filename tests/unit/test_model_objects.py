@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, lower, needs_dtype
 from nets import INSIDE, LEVELS, SPECIAL, SPECIAL_IDS, Net, WithSlots, batch, net, ran_in, sgd, start, train
 from torch import nn
 
@@ -69,20 +69,21 @@ def test_a_model_computes_in_the_levels_dtype_and_returns_fp32(level: str, lane:
     out, hidden = model(batch(lane), gain=2.0)
     assert out.dtype == torch.float32
     assert ran_in(hidden) == INSIDE[level]
-    for dtype in (torch.float16, torch.bfloat16):
-        assert ran_in(model(batch(lane).to(dtype))[1]) == INSIDE[level]
+    for name in lane.can.dtypes:
+        assert ran_in(model(batch(lane).to(getattr(torch, name)))[1]) == INSIDE[level]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_outputs_come_in_the_dtype_that_was_asked_for(level: str, lane: Lane) -> None:
-    assert start(net(lane), level, lane, cast_model_outputs="bf16")(batch(lane))[0].dtype == torch.bfloat16
-    assert start(net(lane), level, lane, cast_model_outputs=torch.float16)(batch(lane))[0].dtype == torch.float16
+    assert start(net(lane), level, lane, cast_model_outputs=lower(lane))(batch(lane))[0].dtype == lower(lane)
+    assert start(net(lane), level, lane, cast_model_outputs="fp16")(batch(lane))[0].dtype == torch.float16
     assert start(net(lane), level, lane, cast_model_outputs=False)(batch(lane))[0].dtype == INSIDE[level]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_the_dtype_override_holds_inside(level: str, lane: Lane) -> None:
     other = torch.bfloat16 if INSIDE[level] == torch.float16 else torch.float16
+    needs_dtype(lane, other)
     assert ran_in(start(net(lane), level, lane, dtype=other)(batch(lane))[1]) == other
 
 
@@ -242,6 +243,11 @@ def test_a_data_parallel_replica_runs_its_own_weights_in_its_thread(level: str, 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_data_parallel_around_a_model_and_given_with_it(level: str, lane: Lane) -> None:
+    try:
+        plain: nn.DataParallel[nn.Module] = nn.DataParallel(net(lane))
+        plain(batch(lane))
+    except RuntimeError as error:
+        pytest.skip(f"{lane}: torch's own DataParallel does not run there: {error}")
     around: nn.DataParallel[nn.Module] = nn.DataParallel(start(net(lane), level, lane))
     assert ran_in(around(batch(lane))[1]) == INSIDE[level]
     given: nn.DataParallel[nn.Module] = nn.DataParallel(net(lane))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_dtype
 from nets import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
 from torch import nn
 
@@ -97,6 +97,7 @@ def test_a_compiled_model_trains(level: str, lane: Lane) -> None:
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_compiled_forward_leaves_the_users_own_autocast_as_it_was(level: str, lane: Lane) -> None:
     other = torch.bfloat16 if INSIDE[level] == torch.float16 else torch.float16
+    needs_dtype(lane, other)
     compiled: Any = torch.compile(start(sealed(lane), level, lane), fullgraph=True, backend="eager")
     x = batch(lane)
     with torch.autocast(lane.device.type, dtype=other):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from table_ops import BF16, FP16, FP32, LOWER, Calls, assert_equal, batch, gradients, many, noted, promised, start
 from table_ops import region as make_region
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp import _registered
@@ -75,8 +76,6 @@ def test_an_overload_does_what_the_table_says(overload: str, level: str, inside:
     lower = LOWER[level]
     for sample in samples(overload):
         for given in ((FP32,), (lower,), (lower, FP32), (FP32, lower), (FP64,)):
-            if FP64 in given and overload.partition(".")[0] in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
-                continue  # a CPU's own list is asked for these inside
             call = sample.call("cpu", *given)
             dtypes = [t.dtype for t in call.inputs]
             results = floating(inside(level, functools.partial(run, sample, call)))
@@ -143,58 +142,66 @@ def test_recurrent_layers_run_in_the_lower_dtype(layer: Any, level: str) -> None
     assert all(g.dtype == FP32 for g in gradients(model, x))
 
 
-# ---------------------------------------------------------------- regions within regions
+# ---------------------------------------------------------------- in one region
 
 
 def softmax_and_mv(x: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     return F.softmax(x, -1).dtype, torch.mv(x, x[0]).dtype
 
 
-def test_a_foreign_block_inside_changes_the_dtype_or_switches_off() -> None:
-    x = torch.randn(3, 3, dtype=BF16)
-    with make_region("O4"):
-        with torch.autocast("cpu", enabled=False):
-            assert softmax_and_mv(x) == (BF16, BF16)
-            assert softmax_and_mv(x.float()) == (FP32, FP32)
-        with torch.autocast("cpu", dtype=FP16):
-            assert softmax_and_mv(x) == (FP32, FP16)
-        assert softmax_and_mv(x) == (FP32, BF16)
-
-
-def test_disable_casts_switches_off() -> None:
-    x = torch.randn(3, 3, dtype=BF16)
-    with make_region("O4"), xamp.disable_casts():
-        assert softmax_and_mv(x) == (BF16, BF16)
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.Linear, None], ids=str)
+def test_no_grad_before_grad_in_one_region_leaves_gradients(make: Any) -> None:
+    """What was cast without grad mode has no way back to the weight it was cast from."""
+    found = []
+    for before in (True, False):
+        torch.manual_seed(1)
+        model: Any = many() if make is None else make(8, 8)
+        x = batch()
         with make_region("O4"):
-            assert softmax_and_mv(x) == (BF16, BF16)
+            if before:
+                with torch.no_grad():
+                    model(x)
+            made = model(x)
+            made = made[0] if isinstance(made, tuple) else made
+            made.float().square().sum().backward()
+        found.append(gradients(model, x))
+    assert_equal(*found)
 
 
-def test_a_portable_region_within_a_native_one_and_the_other_way_round() -> None:
-    x = torch.randn(3, 3, dtype=BF16)
-    portable, native = (FP32, BF16), (BF16, BF16)
+class Casts(TorchDispatchMode):
+    """Counts how often each of some shapes is cast."""
+
+    def __init__(self, shapes: list[torch.Size]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counted = dict.fromkeys(shapes, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].shape in self.counted:
+            self.counted[args[0].shape] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda made: made.__name__)
+def test_weights_of_a_cell_are_cast_once_a_region(cell: Any) -> None:
+    model, x = cell(5, 4), torch.randn(2, 5)
+    weights = [model.weight_ih.shape, model.weight_hh.shape]
+    with make_region("O4"), Casts(weights) as casts:
+        state = model(x)
+        for _ in range(3):
+            state = model(x, state)
+    assert casts.counted == dict.fromkeys(weights, 1)
+    made = state[0] if isinstance(state, tuple) else state
+    made.float().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_a_cell_by_names_is_lowered_too() -> None:
+    model, x, h = nn.GRUCell(5, 4), torch.randn(2, 5), torch.randn(2, 4)
     with make_region("O4"):
-        with make_region("O4", "native"):
-            assert softmax_and_mv(x) == native
-            with make_region("O4"):
-                assert softmax_and_mv(x) == portable
-            assert softmax_and_mv(x) == native
-        assert softmax_and_mv(x) == portable
-    with pytest.raises(KeyError), make_region("O4"):
-        raise KeyError
-    with torch.autocast("cpu", dtype=BF16):
-        assert softmax_and_mv(x) == native
-
-
-def test_no_grad_before_grad_in_one_region_leaves_gradients() -> None:
-    model, x = many(), batch()
-    with make_region("O4"):
-        with torch.no_grad():
-            model(x)
-        model(x).float().sum().backward()
-    expected_model, other = many(), batch()
-    with make_region("O4"):
-        expected_model(other).float().sum().backward()
-    assert_equal(gradients(model, x), gradients(expected_model, other))
+        made = torch.gru_cell(input=x, hx=h, w_ih=model.weight_ih, w_hh=model.weight_hh, b_ih=None, b_hh=None)
+        mixed = torch.gru_cell(x, hx=h, w_ih=model.weight_ih, w_hh=model.weight_hh)
+    assert (made.dtype, mixed.dtype) == (BF16, BF16)
+    assert torch.equal(made, mixed)
 
 
 def test_inference_mode() -> None:
@@ -322,6 +329,24 @@ def test_an_operator_of_ones_own_with_its_own_rule() -> None:
             mine = torch.ops.xamp_tests.own(x)
         assert mine.dtype == BF16
         assert_equal([mine], [theirs])
+
+
+@torch.library.custom_op("xamp_tests::weights", mutates_args=())
+def weights(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def test_a_custom_operator_with_a_rule_for_autocast_and_before_it_has_one() -> None:
+    x = torch.randn(3, 3)
+    with make_region("O4"):
+        assert weights(x.to(BF16)).dtype == FP32  # what it calls is cast, as on a device that lists it
+    with torch.autocast("cpu", dtype=BF16):
+        assert weights(x.to(BF16)).dtype == BF16
+    torch.library.register_autocast("xamp_tests::weights", "cpu", BF16)
+    for opened in (make_region("O4"), make_region("O4", "native"), torch.autocast("cpu", dtype=BF16)):
+        with opened:
+            assert weights(x).dtype == BF16
+    assert weights(x).dtype == FP32
 
 
 def test_arguments_by_name_and_at_their_defaults() -> None:

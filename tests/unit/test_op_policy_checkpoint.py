@@ -7,7 +7,21 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from table_ops import BF16, FP32, LOWER, Many, assert_equal, batch, gradients, many, noted, promised, start
+from table_ops import (
+    BF16,
+    CHECKPOINTING,
+    FP32,
+    LOWER,
+    Many,
+    assert_equal,
+    batch,
+    checkpointing,
+    gradients,
+    many,
+    noted,
+    promised,
+    start,
+)
 from torch.utils.checkpoint import checkpoint
 
 import xamp
@@ -22,6 +36,11 @@ CHECKPOINTS: dict[str, tuple[bool, ...]] = {
     },
 }
 each_checkpoint = pytest.mark.parametrize("checkpoints", CHECKPOINTS.values(), ids=CHECKPOINTS)
+
+
+@pytest.fixture(params=CHECKPOINTING, autouse=True)
+def _checkpointing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointing(request.param, monkeypatch)
 
 
 def trained(

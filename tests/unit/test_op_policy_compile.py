@@ -15,10 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated"),  # inductor imports what uses it
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
 
 NO_COMPILER = shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("clang++") is None
 BACKENDS = [
@@ -34,8 +31,7 @@ each_backend = pytest.mark.parametrize("compiler", BACKENDS)
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
-    # Kept on disk by what is called, not by what comes of it: another version of the table would go unnoticed.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
         yield
     torch.compiler.reset()
 

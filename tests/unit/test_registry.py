@@ -339,9 +339,9 @@ def test_reports_are_ordered_and_carry_what_the_backend_says() -> None:
 
 def test_the_built_ins_are_registered_under_their_own_device_types() -> None:
     rows = {row.name: row for row in xamp.available_backends() if row.source == "xamp"}
-    assert list(rows) == ["cuda", "xpu", "mps", "cpu"]
+    assert list(rows) == ["cuda", "npu", "xpu", "mps", "cpu"]
     assert all(row.device_types == (name,) for name, row in rows.items())
-    assert [name for name, row in rows.items() if row.tested] == ["cuda", "cpu"]
+    assert [name for name, row in rows.items() if row.tested] == ["cuda", "npu", "cpu"]
     assert all(row.usable or (row.reason and row.hint) for row in rows.values())
     assert REGISTRY.resolve("auto", "cpu").name == "cpu"
     assert {one.name for one in BUILT_INS} == set(rows)
@@ -371,7 +371,7 @@ def attempt(name, kind="cpu"):
         return str(error)
 tried = {name: attempt(name) for name in ("auto", "acme", "crash", "quits", "late", "notspec", "badspec")}
 tried["cuda"] = {spec.name: spec.target for spec in REGISTRY.specs()}["cuda"]
-tried["npu"] = attempt("auto", "npu")
+tried["hpu"] = attempt("auto", "hpu")
 rows = [{**dataclasses.asdict(row), "versions": {}} for row in xamp.available_backends()]
 try:
     xamp.register_backend(xamp.contract.BackendSpec("acme", ("cpu",), "a:B"))
@@ -479,7 +479,7 @@ def test_broken_entry_points_harm_no_one_else(with_plugins: Plugins) -> None:
 
 
 def test_where_no_backend_serves_a_type_the_broken_entry_points_are_named(with_plugins: Plugins) -> None:
-    assert "not readable: crash from crashing 1.5" in with_plugins[1]["npu"]
+    assert "not readable: crash from crashing 1.5" in with_plugins[1]["hpu"]
 
 
 def test_registering_a_name_that_an_entry_point_has_is_refused(with_plugins: Plugins) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, lower
 from stepping import (
     OPTIMIZERS,
     SCALED,
@@ -213,6 +213,6 @@ def test_close_leaves_state_that_the_optimizer_keeps_in_half(lane: Lane, level: 
     optimizer = SGD(model.parameters(), lr=0.125)
     xamp.initialize(model, optimizer, level, verbosity=0)
     stepped_first = optimizer.param_groups[0]["params"][0]
-    optimizer.state[stepped_first]["average"] = torch.zeros(4, dtype=torch.bfloat16, device=lane.device)
+    optimizer.state[stepped_first]["average"] = torch.zeros(4, dtype=lower(lane), device=lane.device)
     xamp.session(model).close()
-    assert optimizer.state[model.a]["average"].dtype == torch.bfloat16
+    assert optimizer.state[model.a]["average"].dtype == lower(lane)

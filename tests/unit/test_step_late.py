@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, lag
 from late import LateHistory
 from stepping import Dot, inputs, run_backward
 from torch.optim import SGD, AdamW
@@ -53,14 +53,15 @@ def test_values_come_out_in_order_a_fixed_number_of_steps_late() -> None:
 def test_collapse_is_raised_that_many_steps_late(lane: Lane) -> None:
     model, optimizer = start(lane, init_scale=1.0)
     one_step(lane, model, optimizer, overflow=False)  # decided on the host: the first
+    late = lag(lane)
     raised = []
-    for step in range(1, 2 * COLLAPSE_RUN + HISTORY_LAG + 1):
+    for step in range(1, 2 * COLLAPSE_RUN + late + 1):
         try:
             one_step(lane, model, optimizer, overflow=True)
         except LossScaleCollapsed:
             raised.append(step)
-    assert raised == [COLLAPSE_RUN + HISTORY_LAG, 2 * COLLAPSE_RUN + HISTORY_LAG]
-    assert xamp.session(optimizer).stats.skipped == 2 * COLLAPSE_RUN + HISTORY_LAG
+    assert raised == [COLLAPSE_RUN + late, 2 * COLLAPSE_RUN + late]
+    assert xamp.session(optimizer).stats.skipped == 2 * COLLAPSE_RUN + late
 
 
 @pytest.mark.usefixtures("late")
@@ -83,13 +84,13 @@ def test_a_step_decided_on_the_host_is_judged_after_those_still_waiting(lane: La
         one_step(lane, model, optimizer, overflow=True)
     optimizer.add_param_group({"params": [torch.zeros(2, device=lane.device, requires_grad=True)]})
     one_step(lane, model, optimizer, overflow=False)
-    raised = []
-    for step in range(1, COLLAPSE_RUN + HISTORY_LAG + 2):
+    raised, late = [], lag(lane)
+    for step in range(1, COLLAPSE_RUN + late + 2):
         try:
             one_step(lane, model, optimizer, overflow=True)
         except LossScaleCollapsed:
             raised.append(step)
-    assert raised == [COLLAPSE_RUN + HISTORY_LAG]
+    assert raised == [COLLAPSE_RUN + late]
 
 
 def test_a_fused_form_that_ignores_found_inf_is_decided_on_the_host(

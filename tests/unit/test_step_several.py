@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from stepping import (
     Dot,
     HostReads,
@@ -51,6 +51,7 @@ def test_on_one_joint_loss_no_optimizer_changes_the_size_of_anothers_update(
     lane: Lane, level: str, fused: str | bool, how: str, overflow_at: int
 ) -> None:
     """accelerate and Fabric are wrong here by 1024x, 2x and 0.5x."""
+    needs_values(lane)
     models = [Dot().to(lane.device), Dot().to(lane.device)]
     references = [twin(m) for m in models]
     plain = [SGD(references[0].parameters(), lr=0.125, momentum=0.9), Adam(references[1].parameters(), lr=0.125)]
@@ -99,6 +100,7 @@ def test_growth_between_two_losses_of_one_step_changes_no_update(lane: Lane, lev
 
 @each_level
 def test_the_scale_moves_once_a_backward_however_many_optimizers_overflow(lane: Lane, level: str) -> None:
+    needs_values(lane)
     models = [Dot().to(lane.device) for _ in range(3)]
     models, made = initialize(models, [SGD(m.parameters(), lr=0.125) for m in models], level=level, init_scale=64.0)
     still = [picture(m, o) for m, o in zip(models, made, strict=True)]

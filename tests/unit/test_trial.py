@@ -132,7 +132,7 @@ class Flagged(Declaring):
 
     flag = True
 
-    def before_backward(self, device: torch.device) -> None:
+    def clear_overflow(self, device: torch.device) -> None:
         self.flag = False
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
@@ -160,7 +160,7 @@ def fails(*arguments: object) -> NoReturn:
     ("name", "method", "lies"),
     [
         ("make_overflow_", lambda self, grad: None, ["unscale_ overlooks an overflow"]),
-        ("before_backward", lambda self, device: None, ["unscale_ sees one where there is none"]),
+        ("clear_overflow", lambda self, device: None, ["unscale_ sees one where there is none"]),
         (
             "unscale_",
             lambda self, grads, found, inv: found.fill_(float(self.flag)),

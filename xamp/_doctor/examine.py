@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xamp import _torch
 from xamp._causes import Failure, explain, one_line, table_of
 from xamp._doctor.known import no_choice
-from xamp._findings import DEFECT, Finding
+from xamp._findings import DEFECT, Finding, Setting
 from xamp._plugins import EntryPoint, PluginSpec
 from xamp._probe import Failed, Ready
 from xamp._registry import REGISTRY
@@ -172,12 +172,17 @@ def _settings(backend: Backend, device: torch.device) -> tuple[list[dict[str, An
 
     try:
         found = [*torch_settings(), *backend.precision_settings(device)]
-        return [{**dataclasses.asdict(setting), "severity": setting.severity} for setting in found], []
+        return [_plain_setting(setting) for setting in found], []
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         text = f"its precision_settings() failed: {one_line(error)}"
         return [], _plain([Finding(DEFECT, text, "report it to whoever ships the backend")])
+
+
+def _plain_setting(setting: Setting) -> dict[str, Any]:
+    row = {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
+    return {**row, "exact": setting.exact is not None, "severity": setting.severity}
 
 
 def _choose(found: object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xamp._findings import DEFECT, NOTE, WARNING, Finding
-from xamp._plugins import EntryPoint, PluginSpec
+from xamp._plugins import EntryPoint, PluginSpec, spec_of
 from xamp._registry import BUILT_INS
 from xamp.contract import BackendReport, BackendSpec
 
@@ -110,8 +110,7 @@ class Known:
         for key in self.points:
             load = self.of("load", key)
             if "spec" in load and "failed" not in load:
-                fields: Record = {n: tuple(v) if isinstance(v, list) else v for n, v in load["spec"].items()}
-                yield key, BackendSpec(**fields)
+                yield key, spec_of(load["spec"])
 
     def _row(self, key: str, spec: BackendSpec) -> Record:
         start, settings = self.of("start", spec.name), self.of("settings", spec.name)

@@ -16,7 +16,9 @@ import xamp
 __all__ = ["main"]
 
 _COMMANDS = {
+    "conformance": "xamp.cli.conformance",
     "doctor": "xamp.cli.doctor",
+    "emulate": "xamp.cli.emulate",
     "policy": "xamp.cli.policy",
 }
 

@@ -17,6 +17,10 @@ __all__ = ["render", "report"]
 _WIDTH = 110
 _LABEL = 10
 _FENCE = "```"
+_OVERFLOW = {
+    "inf": "gives inf or nan",
+    "flag": "saturates and raises a flag: no inf or nan shows",
+}
 _HOMES = re.compile(r"(?:/home|/Users|[A-Za-z]:\\Users)[/\\][^/\\\s'\"]+")
 
 Findings = dict[str, Any]
@@ -43,6 +47,12 @@ def _machine(findings: Findings) -> Iterator[str]:
     if not torch["version"]:
         yield from _labelled(0, ("error", torch["detail"]), ("cure", torch["hint"]))
         yield from _printed(torch["printed"], 0)
+    if findings["apex"]:
+        yield from _field("apex", _apex(findings["apex"]))
+
+
+def _apex(found: dict[str, Any]) -> str:
+    return f"{found['version']}: {found['says']}".removeprefix(": ")
 
 
 def _backends(findings: Findings) -> Iterator[str]:
@@ -64,6 +74,7 @@ def _backend(row: dict[str, Any], width: int, same_cause: bool) -> Iterator[str]
         yield from _field("versions", ", ".join(f"{name} {value}" for name, value in row["versions"].items()), indent)
         yield from _field("levels", ", ".join(capabilities["levels"]), indent)
         yield from _field("fast in", ", ".join(capabilities["fast_dtypes"]) or "float32 only", indent)
+        yield from _field("overflow", _OVERFLOW.get(capabilities["overflow"], capabilities["overflow"]), indent)
     elif same_cause:
         yield from _field("cause", "as for torch, above", indent)
     else:
@@ -104,6 +115,8 @@ def _precision(findings: Findings) -> Iterator[str]:
     for severity, name, value, effect, undo in settings:
         yield from _field(severity, f"{name} = {value}: {effect}", 2)
         yield from _field("", f"to set it back: {undo}", 2)
+    if any(setting["exact"] for row in findings["backends"] for setting in row["settings"]):
+        yield "  xamp.exact_fp32() in a program sets back what takes digits from float32"
     if not settings:
         yield "  nothing is set that changes what a level computes"
 
@@ -154,6 +167,8 @@ def _report_lines(findings: Findings) -> Iterator[str]:
     yield findings["platform"]
     yield f"torch {torch['version']}" if torch["version"] else torch["reason"] + _bracketed(torch["detail"])
     yield from (f"  | {line}" for line in torch["printed"])
+    if findings["apex"]:
+        yield f"apex {_apex(findings['apex'])}"
     for row in findings["backends"]:
         yield from _report_row(row, torch["reason"])
     level = f", level {recommended['level']}" if recommended else ""

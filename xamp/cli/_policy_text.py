@@ -10,57 +10,74 @@ from xamp.cli._policy_diff import Diff
 from xamp.cli._policy_file import Saved
 from xamp.ops import UNKNOWN
 
-__all__ = ["render_diff", "render_show"]
+__all__ = ["WIDTH", "render_diff", "render_show"]
 
-_WIDTH = 118
+WIDTH = 118
+"""Columns that the tables need. Where there are fewer, rows have no column that others tell, and differences stand one
+below the other."""
+
+_LEAST = 80
+_NAME = 27  # columns where there are few; a longer name has a line of its own
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", UNKNOWN: "?"}
 _LEGEND = (
-    "",
-    "  table        the rule of the portable table; why: the note below",
-    "  device       the rule of the device's own list, none where that does not have the overload",
-    "  of fp32 ...  dtype of the result for fp32 inputs, for lower ones, for both in one call, and for lower ones with",
-    "               the lower dtype named for the result; a slash where it depends on the call",
-    "  computed     from the table: not observed",
+    ("table", "the rule of the portable table; why: the note below"),
+    ("device", "the rule of the device's own list, none where that does not have the overload"),
+    (
+        "fp32 ...",
+        "dtype of the result for fp32 inputs, for lower ones, for both in one call, and for lower ones with the lower "
+        "dtype named for the result; a slash where it depends on the call",
+    ),
+    ("computed, *", "from the table: not observed"),
 )
 _SOURCES = {"called": "", "fake": "", "table": "computed", UNKNOWN: "not seen"}
-_HEAD = ("overload", "table", "device", "xamp adds", "of fp32", "of lower", "mixed", "dtype named", "", "why")
+_HEAD = ("overload", "table", "device", "xamp adds", "fp32", "lower", "mixed", "named", "", "why")
+_NARROW = ("overload", "table", "device", "fp32 ...", "why")
 
 Cells = Sequence[str]
 
 
-def render_show(found: Saved) -> str:
+def render_show(found: Saved, width: int = WIDTH) -> str:
     """The text for a person of what ``xamp policy show`` found: rows that differ first."""
-    return "\n".join([*_heading(found), *_LEGEND, *_groups(found), *_device_only(found), "", *_summary(found)])
+    width = max(_LEAST, min(width, WIDTH))
+    parts = (_heading, _groups, _device_only, _summary)
+    return "\n".join(line for part in parts for line in part(found, width))
 
 
-def render_diff(found: Diff) -> str:
+def render_diff(found: Diff, width: int = WIDTH) -> str:
     """The text for a person of what ``xamp policy diff`` found: what matters first."""
+    width = max(_LEAST, min(width, WIDTH))
     parts = (_sides, _differences, _expected, _unknown, _only_rows, _only_entries, _result)
-    return "\n".join(line for part in parts for line in part(found))
+    return "\n".join(line for part in parts for line in part(found, width))
 
 
-def _heading(found: Saved) -> Iterator[str]:
+def _heading(found: Saved, width: int) -> Iterator[str]:
     yield f"{found['device']}, {found['op_policy']} policy, lower dtype {found['dtype']}"
-    yield f"torch {found['torch']}, xamp {found['xamp']}; {_how_seen(found)}"
+    yield from _wrapped(f"torch {found['torch']}, xamp {found['xamp']}; {_how_seen(found)}", width)
+    yield ""
+    for term, meaning in _LEGEND:
+        yield from _wrapped(meaning, width, f"  {term:<11}  ")
 
 
 def _how_seen(found: Saved) -> str:
     return "by calls on the device" if found["present"] else "the device is not here: by its list and fake tensors"
 
 
-def _groups(found: Saved) -> Iterator[str]:
+def _groups(found: Saved, width: int) -> Iterator[str]:
     reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
     rows = {title: [row for row in found["rows"] if _title(row) == title] for title in _TITLES}
-    lines = {title: [_cells(row, reasons) for row in group] for title, group in rows.items()}
-    widths = _widths([_HEAD, *(cells for group in lines.values() for cells in group)])
+    head, cells = (_HEAD, _cells) if width == WIDTH else (_NARROW, _narrow_cells)
+    lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
+    widths = _widths([head, *(cells for group in lines.values() for cells in group)])
+    align = _aligned if width == WIDTH else _aligned_narrow
     for title, group in lines.items():
         if group:
             yield f"\n{title}: {len(group)}"
-            yield from (_aligned(cells, widths) for cells in (_HEAD, *group))
-            yield from sorted({f"  {found['device']}: {row['cannot']}" for row in rows[title] if row["cannot"]})
+            yield from (align(cells, widths) for cells in (head, *group))
+            for why in sorted({row["cannot"] for row in rows[title] if row["cannot"]}):
+                yield from _wrapped(f"{found['device']}: {why}", width, "  ")
     yield "\nwhy"
     for number, reason in enumerate(reasons, 1):
-        yield f"  {number:>2}  {reason}"
+        yield from _wrapped(reason, width, f"  {number:>2}  ")
 
 
 _DIFFERS, _CANNOT, _UNSEEN, _ADDED, _ALIKE = _TITLES = (
@@ -89,28 +106,37 @@ def _cells(row: Saved, reasons: list[str]) -> Cells:
     return [*what, *map(_short, row["results"].values()), source, str(reasons.index(row["reason"]) + 1)]
 
 
-def _device_only(found: Saved) -> Iterator[str]:
+def _narrow_cells(row: Saved, reasons: list[str]) -> Cells:
+    """The device's rule is told where it is another; what xamp adds is the table's, and the group says that it does."""
+    overload, table, device, _, *results, source, why = _cells(row, reasons)
+    told = "same" if device == table else device
+    return [overload, table, told, " ".join(results), why + "*" * (source == _SOURCES["table"])]
+
+
+def _device_only(found: Saved, width: int) -> Iterator[str]:
     names = found["device_only"]
     if names:
         yield f"\nonly in the list of {found['device']}, and left as they are: {len(names)}"
-        yield from _wrapped(", ".join(names), "  ")
+        yield from _wrapped(", ".join(names), width, "  ")
 
 
-def _summary(found: Saved) -> Iterator[str]:
+def _summary(found: Saved, width: int) -> Iterator[str]:
+    yield ""
     count = Counter(map(_title, found["rows"]))
     computed = sum(row["source"] == "table" for row in found["rows"])
     parts = [f"{count[title]} {title}" for title in _TITLES if count[title]]
     yield from _wrapped(
         f"{len(found['rows'])} overloads in the table: {'; '.join(parts)}. {computed} computed rather than observed. "
-        f"{len(found['device_only'])} entries of the device that the table does not govern."
+        f"{len(found['device_only'])} entries of the device that the table does not govern.",
+        width,
     )
 
 
-def _sides(found: Diff) -> Iterator[str]:
+def _sides(found: Diff, width: int) -> Iterator[str]:
     a, b = found["a"], found["b"]
     yield f"{a['op_policy']} policy, lower dtype {a['dtype']}"
     for name, side in zip(_names(found), (a, b), strict=True):
-        yield f"  {name}: torch {side['torch']}, xamp {side['xamp']}; {_how_seen(side)}"
+        yield from _wrapped(f"torch {side['torch']}, xamp {side['xamp']}; {_how_seen(side)}", width, f"  {name}: ")
 
 
 def _names(found: Diff) -> tuple[str, str]:
@@ -119,26 +145,38 @@ def _names(found: Diff) -> tuple[str, str]:
     return (a, b) if a != b else (f"A ({a})", f"B ({b})")
 
 
-def _differences(found: Diff) -> Iterator[str]:
+def _differences(found: Diff, width: int) -> Iterator[str]:
     yield f"\ndifferences: {len(found['differences'])}"
-    yield from _side_by_side(found, found["differences"])
+    yield from _side_by_side(found, found["differences"], width)
 
 
-def _expected(found: Diff) -> Iterator[str]:
+def _expected(found: Diff, width: int) -> Iterator[str]:
     if found["expected"]:
         yield f"\nexpected, since one of the two cannot equalise it: {len(found['expected'])}"
-        yield from _side_by_side(found, found["expected"])
+        yield from _side_by_side(found, found["expected"], width)
 
 
-def _side_by_side(found: Diff, rows: list[Diff]) -> Iterator[str]:
+def _side_by_side(found: Diff, rows: list[Diff], width: int) -> Iterator[str]:
     """Each side as rule, then results: ``none: fp32 fp16 -``."""
     if not rows:
         return
-    lines: list[Cells] = [("overload", "table", *_names(found), "")]
+    names = _names(found)
+    lines: list[Cells] = [("overload", "table", *names, "")]
     lines += [(row["overload"], row["a"]["rule"], _told(row["a"]), _told(row["b"]), row.get("why", "")) for row in rows]
     widths = _widths(lines)
-    yield from (_aligned(cells, widths) for cells in lines)
-    yield "  each: rule of the device, + what xamp adds: result of fp32, of lower, of mixed inputs, with a dtype named"
+    if sum(widths) + 2 * len(widths) <= width:
+        yield from (_aligned(cells, widths) for cells in lines)
+    else:
+        first, last = max(map(len, names)), widths[0]
+        for overload, table, a, b, why in lines[1:]:
+            yield f"  {overload:<{last}}  {table}".rstrip()
+            for name, told in zip((*names, "why"), (a, b, why), strict=True):
+                yield from _wrapped(told, width, f"    {name:<{first}}  ") if told else ()
+    yield from _wrapped(
+        "each: rule of the device, + what xamp adds: result of fp32, of lower, of mixed inputs, with a dtype named",
+        width,
+        "  ",
+    )
 
 
 def _told(row: Saved) -> str:
@@ -148,27 +186,27 @@ def _told(row: Saved) -> str:
     return f"{row['native']}{added}: {' '.join(results) if set(results) != {'-'} else 'no kernel'}{seen}"
 
 
-def _unknown(found: Diff) -> Iterator[str]:
+def _unknown(found: Diff, width: int) -> Iterator[str]:
     if found["unknown"]:
         yield f"\nnot to be told, since one of the two does not show it: {len(found['unknown'])}"
-        yield from _wrapped(", ".join(found["unknown"]), "  ")
+        yield from _wrapped(", ".join(found["unknown"]), width, "  ")
 
 
-def _only_rows(found: Diff) -> Iterator[str]:
+def _only_rows(found: Diff, width: int) -> Iterator[str]:
     for name, side in zip(_names(found), "ab", strict=True):
         if found["rows"][side]:
             yield f"\nonly in the table of {name}: {len(found['rows'][side])}"
-            yield from _wrapped(", ".join(found["rows"][side]), "  ")
+            yield from _wrapped(", ".join(found["rows"][side]), width, "  ")
 
 
-def _only_entries(found: Diff) -> Iterator[str]:
+def _only_entries(found: Diff, width: int) -> Iterator[str]:
     for name, side in zip(_names(found), "ab", strict=True):
         if found["device_only"][side]:
             yield f"\nonly in the list of {name}, not governed by the table: {len(found['device_only'][side])}"
-            yield from _wrapped(", ".join(found["device_only"][side]), "  ")
+            yield from _wrapped(", ".join(found["device_only"][side]), width, "  ")
 
 
-def _result(found: Diff) -> Iterator[str]:
+def _result(found: Diff, width: int) -> Iterator[str]:
     a, b = found["device_only"]["a"], found["device_only"]["b"]
     verdict = (
         "different"
@@ -181,7 +219,8 @@ def _result(found: Diff) -> Iterator[str]:
     yield from _wrapped(
         f"{verdict}: {found['same']} overloads alike, "
         f"{len(found['differences'])} different, {len(found['expected'])} expected, {len(found['unknown'])} not to be "
-        f"told; entries of one list only: {len(a)} and {len(b)}"
+        f"told; entries of one list only: {len(a)} and {len(b)}",
+        width,
     )
 
 
@@ -199,12 +238,20 @@ def _aligned(cells: Cells, widths: list[int]) -> str:
     return ("  " + "  ".join(padded)).rstrip()
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
+def _aligned_narrow(cells: Cells, widths: list[int]) -> str:
+    """With one space between, and a name that would push the others aside on a line of its own."""
+    name, *rest = cells
+    padded = [f"{name:<{_NAME}}", *(f"{cell:<{width}}" for cell, width in zip(rest, widths[1:], strict=True))]
+    line = " ".join(padded) if len(name) <= _NAME else " ".join([f"{name}\n  {'':{_NAME}}", *padded[1:]])
+    return f"  {line}".rstrip()
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text,
-        _WIDTH,
+        width,
         initial_indent=indent,
-        subsequent_indent=indent,
+        subsequent_indent=" " * len(indent),
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -9,6 +9,7 @@ is merely absent is no finding.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ import xamp
 from xamp._doctor.survey import LIMIT, examine_machine
 from xamp._findings import DEFECT
 from xamp._registry import BUILT_INS
+from xamp.apex._real import find as find_apex
 from xamp.cli._doctor_text import render, report
 
 __all__ = ["add_arguments", "examine", "run"]
@@ -28,7 +30,8 @@ __all__ = ["add_arguments", "examine", "run"]
 SCHEMA = 1
 _VARIABLE = re.compile(
     r"XAMP_\w+|(PY)?TORCH_\w+|\w*VISIBLE_DEVICES"
-    r"|\w*(TF32|FPMATH_MODE|WORKSPACE_CONFIG|DETERMINISTIC|CPU_ISA|CPU_CAPABILITY)\w*"
+    r"|\w*(TF32|FPMATH_MODE|WORKSPACE_CONFIG|DETERMINISTIC|CPU_ISA|CPU_CAPABILITY|INF_NAN_MODE)\w*"
+    r"|\w+_(HOME|OPP)_PATH|TASK_QUEUE_ENABLE|\w+_LAUNCH_BLOCKING"
 )
 
 
@@ -66,13 +69,14 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
 
     Returns:
         ``schema`` (1), ``ok``, ``xamp``, ``python``, ``platform`` (strings), ``torch`` (``version``, ``reason``,
-        ``hint``, ``detail``, ``printed``), ``backends`` (the fields of :class:`~xamp.contract.BackendReport`,
+        ``hint``, ``detail``, ``printed``), ``apex`` (what a package of that name is: ``has_amp``, ``version``,
+        ``says``; null where there is none), ``backends`` (the fields of :class:`~xamp.contract.BackendReport`,
         ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``), ``chosen`` (``device``, ``backend``,
         ``reason``; null where there is none), ``environment`` (the variables that are set and matter) and
         ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without a device). Keys are added,
         never taken away, while ``schema`` stays.
     """
-    found = examine_machine(limit, _say)
+    found, apex = examine_machine(limit, _say), find_apex()
     return {
         "schema": SCHEMA,
         "ok": not found.chosen["reason"] and _is_sound(found.rows),
@@ -80,6 +84,7 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
         "platform": platform.platform(),
         "torch": found.torch,
+        "apex": None if apex is None else dataclasses.asdict(apex),
         "backends": found.rows,
         "chosen": found.chosen,
         "environment": _environment(os.environ),

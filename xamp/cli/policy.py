@@ -2,15 +2,18 @@
 
 A device need not be there: the autocast lists of all devices are in every torch, and fake tensors of an absent device
 pass through them. What show --json wrote, on another machine or with another torch, takes a device's place.
+Exit codes: 0 fine, 1 differences that are not expected, 2 wrong use: an unknown device, a broken file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
 import pkgutil
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +25,7 @@ from xamp._registry import REGISTRY
 from xamp._torch import require_torch
 from xamp.cli._policy_diff import compare
 from xamp.cli._policy_file import SCHEMA, WHAT, Saved, read
-from xamp.cli._policy_text import render_diff, render_show
+from xamp.cli._policy_text import WIDTH, render_diff, render_show
 from xamp.errors import BackendUnavailable, PolicyError
 
 __all__ = ["add_arguments", "run", "show"]
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "one row for each operator of the table, on one device"
     one = actions.add_parser("show", help=about, description=about)
     one.add_argument("device", metavar="DEV", help="a device type, such as cuda, or a file that show --json wrote")
-    about = "what differs between two devices; exit code 1 where something does that is not expected to"
+    about = "what differs between two devices; exit code 1 where it is not expected to"
     two = actions.add_parser("diff", help=about, description=about)
     two.add_argument("a", metavar="A", help="as DEV of show")
     two.add_argument("b", metavar="B", help="as DEV of show")
@@ -53,10 +56,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.action == "show":
             (found,) = _sides([args.device], args)
-            code, text = 0, json.dumps(found, indent=1) if args.json else render_show(found)
+            code, text = 0, json.dumps(found, indent=1) if args.json else render_show(found, _width())
         else:
             found = compare(*_sides([args.a, args.b], args))
-            code, text = int(not found["equal"]), json.dumps(found, indent=1) if args.json else render_diff(found)
+            code, text = (
+                int(not found["equal"]),
+                json.dumps(found, indent=1) if args.json else render_diff(found, _width()),
+            )
     except (PolicyError, BackendUnavailable) as error:
         print(f"xamp policy {args.action}: {error}", file=sys.stderr)
         return 2
@@ -76,6 +82,12 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
     """
     torch, op_rules = _torch(), _op_rules(device_type)
     from xamp.ops.survey import survey
+
+    try:
+        torch.device(device_type)
+    except RuntimeError:  # what the backend imports when it starts may be what adds the type
+        with contextlib.suppress(BackendUnavailable):
+            REGISTRY.best_for(device_type)
 
     try:
         found = survey(device_type, op_rules, getattr(torch, dtype), op_policy)
@@ -164,6 +176,11 @@ def _torch() -> Any:
     finally:
         if quiet:
             del os.environ[_LOG_LEVEL]
+
+
+def _width() -> int:
+    """Columns for the text: the terminal's, or where it goes elsewhere all that it takes."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
 def _print(text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 __all__ = ["CALLS", "Make", "Maker"]
 
@@ -46,6 +47,11 @@ class Maker:
     def whole(self, *shape: int, below: int) -> torch.Tensor:
         """A tensor of int64 that counts 0, 1, ... ``below`` - 1, and around."""
         return torch.arange(math.prod(shape), device=self._device).remainder(below).reshape(shape)
+
+    def host(self, *values: int) -> torch.Tensor:
+        """A tensor of int64 on the CPU, a real one among fake ones too: it is read when the operator is called."""
+        with unset_fake_temporarily():
+            return torch.tensor(values, device="cpu")
 
     def signs(self, *shape: int) -> torch.Tensor:
         """A floating tensor of -1 and 1, in which no operator is differentiable."""
@@ -90,15 +96,20 @@ def _fused_cell(gates: int) -> Make:
     return lambda t: (t(2, 4 * gates), t(2, 4 * gates), t(2, 4), t(4 * gates), t(4 * gates))
 
 
-def _layer(gates: int, *, bidirectional: bool = False) -> Make:
-    """Input (5, 2, 3) of time, batch, features; a state (directions, 2, 4), two of them with 4 gates; the weights."""
+def _layer(gates: int, *, bidirectional: bool = False, packed: bool = False) -> Make:
+    """A state (directions, 2, 4), two of them with 4 gates; the weights; before them the input.
+
+    That is (5, 2, 3) of time, batch, features, or packed: 8 rows of two sequences, of five and three steps.
+    """
     ways = 2 if bidirectional else 1
 
     def make(t: Maker) -> tuple[Any, ...]:
-        x, state = t(5, 2, 3), [t(ways, 2, 4) for _ in range(2 if gates == 4 else 1)]
+        inputs = (t(8, 3), t.host(2, 2, 2, 1, 1)) if packed else (t(5, 2, 3),)
+        state = [t(ways, 2, 4) for _ in range(2 if gates == 4 else 1)]
         shapes = [(4 * gates, 3), (4 * gates, 4), (4 * gates,), (4 * gates,)] * ways
         weights = [t(*shape) for shape in shapes]
-        return (x, state if gates == 4 else state[0], weights, True, 1, 0.0, True, bidirectional, False)
+        settings = (True, 1, 0.0, True, bidirectional, *([] if packed else [False]))
+        return (*inputs, state if gates == 4 else state[0], weights, *settings)
 
     return make
 
@@ -145,12 +156,16 @@ _PRODUCTS: dict[str, Make] = {
 _RECURRENT: dict[str, Make] = {
     "_thnn_fused_gru_cell": _fused_cell(3),
     "_thnn_fused_lstm_cell": _fused_cell(4),
+    "gru.data": _layer(3, packed=True),
     "gru.input": _layer(3),
     "gru_cell": _cell(3),
+    "lstm.data": _layer(4, packed=True),
     "lstm.input": _layer(4),
     "lstm_cell": _lstm_cell,
+    "rnn_relu.data": _layer(1, packed=True),
     "rnn_relu.input": _layer(1),
     "rnn_relu_cell": _cell(1),
+    "rnn_tanh.data": _layer(1, packed=True),
     "rnn_tanh.input": _layer(1),
     "rnn_tanh_cell": _cell(1),
 }
@@ -277,6 +292,7 @@ _MORE: dict[str, tuple[Make, ...]] = {
     "einsum": (lambda t: ("i,j->ij", [t(3), t(4)]), lambda t: ("ij->ji", [t(3, 4)])),
     "grid_sampler": (lambda t: (t(2, 3, 4, 4, 4), t(2, 5, 5, 5, 3), 0, 0, False),),
     "linalg_multi_dot": (lambda t: ([t(4), t(4, 3), t(3)],),),
+    "lstm.data": (_layer(4, bidirectional=True, packed=True),),
     "lstm.input": (_layer(4, bidirectional=True),),
     "matmul": (lambda t: (t(4), t(4)),),
     "scaled_dot_product_attention": (lambda t: (t(2, 2, 8, 8), t(2, 2, 8, 8), t(2, 2, 8, 8), t(8, 8)),),

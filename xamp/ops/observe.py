@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from xamp._causes import one_line
 from xamp.ops.samples import Call, Sample, operator, samples
 from xamp.ops.table import RULES, Rule
 
@@ -134,7 +135,7 @@ def is_present(device_type: str) -> bool:
     """Whether a tensor can be made on a device of this type."""
     try:
         torch.empty(1, device=device_type)
-    except (AssertionError, RuntimeError):  # torch without it; no driver, no device
+    except (AssertionError, RuntimeError, ImportError, AttributeError):  # torch without it or its module; no driver
         return False
     return True
 
@@ -201,10 +202,13 @@ def _failed(sample: Sample, given: tuple[torch.dtype, ...], error: Exception) ->
 def _run_fake(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) -> Observed:
     """On fake tensors, forward only."""
     with torch.no_grad(), FakeTensorMode(), _quiet():
-        call = sample.call(device_type, *given, grad=False)
+        try:
+            call = sample.call(device_type, *given, grad=False)
+        except Exception as error:  # its module in torch is missing, or lacks what fake tensors ask it for
+            return Observed(sample, given, unobserved=f"no fake tensor on {device_type}: {one_line(error)}")
         try:
             results = _results(sample, operator(sample.overload)(*call.args, **call.kwargs))
-        except Exception as error:  # as above
+        except Exception as error:  # as in _run
             seen = _failed(sample, given, error)
         else:
             return Observed(sample, given, tuple(result.dtype for result in results))

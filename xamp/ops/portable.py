@@ -1,16 +1,17 @@
 """The portable op policy at work: entries on a device's Autocast key where its own list lacks or differs.
 
-An entry acts where :func:`xamp._active.current` says that a region under this policy runs, or is recomputed in
+An entry acts where :func:`xamp._active.is_portable` says that a region under this policy runs, or is recomputed in
 backward; anywhere else it hands the call on, below the Autocast key, with all that it came with: what a composite
 operator calls inside is cast by the device's own list as ever. In a region it casts as :mod:`xamp.ops.table` says and
 calls with the key excluded, as torch's own entries do, so that nothing is cast twice.
 
-The compiler runs entries on fake tensors, where no mark of a region reaches; there the mark is a disabled
-``torch.autocast`` of a device that nobody has, which every tracer carries along (:data:`xamp._active.SLOT`).
+The compiler runs entries on fake tensors, where no mark of a region reaches; there the mark is a ``torch.autocast`` of
+a device that nobody has, which every tracer carries along (:data:`xamp._active.SLOT`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,7 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from xamp import _active
+import xamp
+from xamp import _active, _recompute
+from xamp._compiler import keep_eager
 from xamp.errors import StateError
 from xamp.ops.samples import operator
 from xamp.ops.table import RULES
@@ -33,6 +36,10 @@ _LOWER = (torch.float16, torch.bfloat16)
 _SINGLE = (*_LOWER, torch.float32)
 # Overloads without a dtype argument hand on to those that have one, as torch's entries do.
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+_CELLS = ("gru_cell", "lstm_cell")
+"""Made of products and of what is done to their results. The products are left to cast the weights, which autocast then
+does once a region: a loop over time steps calls a cell many times."""
 
 _TO: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
     torch.float16: torch.Tensor.half,
@@ -84,7 +91,20 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             for overload, native in missing.items():
                 library.impl(overload, _entry(overload, native, device_type), key, with_keyset=True)
         _added[device_type] = missing, library
+        if missing:
+            _active.extended.add(device_type)
+            _tag_caches(device_type, missing)
         _active.is_asked_for = True
+        _recompute.watch()
+
+
+def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
+    """Tell the compiler's caches on disk what is added: their keys hold what was called, and not what comes of it."""
+    rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
+    digest = hashlib.sha256(repr((xamp.__version__, rules)).encode()).hexdigest()[:12]
+    config = torch.compiler.config
+    if hasattr(config, "cache_key_tag"):
+        config.cache_key_tag += f";xamp-{device_type}-{digest}"
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
@@ -92,14 +112,17 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
     key = getattr(torch._C.DispatchKey, autocast_key(device_type))
     below, this_key = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)
     op = operator(overload)
-    target = operator(_WITH_DTYPE.get(overload, overload))
+    target = _handing_on(overload) if overload in _WITH_DTYPE else op
     change = _change(overload, RULES[overload].kind, device_type)
     own_change = None if native is None else _change(overload, native, device_type)
+    weights_inside = overload in _CELLS
     redispatch, excluding, is_portable = op.redispatch, torch._C._ExcludeDispatchKeyGuard, _active.is_portable
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if is_portable():
             args, kwargs = change(args, kwargs)
+            if weights_inside:
+                return redispatch(keys & below, *args, **kwargs)
             with excluding(this_key):
                 return target(*args, **kwargs)
         if own_change is None:
@@ -108,7 +131,13 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
         with excluding(this_key):
             return op(*args, **kwargs)
 
-    return entry
+    return keep_eager(entry)
+
+
+def _handing_on(overload: str) -> Callable[..., Any]:
+    """Calls ``overload``, or where a dtype is given the one that has it."""
+    plain, with_dtype = operator(overload), operator(_WITH_DTYPE[overload])
+    return lambda *args, **kwargs: (with_dtype if "dtype" in kwargs else plain)(*args, **kwargs)
 
 
 def _change(overload: str, kind: str, device_type: str) -> _Change:
@@ -116,13 +145,15 @@ def _change(overload: str, kind: str, device_type: str) -> _Change:
     is_here = _is_on(device_type)
     if kind == "fp32":
         return lambda args, kwargs: _cast(args, kwargs, torch.float32, is_here)
+    if kind == "lower" and overload in _CELLS:
+        return lambda args, kwargs: _cast_state(args, kwargs, torch.get_autocast_dtype(device_type), is_here)
     if kind == "lower":
         return lambda args, kwargs: _cast(args, kwargs, torch.get_autocast_dtype(device_type), is_here)
     if kind == "promote":
 
         def promote(args: Any, kwargs: Any) -> Any:
-            single = _has_single((*args, *kwargs.values()), is_here)
-            dtype = torch.float32 if single else torch.get_autocast_dtype(device_type)
+            lower = torch.get_autocast_dtype(device_type)
+            dtype = _widest((*args, *kwargs.values()), lower, lower, overload, is_here)
             return _cast(args, kwargs, dtype, is_here)
 
         return promote
@@ -154,15 +185,28 @@ def _cast(args: Any, kwargs: Any, dtype: torch.dtype, is_here: _IsHere) -> Any:
     return made, kwargs
 
 
-def _has_single(values: Any, is_here: _IsHere) -> bool:
-    """Whether one of the tensors is fp32."""
+def _cast_state(args: Any, kwargs: Any, dtype: torch.dtype, is_here: _IsHere) -> Any:
+    """Cast a cell's input and state only."""
+    args = [*_cast(args[:2], None, dtype, is_here)[0], *args[2:]]
+    named = {name: kwargs[name] for name in ("input", "hx") if name in kwargs}
+    return args, {**kwargs, **_cast((), named, dtype, is_here)[1]} if named else kwargs
+
+
+def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, is_here: _IsHere) -> torch.dtype:
+    """fp32 where one of the tensors has it, else ``lower``; found in the order in which torch's own rule looks."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            if value.dtype is torch.float32 and is_here(value):
-                return True
-        elif isinstance(value, (list, tuple)) and _has_single(value, is_here):
-            return True
-    return False
+            given = value.dtype
+            if given is torch.float32 and is_here(value):
+                found = torch.float32
+            elif found is lower and given not in (lower, torch.float64) and given.is_floating_point and is_here(value):
+                raise StateError(
+                    f"{overload}: got a tensor of {given} in a region that casts to {lower}, which autocast refuses on "
+                    "every device: it promotes that dtype and fp32 only. Cast the tensor before."
+                )
+        elif isinstance(value, (list, tuple)):
+            found = _widest(value, found, lower, overload, is_here)
+    return found
 
 
 def _name_dtype(overload: str, is_here: _IsHere) -> _Change:
@@ -172,15 +216,14 @@ def _name_dtype(overload: str, is_here: _IsHere) -> _Change:
     place = len(arguments) if hands_on else [argument.name for argument in arguments].index("dtype")
 
     def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if hands_on:
-            rest = (kwargs.get(a.name, a.default_value) for a in arguments[len(args) :])
-            args, kwargs = (*args, *rest), {"dtype": args[0].dtype}
-        elif kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None):
+        if kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None):
             return args, kwargs
         first = args[0] if args else kwargs.get("self")
-        if isinstance(first, torch.Tensor) and first.dtype in _SINGLE and is_here(first):
-            return args[:place], {**kwargs, "dtype": torch.float32}
-        return args, kwargs
+        if not (isinstance(first, torch.Tensor) and first.dtype in _SINGLE and is_here(first)):
+            return args, kwargs
+        if hands_on:
+            args, kwargs = (*args, *(kwargs.get(a.name, a.default_value) for a in arguments[len(args) :])), {}
+        return args[:place], {**kwargs, "dtype": torch.float32}
 
     return change
 

@@ -1,8 +1,9 @@
 """The portable op policy as data: which operator overload runs in which dtype inside a region, on every device alike.
 
-It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the four recurrent layers,
-which CUDA lowers further inside. An operator without an entry runs in the dtype of its inputs, or by the device's own
-list. Tensors of float64, of integers and complex ones are cast by no rule.
+It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the eight of recurrent layers
+(four, each for tensors and for packed sequences), which CUDA lowers further inside. An operator without an entry runs
+in the dtype of its inputs, or by the device's own list. Tensors of float64, of fp8, of integers and complex ones are
+cast by no rule.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
     (
         "lower",
         "products of matrices at each time step; lowered as a whole, so that weights are cast once a call",
-        "gru.input lstm.input rnn_relu.input rnn_tanh.input",
+        "gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input",
     ),
     ("lower", "an activation with a weight: one dtype for both, that of the layer before it", "prelu"),
     ("fp32", "grows past fp16's largest number, 65504, at moderate inputs", "cosh exp expm1 sinh"),

@@ -1,0 +1,1 @@
+"""Ascend NPUs: the chips, and an emulation of them on any CPU."""

@@ -1,0 +1,245 @@
+"""Ascend NPUs, through torch_npu: its autocast, its kernels, its overflow flag where the chip saturates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xamp._causes import first_line
+from xamp._findings import environment_settings
+from xamp._fused import is_right
+from xamp._trial import defect_of
+from xamp.backends.native import LOWER_DTYPES, ModuleBackend
+from xamp.backends.npu import chips, own
+from xamp.contract import BackendSpec, Capabilities, Setting
+from xamp.errors import BackendUnavailable
+
+__all__ = ["NpuBackend"]
+
+_PACKAGE = "torch_npu"
+# Of torch.optim's fused forms those that torch_npu registers. Which of them are right is tried: its AdamW ignores
+# found_inf, and its SGD wants momentum.
+_FUSED = ("SGD", "Adam", "AdamW")
+_STATUS = 8
+"""Elements of a float status, of which the first tells."""
+
+
+class NpuBackend(ModuleBackend):
+    """Ascend NPUs, by torch.autocast("npu") and scaling on the device.
+
+    Chips of two kinds: those on which an overflow is inf or nan, and those that saturate and raise a flag, which is
+    lowered and read here (``overflow="flag"``).
+    """
+
+    fast_dtypes = ("bfloat16", "float16")
+    process_group = "hccl"
+
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        self._right_forms = functools.lru_cache(maxsize=None)(self._try_fused)
+
+    # ---------------------------------------------------------------- whether it is there
+
+    def require_device(self) -> None:
+        """See :meth:`xamp.backends.native.NativeBackend.require_device`: torch_npu, then a device that starts."""
+        if _PACKAGE not in sys.modules:
+            if importlib.util.find_spec(_PACKAGE) is None:
+                release = torch.__version__.partition("+")[0]
+                raise BackendUnavailable(
+                    f"torch_npu is not installed beside torch {torch.__version__}\n"
+                    f"on a machine with Ascend NPUs and CANN: pip install torch-npu=={release}"
+                )
+            importlib.import_module(_PACKAGE)  # what it raises is explained by the table of causes
+        if self.is_available():
+            return
+        try:
+            self.module.init()  # is_available() swallows the reason
+        except Exception as error:
+            raise BackendUnavailable(f"the NPU does not start: {first_line(error)}\nrun npu-smi info") from error
+        super().require_device()
+
+    def keeps_inf(self, device: torch.device) -> bool:
+        """See :meth:`xamp.backends.native.NativeBackend.keeps_inf`."""
+        return not self._saturates
+
+    # ---------------------------------------------------------------- what it can do
+
+    @functools.cached_property
+    def _saturates(self) -> bool:
+        """Settled when the device starts: by the chip, and by INF_NAN_MODE_FORCE_DISABLE."""
+        return not self._utils.is_support_inf_nan()
+
+    @property
+    def _utils(self) -> Any:
+        return sys.modules[_PACKAGE].npu.utils
+
+    def devices(self) -> Sequence[str]:
+        """See :meth:`xamp.contract.Backend.devices`."""
+        return [f"{name}{_emulated()}" for name in super().devices()]
+
+    def chip(self, device: torch.device | None = None) -> chips.Chip | None:
+        """What is known of the chip; None for one that is newer than this."""
+        return chips.find(str(self.module.get_device_name(device)))
+
+    def _try_dtypes(self, device: torch.device) -> tuple[str, ...]:
+        """Those that the chip computes in; torch_npu tells of bf16, whose operators fail one by one elsewhere."""
+        claimed = [name for name in LOWER_DTYPES if name != "bfloat16" or self.module.is_bf16_supported()]
+        return tuple(name for name in claimed if not defect_of(device, name, self.keeps_inf(device)))
+
+    def _try_fused(self, device: torch.device) -> tuple[str, ...]:
+        return tuple(name for name in _FUSED if is_right(getattr(torch.optim, name), device, torch.float32))
+
+    def capabilities(self, device: torch.device | None = None) -> Capabilities:
+        """See :meth:`xamp.contract.Backend.capabilities`."""
+        if device is None or device.index is None:
+            device = self.probed_device()
+        overflow = "flag" if self._saturates else "inf"
+        return dataclasses.replace(
+            super().capabilities(device), fused_optimizers=self._right_forms(device), overflow=overflow
+        )
+
+    def versions(self) -> Mapping[str, str]:
+        """See :meth:`xamp.contract.Backend.versions`: torch, torch_npu, CANN, the driver and the kind of chip."""
+        found = {"torch": torch.__version__, "torch_npu": str(sys.modules[_PACKAGE].__version__)}
+        chip = self.chip()
+        family = "newer than this xamp" if chip is None else chip.family
+        below = {
+            "CANN": self._version_of("CANN"),
+            "driver": self._version_of("DRIVER"),
+            "chip": f"{self.module.get_soc_version()} ({family})",
+        }
+        return {**found, **{name: value + _emulated() for name, value in below.items()}}
+
+    def _version_of(self, part: str) -> str:
+        """As torch_npu has it from CANN: an older CANN cannot say, nor one that is not wholly installed."""
+        try:
+            return str(self._utils.get_cann_version(part)) or "unknown"
+        except Exception:  # a torch_npu that does not ask
+            return "unknown"
+
+    # ---------------------------------------------------------------- the step
+
+    def clear_overflow(self, device: torch.device) -> None:
+        """See :meth:`xamp.contract.Backend.clear_overflow`."""
+        if self._saturates:
+            status = torch.zeros(_STATUS, device=device)
+            sys.modules[_PACKAGE].npu_clear_float_status(status)
+
+    def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """See :meth:`xamp.contract.Backend.unscale_`.
+
+        A chip that saturates is asked for its flag, which stays up. The operator that torch.amp calls would lower it,
+        so that the next optimizer would not see it, and would leave the gradients scaled.
+        """
+        if not self._saturates:
+            if grads:
+                super().unscale_(grads, found_inf, inv_scale)
+            return
+        status = torch.zeros(_STATUS, device=found_inf.device)
+        flag = sys.modules[_PACKAGE].npu_get_float_status(status)[0]
+        torch.maximum(found_inf, flag.ne(0).to(found_inf.dtype).reshape(found_inf.shape), out=found_inf)
+        if grads:
+            torch._foreach_mul_(list(grads), inv_scale)
+
+    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`xamp.contract.Backend.plain`: cast to ND from a private format."""
+        return own.plain(tensor)
+
+    def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
+        """See :meth:`xamp.contract.Backend.optimizer_refusal`: of the NpuFused optimizers."""
+        return own.optimizer_refusal(optimizer, casts=casts)
+
+    def make_overflow_(self, grad: torch.Tensor) -> None:
+        """See :meth:`xamp.contract.Backend.make_overflow_`: by a sum in fp16 that is too large."""
+        large = torch.full_like(grad, 40000.0, dtype=torch.float16)
+        grad.copy_(large + large)
+
+    # ---------------------------------------------------------------- what changes its arithmetic
+
+    def precision_settings(self, device: torch.device) -> Sequence[Setting]:
+        """See :meth:`xamp.contract.Backend.precision_settings`: fp32 in fewer digits, saturation, the environment."""
+        return [*self._fp32_settings(device), *self._overflow_settings(), *environment_settings(_VARIABLES)]
+
+    def _fp32_settings(self, device: torch.device) -> Iterator[Setting]:
+        chip = self.chip(device)
+        mode = _option("ACL_PRECISION_MODE") or ("allow_fp32_to_fp16" if chip and chip.mixed_fp32 else "")
+        if mode == "allow_fp32_to_fp16":
+            yield Setting(
+                "ACL_PRECISION_MODE",
+                mode,
+                "float32 convolutions and matrix products are computed in float16, at every level, O0 too",
+                'torch.npu.set_option({"ACL_PRECISION_MODE": "must_keep_origin_dtype"})',
+                narrows_fp32=True,
+                exact=self._keep_dtype,
+            )
+            return
+        yield from self._hf32_settings()
+        kind = getattr(getattr(self.module, "matmul", None), "cube_math_type", None)
+        if kind is not None and kind.name in _NARROW_PRODUCTS:
+            yield Setting(
+                "torch.npu.matmul.cube_math_type",
+                kind.name,
+                "float32 matrix products are computed in fewer digits, at every level, O0 too",
+                "torch.npu.matmul.cube_math_type = type(torch.npu.matmul.cube_math_type).KEEP_DTYPE",
+                narrows_fp32=True,
+                exact=functools.partial(self._switch, "matmul", "cube_math_type", type(kind).KEEP_DTYPE),
+            )
+
+    def _hf32_settings(self) -> Iterator[Setting]:
+        for name, what in (("conv", "convolutions"), ("matmul", "matrix products")):
+            if getattr(getattr(self.module, name, None), "allow_hf32", False) is True:
+                yield Setting(
+                    f"torch.npu.{name}.allow_hf32",
+                    "True",
+                    f"float32 {what} are computed in HF32 (11 bits of mantissa instead of 23), at every level, O0 too",
+                    f"torch.npu.{name}.allow_hf32 = False",
+                    expected=name == "conv",  # torch_npu's default
+                    narrows_fp32=True,
+                    exact=functools.partial(self._switch, name, "allow_hf32", False),
+                )
+
+    def _keep_dtype(self) -> Callable[[], object]:
+        self.module.set_option({"ACL_PRECISION_MODE": "must_keep_origin_dtype"})
+        # By its name, whether it was set or the chip's own: torch_npu has no way to forget an option.
+        return lambda: self.module.set_option({"ACL_PRECISION_MODE": "allow_fp32_to_fp16"})
+
+    def _switch(self, holder: str, name: str, value: object) -> Callable[[], object]:
+        """Set ``torch.npu.<holder>.<name>``; returns what sets it back."""
+        found = getattr(self.module, holder)
+        before = getattr(found, name)
+        setattr(found, name, value)
+        return functools.partial(setattr, found, name, before)
+
+    def _overflow_settings(self) -> Iterator[Setting]:
+        chip = self.chip()
+        if self._saturates and chip is not None and not chip.saturates:
+            yield Setting(
+                "INF_NAN_MODE_FORCE_DISABLE (environment)",
+                os.environ.get("INF_NAN_MODE_FORCE_DISABLE", ""),
+                "float16 overflows saturate and raise a flag, where this chip would show inf and nan",
+                "unset INF_NAN_MODE_FORCE_DISABLE and INF_NAN_MODE_ENABLE",
+            )
+
+
+def _emulated() -> str:
+    return " (emulated)" if os.environ.get(chips.EMULATED) else ""
+
+
+def _option(name: str) -> str:
+    """What an option of torch_npu is set to; empty where it is not."""
+    value = sys.modules[_PACKAGE]._C._npu_getOption(name)
+    return bytes(value or b"").decode()
+
+
+_NARROW_PRODUCTS = ("ALLOW_FP32_DOWN_PRECISION", "USE_FP16", "USE_HF32")
+_VARIABLES = {
+    "HCCL_DETERMINISTIC": ("false", "collectives add up in a fixed order: results repeat, some are slower", True),
+}

@@ -1,0 +1,1 @@
+"""A folder for PYTHONPATH: Python imports sitecustomize from it when it starts."""

@@ -1,0 +1,71 @@
+"""Runs at the start of every Python process of an emulated command, children included: its folder is on PYTHONPATH.
+
+It only lays the wires: what happens when torch_npu is imported, by torch or by the user, stands in
+``emulation.importing``.
+Python runs the first ``sitecustomize`` on the path alone, so this one runs the next.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _Packages:
+    """Finds xamp for a command that does not have it installed; one that is installed is found before."""
+
+    folders = {"xamp": os.environ.get("XAMP_EMULATED_XAMP", ""), "xamp.backends": os.path.abspath(f"{_HERE}/../../..")}
+
+    @classmethod
+    def find_spec(
+        cls,
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG003
+        target: ModuleType | None = None,  # noqa: ARG003
+    ) -> importlib.machinery.ModuleSpec | None:
+        folder = cls.folders.get(name)
+        if not folder:
+            return None
+        file = os.path.join(folder, "__init__.py")
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=[folder])
+
+
+class _Finder:
+    """Stands before the path: when torch_npu is asked for, hands over to ``emulation.importing``."""
+
+    @staticmethod
+    def find_spec(
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,  # noqa: ARG004
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch_npu":
+            return None
+        from xamp.backends.npu.emulation import importing
+
+        return importing.find_spec(path)
+
+
+def _run_next() -> None:
+    others = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module  # as the next one expects to find itself
+    spec.loader.exec_module(module)
+
+
+# Another Python than the one that torch_npu was fetched for (a tool that the command calls) is left alone.
+if os.environ.get("XAMP_EMULATED_PYTHON") == f"{sys.version_info.major}.{sys.version_info.minor}":
+    # Last on the path: what the user has installed comes first.
+    sys.path.extend(folder for folder in os.environ["XAMP_EMULATED_PATH"].split(os.pathsep) if folder not in sys.path)
+    sys.meta_path.insert(0, _Finder)
+    sys.meta_path.append(_Packages)
+_run_next()

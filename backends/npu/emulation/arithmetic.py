@@ -1,0 +1,118 @@
+"""What a chip makes of numbers that a CPU would leave as they are.
+
+Old chips saturate: a float16 overflow becomes the largest number, nan becomes 0, and the card raises a flag. An inf
+that was there before, such as that of an attention mask, is no overflow: what is computed from it is as large as can be
+and raises no flag; what only moves it leaves it. (The last is taken to be so; nothing says it.) What these chips do to
+float32 is not known, and not imitated. They have no bfloat16 either: it can be stored and moved, no more.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+
+from xamp.backends.npu import chips
+
+__all__ = ["SATURATES", "WATCHED", "clear", "finite", "moves", "raised", "settle"]
+
+_LARGEST = 65504.0
+_FIRST_950 = 260
+
+
+def _chip() -> chips.Chip:
+    name = os.environ.get(chips.EMULATED, chips.DEFAULT)
+    return chips.find(name) or chips.CHIPS[chips.DEFAULT]
+
+
+def _saturates(chip: chips.Chip) -> bool:
+    """By itself, or because the environment tells a newer one to: the rule is torch_npu's."""
+    told = os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1" or os.environ.get("INF_NAN_MODE_ENABLE") == "0"
+    return chip.saturates or (told and chip.number < _FIRST_950)
+
+
+CHIP = _chip()
+SATURATES = _saturates(CHIP)
+WATCHED = SATURATES or not CHIP.bf16
+
+_flags: set[int] = set()
+
+# By their names without "aten::", an underscore at the end and the overload.
+_MOVES = frozenset(
+    (
+        *("cat", "channel_shuffle", "clone", "constant_pad_nd", "fill", "flip", "gather", "im2col", "masked_fill"),
+        *("index", "index_copy", "index_fill", "index_put", "_index_put_impl", "index_select", "masked_scatter"),
+        *(
+            "masked_select",
+            "put",
+            "repeat",
+            "roll",
+            "scatter",
+            "split_with_sizes_copy",
+            "stack",
+            "take",
+            "tril",
+            "triu",
+        ),
+        *("where", "zero", "_chunk_cat", "_foreach_copy", "_foreach_zero"),
+    )
+)
+
+
+def moves(name: str) -> bool:
+    """Whether operator ``name`` computes nothing, so that no chip makes anything of its numbers."""
+    return name.partition("::")[2].partition(".")[0].rstrip("_") in _MOVES
+
+
+def finite(values: Any) -> bool:
+    """Whether all numbers in ``values``, a nest of arguments, are finite."""
+    if isinstance(values, torch.Tensor):
+        floating = values.is_floating_point() and values.layout is torch.strided
+        return not floating or bool(torch.isfinite(values).all())
+    if isinstance(values, dict):
+        return finite(list(values.values()))
+    if isinstance(values, (list, tuple)):
+        return all(finite(each) for each in values)
+    return not isinstance(values, float) or math.isfinite(values)
+
+
+def settle(made: Any, index: int, overflows: bool = True) -> None:
+    """Make of ``made``, on the CPU and in place, what the chip would have computed on card ``index``.
+
+    Args:
+        made: tensors, in any nest of lists.
+        index: the card.
+        overflows: whether what is not finite is an overflow: whether all was finite that it was made of.
+
+    Raises:
+        RuntimeError: the chip does not compute in this dtype.
+    """
+    if not WATCHED or made is None:
+        return
+    if isinstance(made, (list, tuple)):
+        for each in made:
+            settle(each, index, overflows)
+    elif isinstance(made, torch.Tensor):
+        if made.dtype is torch.bfloat16 and not CHIP.bf16:
+            raise RuntimeError(f"not implemented for DT_BFLOAT16 on {CHIP.name} (emulated)")
+        if SATURATES and made.dtype is torch.float16 and made.layout is torch.strided:
+            _saturate(made, index, overflows)
+
+
+def _saturate(made: torch.Tensor, index: int, overflows: bool) -> None:
+    if not torch.isfinite(made).all():
+        torch.nan_to_num_(made, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+        if overflows:
+            _flags.add(index)
+
+
+def raised(index: int) -> bool:
+    """Whether something overflowed on card ``index`` since its flag was cleared."""
+    return index in _flags
+
+
+def clear(index: int) -> None:
+    """Lower the flag of card ``index``."""
+    _flags.discard(index)

@@ -1,0 +1,498 @@
+/* A stand-in for CANN, the driver and runtime of Ascend cards, on a machine that has none.
+ *
+ * torch_npu loads it in place of CANN. It keeps what a runtime keeps: devices, memory, streams, events and options.
+ * Host memory serves as device memory, and work is done by the time a call returns, so a stream is a name and an event
+ * is a time. It computes nothing: the operators are Python kernels, and what would launch one here is refused by name.
+ *
+ * All functions stand in this one library, because the current device must exist once. The environment says what the
+ * machine has: XAMP_EMULATED_SOC, the chip, and XAMP_EMULATED_DEVICES, how many.
+ */
+
+#define _GNU_SOURCE
+#include <malloc.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+/* Numbers of CANN's interface: what torch_npu and users' scripts compare with. */
+enum {
+    SUCCESS = 0,
+    ERROR_INVALID_PARAM = 100000,
+    ERROR_INVALID_DEVICE = 107001,
+    ERROR_NO_CONTEXT = 107002,
+    ERROR_NOT_SERVED = 207000,
+    ERROR_OUT_OF_MEMORY = 207001,
+    EVENT_COMPLETE = 1,
+    MAX_DEVICES = 64,
+    MAX_OPTIONS = 64,
+    ALIGNMENT = 512,
+    SPARE_BYTES = 32 /* what torch_npu expects beyond the end of a buffer; its last word says which device's it is */
+};
+
+static const size_t DEVICE_BYTES = (size_t)64 << 30;
+
+/* ---- errors ---- */
+
+static __thread char recent_error[512];
+static __thread char reported_error[512];
+
+static int fail(int code, const char *what, const char *detail) {
+    snprintf(recent_error, sizeof recent_error, "emulated Ascend: %s%s\n", what, detail);
+    return code;
+}
+
+static int refuse(const char *function) {
+    return fail(ERROR_NOT_SERVED, "the stand-in CANN does not serve ", function);
+}
+
+/* As in CANN, reading the text clears it. */
+const char *aclGetRecentErrMsg(void) {
+    memcpy(reported_error, recent_error, sizeof reported_error);
+    recent_error[0] = 0;
+    return reported_error;
+}
+
+/* ---- devices ---- */
+
+typedef struct {
+    int index;
+    atomic_int used;
+    atomic_size_t allocated;
+} Device;
+
+static Device devices[MAX_DEVICES];
+static __thread int current_device = -1; /* as in CANN, a thread has none until it sets one */
+
+static int count_listed(const char *list) {
+    int count = *list ? 1 : 0;
+    for (; *list; list++) count += *list == ',';
+    return count;
+}
+
+static int device_count(void) {
+    const char *text = getenv("XAMP_EMULATED_DEVICES");
+    const char *visible = getenv("ASCEND_RT_VISIBLE_DEVICES");
+    int count = text ? atoi(text) : 1;
+    if (count > MAX_DEVICES) count = MAX_DEVICES;
+    if (visible && count_listed(visible) < count) count = count_listed(visible);
+    return count;
+}
+
+int aclrtGetDeviceCount(uint32_t *count) {
+    *count = (uint32_t)device_count();
+    return SUCCESS;
+}
+
+int aclrtSetDevice(int32_t device) {
+    if (device < 0 || device >= device_count()) return fail(ERROR_INVALID_DEVICE, "Invalid device ID.", "");
+    devices[device].index = device;
+    atomic_store(&devices[device].used, 1);
+    current_device = device;
+    return SUCCESS;
+}
+
+int aclrtGetDevice(int32_t *device) {
+    if (current_device < 0) return fail(ERROR_NO_CONTEXT, "no device is set on this thread", "");
+    *device = current_device;
+    return SUCCESS;
+}
+
+int aclrtGetCurrentContext(void **context) {
+    if (current_device < 0) return fail(ERROR_NO_CONTEXT, "no device is set on this thread", "");
+    *context = &devices[current_device];
+    return SUCCESS;
+}
+
+int aclrtSetCurrentContext(void *context) {
+    current_device = (int)((Device *)context - devices);
+    return SUCCESS;
+}
+
+int aclrtGetPrimaryCtxState(int32_t device, uint32_t *flags, int32_t *active) {
+    if (device < 0 || device >= device_count()) return fail(ERROR_INVALID_DEVICE, "Invalid device ID.", "");
+    if (flags) *flags = 0;
+    *active = atomic_load(&devices[device].used);
+    return SUCCESS;
+}
+
+const char *aclrtGetSocName(void) {
+    const char *name = getenv("XAMP_EMULATED_SOC");
+    return name ? name : "Ascend910B2";
+}
+
+int aclGetDeviceCapability(uint32_t device, int what, int64_t *value) {
+    static const int64_t figures[] = {24, 48, (int64_t)192 << 20}; /* cube cores, vector cores, bytes of L2 cache */
+    (void)device;
+    if (what < 0 || what > 2) return fail(ERROR_INVALID_PARAM, "unknown device capability", "");
+    *value = figures[what];
+    return SUCCESS;
+}
+
+int aclrtDeviceCanAccessPeer(int32_t *can, int32_t device, int32_t peer) {
+    *can = device != peer;
+    return SUCCESS;
+}
+
+int aclrtGetLogicDevIdByUserDevId(int32_t user, int32_t *logic) {
+    *logic = user;
+    return SUCCESS;
+}
+
+/* ---- versions ---- */
+
+/* The newest CANN, and a driver of its time, that torch_npu's table of versions names. */
+static const char CANN_VERSION[] = "9.1.0";
+static const char DRIVER_VERSION[] = "25.5.0";
+
+typedef struct {
+    char version[128];
+    char parts[4][64]; /* major, minor, release, patch: torch_npu reads the whole alone */
+    char reserved[128];
+} PackageVersion;
+
+int aclsysGetCANNVersion(int package, PackageVersion *version) {
+    enum { DRIVER = 7 };
+    memset(version, 0, sizeof *version);
+    strcpy(version->version, package == DRIVER ? DRIVER_VERSION : CANN_VERSION);
+    return SUCCESS;
+}
+
+int aclsysGetVersionStr(const char *package, char *version) {
+    strcpy(version, strcmp(package, "driver") ? CANN_VERSION : DRIVER_VERSION);
+    return SUCCESS;
+}
+
+/* ---- memory ---- */
+
+static int32_t this_device(void) { return current_device < 0 ? 0 : current_device; }
+
+static int32_t *owner(void *pointer) { return (int32_t *)((char *)pointer + malloc_usable_size(pointer)) - 1; }
+
+static int allocate(void **pointer, size_t bytes) {
+    size_t whole = (bytes + SPARE_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    Device *device = &devices[this_device()];
+    if (atomic_load(&device->allocated) + whole > DEVICE_BYTES || !(*pointer = aligned_alloc(ALIGNMENT, whole)))
+        return fail(ERROR_OUT_OF_MEMORY, "out of device memory", "");
+    atomic_fetch_add(&device->allocated, malloc_usable_size(*pointer));
+    *owner(*pointer) = this_device();
+    return SUCCESS;
+}
+
+int aclrtMalloc(void **pointer, size_t bytes, int policy) {
+    (void)policy;
+    return allocate(pointer, bytes);
+}
+
+int aclrtMallocAlign32(void **pointer, size_t bytes, int policy) {
+    (void)policy;
+    return allocate(pointer, bytes);
+}
+
+int aclrtFree(void *pointer) {
+    if (pointer) atomic_fetch_sub(&devices[*owner(pointer)].allocated, malloc_usable_size(pointer));
+    free(pointer);
+    return SUCCESS;
+}
+
+int aclrtMallocHost(void **pointer, size_t bytes) {
+    *pointer = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    return *pointer ? SUCCESS : fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+}
+
+int aclrtFreeHost(void *pointer) {
+    free(pointer);
+    return SUCCESS;
+}
+
+int aclrtMemcpy(void *target, size_t room, const void *source, size_t bytes, int kind) {
+    (void)kind;
+    if (bytes > room) return fail(ERROR_INVALID_PARAM, "a copy is larger than its target", "");
+    memmove(target, source, bytes);
+    return SUCCESS;
+}
+
+int aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t bytes, int kind, void *stream) {
+    (void)stream;
+    return aclrtMemcpy(target, room, source, bytes, kind);
+}
+
+int aclrtMemset(void *target, size_t room, int32_t value, size_t bytes) {
+    if (bytes > room) return fail(ERROR_INVALID_PARAM, "a fill is larger than its target", "");
+    memset(target, value, bytes);
+    return SUCCESS;
+}
+
+int aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t bytes, void *stream) {
+    (void)stream;
+    return aclrtMemset(target, room, value, bytes);
+}
+
+int aclrtGetMemInfo(int what, size_t *unused, size_t *total) {
+    (void)what;
+    *total = DEVICE_BYTES;
+    *unused = DEVICE_BYTES - atomic_load(&devices[this_device()].allocated);
+    return SUCCESS;
+}
+
+/* ---- streams and events ---- */
+
+typedef struct {
+    int32_t id;
+    uint32_t overflow_switch;
+} Stream;
+
+typedef struct {
+    struct timespec recorded;
+} Event;
+
+static atomic_int stream_ids;
+
+int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flag) {
+    Stream *made = calloc(1, sizeof *made);
+    (void)priority, (void)flag;
+    if (!made) return fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+    made->id = atomic_fetch_add(&stream_ids, 1);
+    *stream = made;
+    return SUCCESS;
+}
+
+int aclrtCreateStream(void **stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
+
+int aclrtDestroyStream(void *stream) {
+    free(stream);
+    return SUCCESS;
+}
+
+int aclrtDestroyStreamForce(void *stream) { return aclrtDestroyStream(stream); }
+
+int aclrtStreamGetId(void *stream, int32_t *id) {
+    *id = stream ? ((Stream *)stream)->id : -1;
+    return SUCCESS;
+}
+
+int aclrtStreamQuery(void *stream, int *status) {
+    (void)stream;
+    *status = 0; /* complete */
+    return SUCCESS;
+}
+
+int aclrtSetStreamOverflowSwitch(void *stream, uint32_t on) {
+    if (stream) ((Stream *)stream)->overflow_switch = on;
+    return SUCCESS;
+}
+
+int aclrtGetStreamOverflowSwitch(void *stream, uint32_t *on) {
+    *on = stream ? ((Stream *)stream)->overflow_switch : 0;
+    return SUCCESS;
+}
+
+int aclrtCreateEventWithFlag(void **event, uint32_t flag) {
+    (void)flag;
+    *event = calloc(1, sizeof(Event));
+    return *event ? SUCCESS : fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+}
+
+int aclrtCreateEventExWithFlag(void **event, uint32_t flag) { return aclrtCreateEventWithFlag(event, flag); }
+
+int aclrtDestroyEvent(void *event) {
+    free(event);
+    return SUCCESS;
+}
+
+int aclrtRecordEvent(void *event, void *stream) {
+    (void)stream;
+    clock_gettime(CLOCK_MONOTONIC, &((Event *)event)->recorded);
+    return SUCCESS;
+}
+
+int aclrtQueryEventStatus(void *event, int *status) {
+    (void)event;
+    *status = EVENT_COMPLETE;
+    return SUCCESS;
+}
+
+int aclrtQueryEventWaitStatus(void *event, int *status) {
+    (void)event;
+    *status = 0; /* here, unlike above, zero is complete */
+    return SUCCESS;
+}
+
+int aclrtEventElapsedTime(float *milliseconds, void *start, void *end) {
+    const struct timespec *from = &((Event *)start)->recorded, *to = &((Event *)end)->recorded;
+    *milliseconds = (float)((to->tv_sec - from->tv_sec) * 1e3 + (to->tv_nsec - from->tv_nsec) / 1e6);
+    return SUCCESS;
+}
+
+/* ---- options ---- */
+
+static char *compile_options[MAX_OPTIONS];
+static int64_t system_options[MAX_OPTIONS];
+
+int aclSetCompileopt(int option, const char *value) {
+    if (option < 0 || option >= MAX_OPTIONS) return fail(ERROR_INVALID_PARAM, "unknown compile option", "");
+    free(compile_options[option]);
+    compile_options[option] = strdup(value);
+    return SUCCESS;
+}
+
+size_t aclGetCompileoptSize(int option) {
+    const char *value = option >= 0 && option < MAX_OPTIONS ? compile_options[option] : NULL;
+    return value ? strlen(value) + 1 : 1;
+}
+
+int aclGetCompileopt(int option, char *value, size_t room) {
+    const char *set = option >= 0 && option < MAX_OPTIONS ? compile_options[option] : NULL;
+    if (room) snprintf(value, room, "%s", set ? set : "");
+    return SUCCESS;
+}
+
+int aclrtSetSysParamOpt(int option, int64_t value) {
+    if (option < 0 || option >= MAX_OPTIONS) return fail(ERROR_INVALID_PARAM, "unknown system option", "");
+    system_options[option] = value;
+    return SUCCESS;
+}
+
+int aclrtGetSysParamOpt(int option, int64_t *value) {
+    if (option < 0 || option >= MAX_OPTIONS) return fail(ERROR_INVALID_PARAM, "unknown system option", "");
+    *value = system_options[option];
+    return SUCCESS;
+}
+
+int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
+
+/* ---- what has nothing to do here ---- */
+
+/* Calls that are right as soon as they return: nothing is ever pending, and kernels are not compiled. */
+#define DONE(name) \
+    int name(void) { return SUCCESS; }
+
+DONE(aclInit)
+DONE(aclFinalize)
+DONE(aclrtResetDevice)
+DONE(aclrtDeviceEnablePeerAccess)
+DONE(aclrtSynchronizeDevice)
+DONE(aclrtSynchronizeDeviceWithTimeout)
+DONE(aclrtSynchronizeStream)
+DONE(aclrtSynchronizeStreamWithTimeout)
+DONE(aclrtSynchronizeEvent)
+DONE(aclrtStreamWaitEvent)
+DONE(aclrtResetEvent)
+DONE(aclrtSetStreamFailureMode)
+DONE(aclrtSetDeviceSatMode)
+DONE(aclrtSetOpExecuteTimeOut)
+DONE(aclrtSetOpExecuteTimeOutV2)
+DONE(aclrtSetOpWaitTimeout)
+DONE(aclrtPeekAtLastError)
+DONE(aclrtGetLastError)
+DONE(aclAppLog)
+DONE(HcclSetConfig)
+DONE(MsprofRegisterCallback)
+DONE(MsprofReportAdditionalInfo)
+DONE(MsprofReportApi)
+DONE(MsprofReportCompactInfo)
+
+uint64_t MsprofGetHashId(const char *text, size_t length) {
+    (void)text, (void)length;
+    return 0;
+}
+
+uint64_t MsprofSysCycleTime(void) { return (uint64_t)clock(); }
+
+/* ---- operators ---- */
+
+/* Descriptions of an operator's arguments may be made; running it is what fails, but for those that move bytes. */
+#define OPAQUE(name) \
+    void *name(void) { return calloc(1, 64); }
+#define RELEASE(name)         \
+    int name(void *pointer) { \
+        free(pointer);        \
+        return SUCCESS;       \
+    }
+
+OPAQUE(aclopCreateAttr)
+OPAQUE(aclCreateTensorDesc)
+RELEASE(aclopDestroyAttr)
+RELEASE(aclDestroyTensorDesc)
+RELEASE(aclDestroyDataBuffer)
+DONE(aclopSetAttrBool)
+DONE(aclopSetAttrDataType)
+DONE(aclopSetAttrFloat)
+DONE(aclopSetAttrInt)
+DONE(aclopSetAttrListBool)
+DONE(aclopSetAttrListFloat)
+DONE(aclopSetAttrListInt)
+DONE(aclopSetAttrListListInt)
+DONE(aclopSetAttrString)
+DONE(aclSetTensorDescName)
+DONE(aclSetTensorFormat)
+DONE(aclSetTensorPlaceMent)
+DONE(aclSetTensorShape)
+
+typedef struct {
+    void *bytes;
+    size_t size;
+} DataBuffer;
+
+void *aclCreateDataBuffer(void *bytes, size_t size) {
+    DataBuffer *buffer = malloc(sizeof *buffer);
+    if (buffer) *buffer = (DataBuffer){bytes, size};
+    return buffer;
+}
+
+/* torch_npu casts to a storage format by these where it loads a tensor that had one; here all formats are laid out
+ * alike, but for their size. */
+static int only_moves(const char *operator_name) {
+    return !strcmp(operator_name, "Identity") || !strcmp(operator_name, "TransData");
+}
+
+int aclopCompileAndExecute(
+    const char *operator_name, int inputs, void *const *input_descriptions, DataBuffer *const *from, int outputs,
+    void *const *output_descriptions, DataBuffer *const *to) {
+    (void)input_descriptions, (void)output_descriptions;
+    if (!only_moves(operator_name) || inputs < 1 || outputs != 1) {
+        return fail(ERROR_NOT_SERVED, "there is no kernel for the operator ", operator_name);
+    }
+    size_t size = from[0]->size < to[0]->size ? from[0]->size : to[0]->size;
+    memmove(to[0]->bytes, from[0]->bytes, size);
+    return SUCCESS;
+}
+
+int aclopCompileAndExecuteV2(
+    const char *operator_name, int inputs, void **input_descriptions, DataBuffer **from, int outputs,
+    void **output_descriptions, DataBuffer **to) {
+    return aclopCompileAndExecute(operator_name, inputs, input_descriptions, from, outputs, output_descriptions, to);
+}
+
+/* ---- what is refused ---- */
+
+#define REFUSED(name) \
+    int name(void) { return refuse(#name); }
+
+REFUSED(aclGetTensorDescDimV2)
+REFUSED(aclGetTensorDescFormat)
+REFUSED(aclGetTensorDescNumDims)
+REFUSED(aclGetTensorDescType)
+REFUSED(aclmdlFinalizeDump)
+REFUSED(aclmdlInitDump)
+REFUSED(aclmdlSetDump)
+REFUSED(aclrtBinaryGetFunction)
+REFUSED(aclrtBinaryLoadFromData)
+REFUSED(aclrtDeviceGetBareTgid)
+REFUSED(aclrtFreePhysical)
+REFUSED(aclrtGetFunctionAddr)
+REFUSED(aclrtMallocPhysical)
+REFUSED(aclrtMapMem)
+REFUSED(aclrtMemExportToShareableHandle)
+REFUSED(aclrtMemImportFromShareableHandle)
+REFUSED(aclrtMemSetPidToShareableHandle)
+REFUSED(aclrtProcessReport)
+REFUSED(aclrtReleaseMemAddress)
+REFUSED(aclrtReserveMemAddress)
+REFUSED(aclrtUnmapMem)
+REFUSED(rtDevBinaryRegister)
+REFUSED(rtFunctionRegister)
+REFUSED(rtGetC2cCtrlAddr)
+REFUSED(rtKernelLaunch)

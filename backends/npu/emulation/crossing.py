@@ -1,0 +1,150 @@
+"""The way of tensors between an emulated card and the CPU.
+
+The card's memory is host memory, so a CPU tensor over the same bytes is all a kernel needs to read or write it. What a
+kernel makes anew is copied into memory that torch_npu allocates, so that its allocator, its statistics and its storages
+are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation import arithmetic
+
+__all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
+
+CPU = torch.device("cpu")
+_DEVICES = tuple(torch.device("npu", index) for index in range(64))
+_storage_over = torch._C._construct_storage_from_data_pointer
+
+# The user's modes, autograd and a CPU autocast that is on have had their turn, or have none, on what a kernel computes.
+NOT_HERE = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+)
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Within it, torch's functions are those of a plain CPU. Costs a microsecond more than its two parts by hand."""
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
+        yield
+
+
+def over(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of ``tensor``, valid as long as that lives."""
+    storage = tensor.untyped_storage()
+    shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
+    shared.set_(
+        _storage_over(storage.data_ptr(), CPU, storage.nbytes()),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+    )
+    if tensor.is_conj():
+        shared = torch._conj(shared)
+    return torch._neg_view(shared) if tensor.is_neg() else shared
+
+
+def give(made: torch.Tensor, index: int) -> torch.Tensor:
+    """What a kernel made on the CPU, on card ``index``: a copy with the same strides."""
+    if made.layout is not torch.strided:
+        from xamp.backends.npu.emulation import sparse
+
+        return sparse.give(made, index)
+    if made.is_conj() or made.is_neg():
+        made = made.resolve_conj().resolve_neg()
+    if not dense(made):
+        made = made.contiguous()
+    given = torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=_DEVICES[index])
+    if bytes_ := made.numel() * made.element_size():
+        ctypes.memmove(given.data_ptr(), made.data_ptr(), bytes_)
+    return given
+
+
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` fill their stretch of memory, each place once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel for operator ``name`` that hands ``function`` CPU tensors and puts its results on the card.
+
+    ``function`` may write to its arguments; what it returns is taken to be new.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with aside():
+            crossing = Crossing(name)
+            values = [crossing.over(value) for value in args]
+            named = {key: crossing.over(value) for key, value in kwargs.items()}
+            clean = not arithmetic.SATURATES or arithmetic.finite((values, named))
+            return _given(function(*values, **named), crossing.index, clean)
+
+    return kernel
+
+
+def _given(made: Any, index: int, clean: bool) -> Any:
+    if isinstance(made, torch.Tensor):
+        arithmetic.settle(made, index, clean)
+        return give(made, index)
+    return tuple(_given(each, index, clean) for each in made) if isinstance(made, tuple) else made
+
+
+class Crossing:
+    """The arguments of one call on their way to the CPU, and which card they came from."""
+
+    __slots__ = ("index", "lenient", "name")
+
+    def __init__(self, name: str, lenient: bool = False) -> None:
+        """For a call of operator ``name``; a lenient one may mix cards and CPU, as a copy does."""
+        self.name = name
+        self.lenient = lenient
+        self.index = -1
+
+    def over(self, value: Any) -> Any:
+        """``value`` with each tensor of a card replaced by one over its memory.
+
+        Raises:
+            RuntimeError: tensors are on different devices. The card would refuse them, CPU kernels would not.
+        """
+        if isinstance(value, torch.Tensor):
+            index = value.get_device()
+            if index < 0:
+                if value.dim() and not self.lenient:
+                    self._mixed("cpu" if self.index >= 0 else None, value)
+                return value
+            if index != self.index:
+                if self.index >= 0 and not self.lenient:
+                    self._mixed(f"npu:{index}", value)
+                if self.index < 0:
+                    self.index = index
+            if value.layout is not torch.strided:
+                from xamp.backends.npu.emulation import sparse
+
+                return sparse.over(value)
+            return over(value)
+        if type(value) is list or type(value) is tuple:
+            return [self.over(each) for each in value]
+        return value
+
+    def _mixed(self, second: str | None, value: torch.Tensor) -> None:
+        first = f"npu:{self.index}" if second else "npu:0"
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices,"
+            f" {first} and {second or value.device}! (emulated Ascend, {self.name})"
+        )

@@ -1,0 +1,111 @@
+"""Where an operator of the card is known to differ from the CPU's, and the emulation follows the card.
+
+Only what stands in source that anyone can read; what the card's own kernels do differently is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["DEVIATIONS", "Deviation", "apply"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    """One such difference.
+
+    Attributes:
+        operator: the overload it concerns.
+        effect: what the card does.
+        source: what says so.
+        unread: keyword arguments that the card's kernel takes and never looks at.
+        refuse: given the arguments, why the card refuses them, or an empty string.
+    """
+
+    operator: str
+    effect: str
+    source: str
+    unread: tuple[str, ...] = ()
+    refuse: Callable[..., str] | None = None
+
+
+def _no_momentum(*args: Any, momentum: float, **kwargs: Any) -> str:  # noqa: ARG001
+    return "" if momentum > 0 else f"momentum must be positive, but got {momentum}"
+
+
+def _other_format(tensor: torch.Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> str:
+    if memory_format is torch.contiguous_format or tensor.is_contiguous(memory_format=memory_format):
+        return ""
+    return "NPU contiguous operator only supported contiguous memory format."
+
+
+_FUSED_SGD = "op-plugin, FusedSgdKernelOpApi.cpp"
+_NO_PLAIN_SGD = "refuses to step without momentum"
+
+DEVIATIONS = (
+    Deviation(
+        "aten::_fused_adamw_",
+        "steps on gradients that are still scaled, and steps where there was an overflow",
+        "op-plugin, FusedAdamWKernelNpuOpApi.cpp: neither is passed to aclnnApplyAdamWV2",
+        unread=("grad_scale", "found_inf"),
+    ),
+    Deviation("aten::_fused_sgd_", _NO_PLAIN_SGD, _FUSED_SGD, refuse=_no_momentum),
+    Deviation("aten::_fused_sgd_.tensor_lr", _NO_PLAIN_SGD, _FUSED_SGD, refuse=_no_momentum),
+    Deviation(
+        "aten::contiguous",
+        "knows no channels_last",
+        "torch_npu, TensorProperties.cpp",
+        refuse=_other_format,
+    ),
+)
+"""Beside these ``_to_copy`` refuses channels_last (torch_npu, ToKernelNpu.cpp), and old chips refuse bfloat16."""
+
+
+# Those that have one kernel of the card, which knows no private storage format; others have a second, which does.
+# (The text that refuses is in torch_npu's library, for each of them.)
+_WITHOUT_FORMATS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")
+_PLAIN_FORMATS = frozenset((0, 1, 2, 30))
+
+formats: set[int] = set()
+"""Storage formats that tensors of this process were cast to: the usual process has none, and looks at no tensor."""
+
+
+def apply(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` of operator ``name`` as the card has it."""
+    for row in DEVIATIONS:
+        if row.operator == name:
+            kernel = _deviating(row, kernel)
+    return _without_formats(name, kernel) if name.startswith(_WITHOUT_FORMATS) else kernel
+
+
+def _without_formats(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    short = name.partition("::")[2].partition(".")[0]
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if not formats <= _PLAIN_FORMATS and any(_is_private(each) for arg in args for each in _tensors(arg)):
+            raise RuntimeError(f"Current operator {short} do not support internal format. (emulated Ascend)")
+        return kernel(*args, **kwargs)
+
+    return refusing
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    several = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [each for each in several if isinstance(each, torch.Tensor)]
+
+
+def _is_private(tensor: torch.Tensor) -> bool:
+    return tensor.get_device() >= 0 and torch.ops.npu.get_npu_format(tensor) not in _PLAIN_FORMATS
+
+
+def _deviating(row: Deviation, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def deviating(*args: Any, **kwargs: Any) -> Any:
+        if row.refuse is not None and (reason := row.refuse(*args, **kwargs)):
+            raise RuntimeError(f"{reason} (emulated Ascend, {row.operator})")
+        return kernel(*args, **{key: value for key, value in kwargs.items() if key not in row.unread})
+
+    return deviating

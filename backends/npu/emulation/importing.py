@@ -1,0 +1,80 @@
+"""What happens in an emulated process when torch_npu is imported: the stand-in CANN before, the kernels after."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.machinery
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+from xamp.backends.npu.emulation.library import CORE, SONAMES
+
+__all__ = ["find_spec"]
+
+
+def find_spec(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """The real torch_npu, with a loader that wraps its own."""
+    spec = importlib.machinery.PathFinder.find_spec("torch_npu", path)
+    if spec is not None and spec.loader is not None:
+        spec.loader = _Loader(cast(importlib.machinery.SourceFileLoader, spec.loader))
+    return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, real: importlib.machinery.SourceFileLoader) -> None:
+        super().__init__(real.name, real.path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        os.environ["TASK_QUEUE_ENABLE"] = "0"  # whatever the user set: see prepare
+        load_cann(Path(os.environ["XAMP_EMULATED_CANN"]))
+        with _installed_cann():
+            try:
+                super().exec_module(module)
+            except ImportError as error:
+                raise _explained(error) from error
+        from xamp.backends.npu.emulation import kernels
+
+        kernels.install()
+
+
+def load_cann(folder: Path) -> None:
+    """Load the stand-in, so that torch_npu finds libraries of these names loaded already."""
+    for name in (CORE, *SONAMES):
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+
+
+@contextlib.contextmanager
+def _installed_cann() -> Iterator[None]:
+    """What torch_npu checks of an installation while it is imported, so that it has nothing to warn of.
+
+    Afterwards there is none again: scripts and compilers that look for a real one must not find this.
+    """
+    names = ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
+    with tempfile.TemporaryDirectory(prefix="xamp-cann-") as home:
+        for part in ("opp", "runtime", "compiler"):
+            os.mkdir(os.path.join(home, part))
+        os.environ.update(zip(names, (home, os.path.join(home, "opp")), strict=True))
+        try:
+            yield
+        finally:
+            for name in names:
+                os.environ.pop(name, None)
+
+
+def _explained(error: ImportError) -> ImportError:
+    missing = re.search(r"undefined symbol: ((?:acl|rt|Msprof|Hccl|ge)\w+)", str(error))
+    if missing is not None:
+        text = f"emulated Ascend: this torch_npu needs {missing[1]} of CANN, which the stand-in does not have: {error}"
+    elif "undefined symbol" in str(error):
+        torch = sys.modules["torch"]
+        text = f"emulated Ascend: torch_npu was built for another torch than {torch.__version__}: {error}"
+    else:
+        return error
+    return ImportError(text, name=error.name, path=error.path)

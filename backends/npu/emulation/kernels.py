@@ -1,0 +1,241 @@
+"""Puts Python kernels in the place of the card's: what torch_npu registers is served, or says that it is not.
+
+Where an operator's kernel comes from, the first that fits:
+
+1. views, and what allocates or describes memory: torch_npu's own stays;
+2. the tables ``KERNELS`` of ``written``, ``together``, ``private``: by hand;
+3. what torch composes of other operators: torch's composition, also above autograd, where torch_npu has a formula;
+4. what torch has a CPU kernel for: that, over the card's memory (``generic``);
+5. anything else: a kernel that raises its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation import arithmetic, deviations, private, randoms, sparse, together, written
+from xamp.backends.npu.emulation.crossing import CPU, NOT_HERE, Crossing, give, over
+
+__all__ = ["install"]
+
+# Libraries take their kernels with them when they go.
+_libraries: dict[str, torch.library.Library] = {}
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+_OURS = ("aten", "npu", "fsdp", "symm_mem", "npu_custom_dist")
+_STAYS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty.memory_format", "empty_strided", "empty_like", "new_empty_strided"),
+        *("_pin_memory", "is_pinned", "is_set_to", "record_stream"),
+    )
+)
+# Called with CPU tensors beside those of the card.
+_LENIENT = frozenset(
+    f"aten::{name}"
+    for name in ("index.Tensor", "index_put", "index_put_", "_index_put_impl_", "_ctc_loss", "_ctc_loss_backward")
+)
+_COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+
+
+def install() -> None:
+    """Register all kernels; once a process, after torch_npu has registered its own."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    by_hand = {**written.KERNELS, **together.KERNELS, **private.KERNELS}
+    for name in _registered("PrivateUse1"):
+        operator = _operator(name)
+        if operator is None or _stays(operator):
+            continue
+        if name in by_hand:
+            _put(name, by_hand[name])
+        elif has(name, "CompositeImplicitAutograd"):
+            _put(name, composed(operator))
+        elif randoms.draws(operator):
+            _put(name, randoms.seeded(operator, generic(operator)))
+        elif any(has(name, key) for key in _COMPUTED):
+            _put(name, generic(operator))
+        else:
+            _put(name, refusal(name))
+    for name in _registered("AutogradPrivateUse1"):
+        operator = _operator(name)
+        if operator is not None and has(name, "CompositeImplicitAutograd"):
+            _put(name, composed(operator), "AutogradPrivateUse1")
+    for name, kernel in written.ADDED.items():
+        _put(name, kernel)
+    if torch.distributed.is_available():
+        from xamp.backends.npu.emulation import distributed
+
+        distributed.install()
+        for name, kernel in distributed.KERNELS.items():
+            _put(name, kernel)
+    for name in _registered("SparsePrivateUse1"):
+        operator = _operator(name)
+        if operator is not None and name not in sparse.STAYS:
+            _put(name, generic(operator), "SparsePrivateUse1")
+
+
+def _registered(key: str) -> list[str]:
+    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return [name for name in names if name.partition("::")[0] in _OURS]
+
+
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    """The overload called ``name``; None where only a kernel of that name was registered, which nobody can call."""
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    return getattr(packet, overload or "default", None)
+
+
+def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
+    namespace, _, rest = name.partition("::")
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    library.impl(rest, deviations.apply(name, kernel), key, allow_override=True)
+
+
+def _stays(operator: torch._ops.OpOverload) -> bool:
+    """Whether torch_npu's own is right: it only moves strides and sizes about, and keeps its records in step."""
+    schema = operator._schema
+    if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
+        return bool(operator.name() != "aten::contiguous")
+    return operator.name() in _STAYS | private.STAYS or torch.Tag.inplace_view in operator.tags
+
+
+def refusal(name: str) -> Callable[..., Any]:
+    """A kernel for what is not served: silence, here, would be wrong numbers."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{name} is not served on an emulated Ascend card")
+
+    return refuse
+
+
+def composed(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A kernel that is torch's composition of other operators.
+
+    On a card ``operator`` is one kernel, which autocast does not look into: so nothing of the composition is cast.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return operator.decompose(*args, **kwargs)
+
+    return kernel
+
+
+def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A kernel that computes ``operator`` with torch's CPU kernel, over the memory of the card."""
+    schema = operator._schema
+    name = operator.name()
+    lenient = name in _LENIENT
+    outs = frozenset(argument.name for argument in schema.arguments if argument.is_out)
+    written_at = [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
+    ]
+    returned = [_returned_argument(schema, result) for result in schema.returns]
+    many = len(returned) != 1
+    watched = arithmetic.WATCHED and not arithmetic.moves(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
+            crossing = Crossing(name, lenient)
+            values = [crossing.over(value) for value in args]
+            named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}
+            for key in outs:
+                named[key] = _fresh(crossing, kwargs[key])
+            index = crossing.index
+            if index < 0 or "device" in named:
+                index = _redirect(named, index)
+            for position, key in written_at:
+                if position < len(args):
+                    values[position] = sparse.writable(values[position])
+                else:
+                    named[key] = sparse.writable(named[key])
+            clean = not watched or not arithmetic.SATURATES or arithmetic.finite((values, named))
+            made = operator(*values, **named)
+            if watched:
+                arithmetic.settle(made, index, clean)
+                arithmetic.settle([named[key] for key in outs], index, clean)
+            for position, key in written_at:
+                given, seen = (args[position], values[position]) if position < len(args) else (kwargs[key], named[key])
+                if watched:
+                    arithmetic.settle(seen, index, clean)
+                sparse.put_back(given, seen, index)
+            for key in outs:
+                _fill(kwargs[key], named[key])
+            if many:
+                results = [
+                    _result(result, argument, args, kwargs, index)
+                    for result, argument in zip(made or (), returned, strict=True)
+                ]
+                return tuple(results) if results else None
+            return _result(made, returned[0], args, kwargs, index)
+
+    return kernel
+
+
+def _returned_argument(schema: Any, result: Any) -> tuple[int, str] | None:
+    """Position and name of the argument that a result is, by the schema; None where it is made anew."""
+    if result.alias_info is None:
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & result.alias_info.before_set:
+            return position, argument.name
+    return None
+
+
+def _result(made: Any, argument: tuple[int, str] | None, args: Any, kwargs: Any, index: int) -> Any:
+    if argument is not None:
+        position, name = argument
+        return args[position] if position < len(args) else kwargs[name]
+    if isinstance(made, torch.Tensor) and index >= 0:
+        return give(made, index)
+    if isinstance(made, (list, tuple)):
+        return [_result(each, None, args, kwargs, index) for each in made]
+    return made
+
+
+def _redirect(named: dict[str, Any], index: int) -> int:
+    """For what says where its result is to be: computes on the CPU, and returns for which card; -1 for none."""
+    device = named.get("device")
+    if "device" in named:
+        named["device"] = CPU
+    if named.get("pin_memory") is not None:
+        named["pin_memory"] = None
+    if device is not None and device.type == "cpu":
+        return -1
+    if device is None and index >= 0:
+        return index
+    if device is None or device.index is None:
+        return torch.accelerator.current_device_index()
+    return int(device.index)
+
+
+def _fresh(crossing: Crossing, value: Any) -> Any:
+    """An empty CPU tensor for each ``out``: its size is the operator's to say, and it may overlap an argument."""
+    if isinstance(value, (list, tuple)):
+        return [_fresh(crossing, each) for each in value]
+    if crossing.index < 0:
+        crossing.index = value.get_device()
+    return torch.empty(0, dtype=value.dtype, device=CPU)
+
+
+def _fill(out: Any, made: Any) -> None:
+    if isinstance(out, (list, tuple)):
+        _fill_all(out, made)
+        return
+    if out.size() != made.size():
+        out.resize_(made.size())
+    over(out).copy_(made)
+
+
+def _fill_all(outs: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+    for out, each in zip(outs, made, strict=True):
+        _fill(out, each)

@@ -1,0 +1,113 @@
+"""Builds the stand-in CANN with the machine's own C compiler, once, into a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from xamp.errors import BackendUnavailable
+
+__all__ = ["SONAMES", "EmulationError", "build", "cache_folder", "publish"]
+
+SONAMES = (
+    "libascendcl.so",
+    "libhccl.so",
+    "libacl_op_compiler.so",
+    "libge_runner.so",
+    "libgraph.so",
+    "libacl_tdt_channel.so",
+)
+"""The libraries of CANN without which torch_npu does not load."""
+
+CORE = "libxamp_emulated_cann.so"
+"""The library with all functions, on which the others, empty, depend."""
+
+_SOURCE = Path(__file__).with_name("cann.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared")
+
+
+class EmulationError(BackendUnavailable):
+    """The emulation cannot run here; the text says why and what to do."""
+
+
+def cache_folder() -> Path:
+    """Where xamp keeps what it builds or fetches: ``XAMP_CACHE``, else a folder in the user's cache."""
+    if chosen := os.environ.get("XAMP_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser().absolute() / "xamp"
+
+
+def publish(made: Path, wanted: Path) -> None:
+    """Give a finished folder its name, at once and for good; another process may have been first, which is as well."""
+    try:
+        made.rename(wanted)
+    except OSError:
+        if not wanted.is_dir():
+            raise
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def build() -> Path:
+    """The folder with the stand-in CANN: built if it is not there yet.
+
+    Raises:
+        EmulationError: not Linux, no C compiler, or it fails.
+    """
+    if not sys.platform.startswith("linux"):
+        raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
+    compiler = _compiler()
+    key = hashlib.sha256(_SOURCE.read_bytes() + _version(compiler) + repr((_FLAGS, SONAMES)).encode()).hexdigest()[:16]
+    wanted = cache_folder() / f"cann-{key}"
+    if wanted.is_dir():
+        return wanted
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix="building-", dir=wanted.parent))
+    try:
+        _compile(compiler, made)
+        publish(made, wanted)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return wanted
+
+
+def _compile(compiler: list[str], folder: Path) -> None:
+    _run([*compiler, *_FLAGS, str(_SOURCE), f"-Wl,-soname,{CORE}", "-o", str(folder / CORE)])
+    # --no-as-needed: the dependency is all there is in these, and linkers drop what nothing refers to.
+    link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(folder / CORE))
+    for soname in SONAMES:
+        _run([*compiler, *_FLAGS, f"-Wl,-soname,{soname}", *link, "-o", str(folder / soname)])
+
+
+def _compiler() -> list[str]:
+    if named := os.environ.get("CC"):
+        command = shlex.split(named)
+        if command and shutil.which(command[0]):
+            return command
+        raise EmulationError(f"CC names {named!r}, which is not there: set CC to a C compiler or unset it")
+    for name in _COMPILERS:
+        if found := shutil.which(name):
+            return [found]
+    raise EmulationError(
+        "no C compiler was found, and the emulation compiles one C file: install one (Debian, Ubuntu: apt install gcc;"
+        " Fedora: dnf install gcc), or name yours in CC"
+    )
+
+
+def _version(compiler: Sequence[str]) -> bytes:
+    return subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulationError(f"the C compiler fails: {shlex.join(command)}\n{done.stderr.strip()}")

@@ -1,0 +1,187 @@
+"""The operators of torch_npu's own that ordinary training reaches."""
+
+# ruff: noqa: ARG001 - the signatures are those of the operators
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation import arithmetic, deviations
+from xamp.backends.npu.emulation.crossing import aside, computed, over
+
+__all__ = ["KERNELS", "STAYS"]
+
+_npu: Any = torch.ops.npu
+
+# Read or make records of torch_npu's; no kernel of a card has a part in them.
+STAYS = frozenset(
+    f"npu::{name}"
+    for name in (
+        *("get_npu_format", "get_storage_size", "set_op_timeout_ms"),
+        *("empty_with_format", "unsafe_empty_with_format"),
+    )
+)
+
+
+def _format_cast(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    """``tensor`` in a storage format, as torch_npu records it; the memory is laid out as before, but for its size.
+
+    torch_npu's own function allocates, so that it may be another format than was asked for: private ones can be
+    forbidden, which the newer chips do by themselves.
+    """
+    wanted = layout if isinstance(layout, int) else _npu.get_npu_format(layout)
+    if _npu.get_npu_format(tensor) == wanted:
+        return tensor
+    options = {"dtype": tensor.dtype, "layout": tensor.layout, "device": tensor.device}
+    made: torch.Tensor = _npu.unsafe_empty_with_format(tensor.size(), **options, acl_format=wanted, keep_format=False)
+    deviations.formats.add(_npu.get_npu_format(made))
+    return made.copy_(tensor)
+
+
+def _format_cast_(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    made = _format_cast(tensor, layout)
+    if isinstance(layout, torch.Tensor):
+        made.copy_(layout)
+    if made is not tensor:
+        tensor.set_(made.untyped_storage(), 0, made.size(), made.stride())
+    return tensor
+
+
+# Where torch keeps the address in a storage, behind what counts its owners.
+_ADDRESS = 16
+
+
+def _change_data_ptr(target: torch.Tensor, source: torch.Tensor, index: int) -> int:
+    """Let the storage of ``target`` begin at an element of that of ``source``, which it does not keep alive."""
+    storage = target.untyped_storage()
+    address = ctypes.c_void_p.from_address(storage._cdata + _ADDRESS)
+    if (address.value or 0) != storage.data_ptr():
+        raise NotImplementedError("npu::npu_change_data_ptr is not served on an emulated card with this torch")
+    if (index + _npu.get_storage_size(target)) > _npu.get_storage_size(source):
+        raise RuntimeError(f"Offsets overflow, got: offset(index) {index}")
+    address.value = source.untyped_storage().data_ptr() + index * source.element_size()
+    return 0
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, *more: Any) -> torch.Tensor:
+    return tensor.to(dtype, copy=True)
+
+
+def _bce_with_logits_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    positive: torch.Tensor | None,
+    reduction: int,
+) -> torch.Tensor:
+    weighed = target if positive is None else positive * target
+    result = ((weighed + 1 - target) * logits.sigmoid() - weighed) * grad
+    if weight is not None:
+        result = result * weight
+    return (result / logits.numel() if reduction == 1 else result).to(logits.dtype)
+
+
+def _gather_backward(grad: torch.Tensor, size: list[int], dim: int, index: torch.Tensor, sparse: bool) -> torch.Tensor:
+    return torch.zeros(size, dtype=grad.dtype).scatter_add_(dim, index, grad)
+
+
+def _renorm_backward(grad: torch.Tensor, tensor: torch.Tensor, p: float, dim: int, maximum: float) -> torch.Tensor:
+    tiny = 1e-7  # torch's own, against a division by zero
+    others = [each for each in range(tensor.dim()) if each != dim % tensor.dim()]
+    norm = torch.linalg.vector_norm(tensor, p, others, keepdim=True)
+    if p == float("inf"):
+        largest = tensor.abs() == norm
+        of_norm = tensor.sign() * largest / largest.sum(others, keepdim=True)
+    else:
+        of_norm = tensor.sign() * (tensor.abs() / norm).pow(p - 1)
+    along = (grad * tensor).sum(others, keepdim=True)
+    scaled = grad * (maximum / (norm + tiny)) - along * maximum / (norm + tiny).square() * of_norm
+    return torch.where(norm > maximum, scaled, grad)
+
+
+def _r2c_backward(grad: torch.Tensor, dim: list[int], norm: int, onesided: bool, length: int) -> torch.Tensor:
+    if onesided:
+        size = list(grad.size())
+        size[dim[-1]] = length
+        whole = torch.zeros(size, dtype=grad.dtype)
+        whole.narrow(dim[-1], 0, grad.size(dim[-1])).copy_(grad)
+        grad = whole
+    result: torch.Tensor = torch.ops.aten._fft_c2c(grad, dim, norm, False)
+    return result.real.contiguous()
+
+
+def _c2r_backward(grad: torch.Tensor, dim: list[int], norm: int) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.aten._fft_r2c(grad, dim, norm, True)
+    doubled = grad.size(dim[-1]) - result.size(dim[-1])
+    if doubled > 0:
+        result.narrow(dim[-1], 1, doubled).mul_(2)
+    return result
+
+
+def _non_finite(grads: list[torch.Tensor]) -> bool:
+    """Whether something overflowed: the flag of a chip that has one, which is lowered; else the gradients."""
+    if arithmetic.SATURATES:
+        index = grads[0].get_device() if grads else 0
+        found = arithmetic.raised(index)
+        arithmetic.clear(index)
+        return found
+    with aside():
+        return any(not bool(torch.isfinite(over(grad)).all()) for grad in grads)
+
+
+def _status(tensor: torch.Tensor, mode: int = 0) -> torch.Tensor:
+    """The flag as the card writes it: in the first of eight numbers."""
+    result = torch.zeros_like(tensor)
+    if arithmetic.raised(tensor.get_device()):
+        result[0] = 1
+    return result
+
+
+def _clear_status(tensor: torch.Tensor, mode: int = 0) -> torch.Tensor:
+    arithmetic.clear(tensor.get_device())
+    return torch.zeros_like(tensor)
+
+
+def _new_status(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.float32, device=tensor.device)
+
+
+def _fill_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(1)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return target.copy_(source)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "npu::npu_format_cast": _format_cast,
+    "npu::npu_format_cast.Tensor": _format_cast,
+    "npu::_npu_format_cast": _format_cast,
+    "npu::_npu_format_cast.aclnn": _format_cast,
+    "npu::_npu_format_cast.input_dtype": _format_cast,
+    "npu::npu_format_cast_": _format_cast_,
+    "npu::npu_format_cast_.acl_format": _format_cast_,
+    "npu::npu_change_data_ptr": _change_data_ptr,
+    "npu::npu_alloc_float_status": _new_status,
+    "npu::npu_get_float_status": _status,
+    "npu::npu_clear_float_status": _clear_status,
+    "npu::_amp_foreach_non_finite_check": _non_finite,
+    "npu::one_": _fill_one,
+    "npu::copy_memory_": _copy,
+    "npu::npu_view_copy": _copy,
+}
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "npu::_npu_dtype_cast": _cast,
+    "npu::npu_binary_cross_entropy_with_logits_backward": _bce_with_logits_backward,
+    "npu::npu_gather_backward": _gather_backward,
+    "npu::npu_renorm_backward": _renorm_backward,
+    "npu::fft_r2c_backward": _r2c_backward,
+    "npu::fft_c2r_backward": _c2r_backward,
+}
+KERNELS.update({name: computed(name, function) for name, function in _COMPUTED.items()})

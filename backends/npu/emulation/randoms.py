@@ -1,0 +1,93 @@
+"""Random numbers by the card's generators: reproducible by their seeds and offsets, saved and restored with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation.crossing import aside
+
+__all__ = ["draws", "seeded"]
+
+_MASK = (1 << 64) - 1
+_STEP = 4  # by how much a kernel moves the offset: any number does, as long as it moves
+_global = threading.Lock()
+
+
+def draws(operator: torch._ops.OpOverload) -> bool:
+    """Whether ``operator`` draws random numbers."""
+    takes = any("Generator" in str(argument.type) for argument in operator._schema.arguments)
+    return takes or torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def seeded(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` of ``operator``, drawing by the generator of the card."""
+    names = [argument.name for argument in operator._schema.arguments]
+    if "generator" not in names:
+        return _with_global(kernel)
+    position = names.index("generator")
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        own = args[position] if position < len(args) else kwargs.get("generator")
+        generator = torch.Generator()
+        with aside():
+            generator.manual_seed(_next_seed(own, (args, kwargs)))
+        if position < len(args):
+            args = (*args[:position], generator, *args[position + 1 :])
+        else:
+            kwargs["generator"] = generator
+        return kernel(*args, **kwargs)
+
+    return draw
+
+
+def _with_global(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """For operators that take no generator: their CPU kernels draw by the global one, which is put back."""
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        with _global:
+            with aside():
+                seed = _next_seed(None, (args, kwargs))
+                before = torch.default_generator.get_state()
+                torch.default_generator.manual_seed(seed)
+            try:
+                return kernel(*args, **kwargs)
+            finally:
+                torch.default_generator.set_state(before)
+
+    return draw
+
+
+def _next_seed(generator: torch.Generator | None, values: Any) -> int:
+    """A seed out of the state of the generator, which moves on.
+
+    Its state is two numbers of 64 bits, seed and offset. They are mixed well: the CPU's generator looks at the lower
+    half of its seed only.
+    """
+    if generator is None:
+        generator = torch.get_device_module("npu").default_generators[_card(values)]
+    elif generator.device.type != "npu":
+        raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}' (emulated)")
+    state = generator.get_state()
+    numbers = state.view(torch.int64)
+    seed, offset = (int(number) for number in numbers.tolist()[:2])
+    numbers[1] = offset + _STEP
+    generator.set_state(state)
+    mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def _card(values: Any) -> int:
+    """The index of the first card among the arguments: tensors before the ``device`` of a factory."""
+    args, kwargs = values
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.get_device() >= 0:
+            return value.get_device()
+        if isinstance(value, torch.device) and value.index is not None:
+            return value.index
+    return torch.accelerator.current_device_index()

@@ -1,0 +1,66 @@
+"""Sparse tensors of a card: their parts are dense tensors of the card; what is computed with them is so on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation import crossing
+
+__all__ = ["STAYS", "give", "over", "put_back", "writable"]
+
+STAYS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("_coalesced_", "_dimI", "_dimV", "_indices", "_nnz", "_values", "dense_dim", "sparse_dim", "is_coalesced"),
+        *("indices", "values", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors"),
+        *("copy_", "copy_sparse_to_sparse_", "resize_as_sparse_", "sparse_resize_", "sparse_resize_and_clear_"),
+        *("empty.memory_format", "empty_like", "zero_"),
+    )
+)
+"""Of what torch_npu registers for sparse tensors: what builds one, or takes it apart."""
+
+
+def over(tensor: torch.Tensor) -> torch.Tensor:
+    """A sparse CPU tensor whose parts lie over those of ``tensor``."""
+    if tensor.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"{tensor.layout} is not served on an emulated Ascend card")
+    seen: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        *(tensor.sparse_dim(), tensor.dense_dim(), tensor.size()),
+        *(crossing.over(tensor._indices()), crossing.over(tensor._values())),
+        dtype=tensor.dtype,
+        layout=torch.sparse_coo,
+        device=crossing.CPU,
+        is_coalesced=tensor.is_coalesced(),
+    )
+    return seen
+
+
+def give(made: torch.Tensor, index: int) -> torch.Tensor:
+    """The sparse CPU tensor ``made``, on card ``index``."""
+    if made.layout is not torch.sparse_coo:
+        raise NotImplementedError(f"{made.layout} is not served on an emulated Ascend card")
+    indices, values = crossing.give(made._indices(), index), crossing.give(made._values(), index)
+    given: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        *(made.sparse_dim(), made.dense_dim(), made.size(), indices, values),
+        dtype=made.dtype,
+        layout=torch.sparse_coo,
+        device=indices.device,
+        is_coalesced=made.is_coalesced(),
+    )
+    return given
+
+
+def writable(seen: Any) -> Any:
+    """``seen``, for an operator that writes to it.
+
+    To write to a sparse tensor is mostly to give it parts of other sizes, and memory of a card cannot be resized here.
+    """
+    return seen.clone() if isinstance(seen, torch.Tensor) and seen.layout is torch.sparse_coo else seen
+
+
+def put_back(target: Any, written: Any, index: int) -> None:
+    """Write to a sparse ``target`` of the card what an operator wrote to the CPU tensor over it."""
+    if isinstance(target, torch.Tensor) and target.layout is torch.sparse_coo:
+        torch.ops.aten.copy_sparse_to_sparse_(target, give(written, index))

@@ -1,0 +1,101 @@
+"""Finds the torch-npu that fits the installed torch, and keeps it apart from the user's environment.
+
+torch_npu must not be installed where it is not wanted: ``import torch`` loads it, and fails where CANN is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from xamp.backends.npu.emulation.library import EmulationError, cache_folder, publish
+
+__all__ = ["folders"]
+
+# What torch_npu imports, by the module's name: not every release of it declares all of these.
+_NEEDS = {"numpy": "numpy", "yaml": "pyyaml", "packaging": "packaging", "setuptools": "setuptools"}
+_PIP = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
+_TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def folders() -> list[Path]:
+    """The folders to put on the path: torch_npu's, and one with what it needs that is not installed.
+
+    Fetches what is not in the cache yet. A torch_npu that is installed in the environment is used as it is.
+
+    Raises:
+        EmulationError: there is no torch, no torch-npu for it, or pip fails.
+    """
+    torch = _torch_version()
+    if outer := os.environ.get("XAMP_EMULATED_PATH"):  # a command that emulates again: these are on its path already
+        return [Path(folder) for folder in outer.split(os.pathsep)]
+    found = [] if _installed("torch_npu") else [_torch_npu(torch)]
+    missing = [package for module, package in _NEEDS.items() if not _installed(module)]
+    if missing:
+        found.append(_fetched(f"needs-{_TAG}-{'-'.join(missing)}", missing))
+    return found
+
+
+def _torch_version() -> str:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise EmulationError("torch is not installed in this environment: install a CPU build of it first") from None
+    local = version.partition("+")[2]
+    if local.startswith(("cu", "rocm", "xpu")):
+        raise EmulationError(
+            f"torch {version} is built for another accelerator, and torch_npu refuses to load beside it: use an"
+            " environment with a CPU build (pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+        )
+    return version.partition("+")[0]
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _torch_npu(torch: str) -> Path:
+    # Any post-release of the very same version; a release candidate serves where there is nothing else.
+    name = f"torch_npu-{torch}-{_TAG}"
+    try:
+        return _fetched(name, [f"torch-npu=={torch}.*"])
+    except EmulationError as error:
+        if offered := _offered(str(error)):
+            near = ", ".join(offered)
+            raise EmulationError(
+                f"there is no torch-npu for torch {torch}: install one of the versions of torch that have one ({near})"
+            ) from None
+        raise
+
+
+def _offered(text: str) -> list[str]:
+    """The versions of torch that pip's refusal, by the releases of torch-npu it lists, says there is something for."""
+    listed = re.search(r"from versions: ([^)]*)\)", text)
+    found = {match[0] for match in re.finditer(r"\d+\.\d+\.\d+", listed[1] if listed else "")}
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
+def _fetched(name: str, packages: list[str]) -> Path:
+    wanted = cache_folder() / name
+    if wanted.is_dir():
+        return wanted
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix="fetching-", dir=wanted.parent))
+    sys.stderr.write(f"xamp: fetching {', '.join(packages)} for the emulated Ascend card, once, into {wanted}\n")
+    command = [sys.executable, "-m", "pip", "install", *_PIP, "--target", str(made), *packages]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EmulationError(f"pip cannot fetch {', '.join(packages)}:\n{done.stderr.strip()}")
+        publish(made, wanted)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    return wanted

@@ -1,0 +1,89 @@
+"""What torch_npu has of its own: storage formats, and optimizers that step flat copies of all parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["optimizer_refusal", "plain"]
+
+_PACKAGE = "torch_npu"
+# ND, NCHW, NHWC, NCDHW: what every operator takes. Those for lists of tensors take no other: they raise.
+_USUAL = (0, 1, 2, 30)
+_ND = 2
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """See :meth:`xamp.contract.Backend.plain`."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "npu":
+        return tensor
+    if torch.ops.npu.get_npu_format(tensor) in _USUAL:
+        return tensor
+    made: torch.Tensor = sys.modules[_PACKAGE].npu_format_cast(tensor.detach(), _ND)
+    return made
+
+
+def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
+    """See :meth:`xamp.contract.Backend.optimizer_refusal`.
+
+    A ``NpuFused*`` joins parameters, gradients and state into flat buffers at its first step or ``zero_grad``, and
+    steps those, whatever has become of the tensors that it made them of.
+    """
+    if not getattr(optimizer, "is_fused_optimizer", False):
+        return ""
+    plainly = type(optimizer).__name__.removeprefix("NpuFused")
+    cure = f"torch.optim.{plainly}" if hasattr(torch.optim, plainly) else "an optimizer of torch.optim"
+    if casts:
+        return (
+            "steps flat buffers that it makes of parameters and gradients, which must stay where they are, and this "
+            f"level casts them. Levels for it: O0, O1, O4; or use {cure}."
+        )
+    what, meanwhile = _stale(optimizer)
+    if not what:
+        return ""
+    return (
+        f"joined parameters, gradients and state into flat buffers, which it goes on stepping, but {what}. {meanwhile} "
+        f"Or use {cure}."
+    )
+
+
+def _stale(optimizer: Any) -> tuple[str, str]:
+    """What is no longer what the optimizer joined, and how to avoid it."""
+    if not optimizer.is_params_grads_combined:
+        return "", ""
+    is_part = sys.modules[_PACKAGE].utils.combine_tensors.is_combined_tensor_valid
+    joined = [p for params in optimizer.params_all_group for p in params]
+    if not all(map(is_part, optimizer.params_all_group_combined, optimizer.params_all_group)):
+        return "a parameter has other memory now", "Make the optimizer anew after changing parameters."
+    grads = [[p.grad for p in params] for params in optimizer.params_all_group]
+    there = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if not all(map(is_part, optimizer.grads_all_group_combined, grads)) or {*map(id, there)} != {*map(id, joined)}:
+        return (
+            "not all gradients are those that it joined",
+            "Clear them with optimizer.zero_grad(), never to None as model.zero_grad() does, and let every parameter "
+            "have one.",
+        )
+    if optimizer.is_states_combined and not _states_are_parts(optimizer):
+        return "its state was loaded after that", "Load it before the first step."
+    return "", ""
+
+
+def _states_are_parts(optimizer: Any) -> bool:
+    spans = [
+        (each.data_ptr(), each.data_ptr() + each.numel() * each.element_size())
+        for each in _tensors(optimizer.combined_param_states_indexed_by_group)
+    ]
+    states = _tensors(list(optimizer.state.values()))
+    return all(any(low <= each.data_ptr() < high for low, high in spans) for each in states)
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, (dict, list, tuple)):
+        parts: Iterable[Any] = nest.values() if isinstance(nest, dict) else nest
+        for each in parts:
+            yield from _tensors(each)

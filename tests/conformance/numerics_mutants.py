@@ -1,0 +1,131 @@
+"""What the clauses of tier ``numerics`` must notice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from mutants import Breaks, Mutant, patched, registered
+
+from xamp import _active, _arguments, _engine, _forward, _masters, _numbers, policy
+from xamp._containers import cast_floats
+from xamp.backends.cpu import CpuBackend
+
+
+class ForgetsTheLast(CpuBackend):
+    """Unscales all gradients but the last."""
+
+    def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        super().unscale_(grads[:-1], found_inf, inv_scale)
+
+
+class UnscalesInBf16(CpuBackend):
+    """Gradients come out of the scale through a shorter dtype."""
+
+    def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        super().unscale_(grads, found_inf, inv_scale)
+        for grad in grads:
+            grad.copy_(grad.bfloat16())
+
+
+def another_level(name: str, **fields: Any) -> Breaks:
+    """A row of the level table, with other fields."""
+    row = dataclasses.replace(policy.LEVELS[name], **fields)
+    return lambda: mock.patch.dict(policy._BY_SPELLING, {name.lower(): row})
+
+
+@contextlib.contextmanager
+def casts_kept_without_gradients() -> Iterator[None]:
+    """Weights that were cast while gradients were off are used again where they are on."""
+    kept: dict[int, torch.Tensor] = {}
+    linear = torch.nn.functional.linear
+
+    def cached(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            if not torch.is_grad_enabled():
+                kept[id(weight)] = weight.to(torch.get_autocast_dtype(x.device.type), copy=True)
+            weight = kept.get(id(weight), weight)
+        return linear(x, weight, bias)
+
+    with mock.patch.object(torch.nn.functional, "linear", cached):
+        yield
+
+
+def shallow(value: Any, dtype: torch.dtype) -> Any:
+    """Casts an output that is a tensor, and looks into no container."""
+    if dtype is torch.float32:
+        return value.float() if isinstance(value, torch.Tensor) else value
+    return cast_floats(value, dtype)
+
+
+@contextlib.contextmanager
+def recomputed_outside_of_the_region() -> Iterator[None]:
+    """What backward runs again does not find the region that it ran in."""
+    with (
+        mock.patch.object(_active, "replay", return_value=None),
+        mock.patch.object(_active, "restore", return_value=None),
+        mock.patch.object(_numbers, "find", return_value=None),
+    ):
+        yield
+
+
+def without_policy(region: object, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a copy is made by."""
+    return make(*args)
+
+
+def unscaled(self: Any) -> torch.Tensor:
+    """Enters ``scale_loss`` and hands the loss through."""
+    enter(self)
+    return self._loss  # type: ignore[no-any-return]
+
+
+enter = _engine.ScaledLoss.__enter__
+
+
+def broken(name: str) -> Breaks:
+    """By registering a class of this module."""
+    return registered(f"{__name__}:{name}")
+
+
+MUTANTS = [
+    Mutant(
+        "one gradient stays scaled", "numerics.gradients_near_fp64", registered(f"{__name__}:ForgetsTheLast"), "mutant"
+    ),
+    Mutant("unscales in bf16", "numerics.no_worse_than_by_hand", registered(f"{__name__}:UnscalesInBf16"), "mutant"),
+    Mutant(
+        "masters do not reach the parameters",
+        "numerics.training_follows_fp32",
+        patched(_masters, "copy_back", lambda pairs: None),
+    ),
+    Mutant("O0 has a loss scale", "numerics.o0_is_plain_torch", another_level("O0", loss_scale=1000.0)),
+    Mutant(
+        "backward recomputes outside of the region",
+        "numerics.checkpointing_is_exact",
+        recomputed_outside_of_the_region,
+    ),
+    Mutant("a cache of casts without gradients", "numerics.no_grad_then_grad", casts_kept_without_gradients),
+    Mutant("a cache of casts without gradients", "numerics.validation_between_steps", casts_kept_without_gradients),
+    Mutant("O1 is bf16", "numerics.inference", another_level("O1", dtype="bfloat16")),
+    Mutant(
+        "containers are not looked into",
+        "numerics.outputs_are_fp32",
+        patched(_engine.Engine, "cast", staticmethod(shallow)),
+    ),
+    Mutant(
+        "outputs are always fp32",
+        "numerics.outputs_as_asked",
+        patched(_arguments, "output_dtype", lambda value: torch.float32),
+    ),
+    Mutant("forward alone", "numerics.more_methods", patched(_arguments, "methods", lambda value: ("forward",))),
+    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(_forward, "_rebuild", without_policy)),
+    Mutant(
+        "the loss is not scaled",
+        "numerics.vanishing_gradients",
+        patched(_engine.ScaledLoss, "__enter__", unscaled),
+    ),
+]

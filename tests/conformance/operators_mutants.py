@@ -1,0 +1,83 @@
+"""Broken backends for the clauses of tier ``operators``: entries that cast too much, or too little."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+from mutants import Breaks, Mutant, also, patched, registered
+
+from xamp import _active, ops
+from xamp._forward import Region
+from xamp.backends.cpu import CpuBackend
+from xamp.contract import Backend
+from xamp.ops import portable
+
+
+class KeepsSoftmax(CpuBackend):
+    """Says that the device's own softmax does as the table says, which it does not."""
+
+    op_rules = {**CpuBackend.op_rules, "softmax.int": "same"}
+
+
+class KeepsRecurrent(CpuBackend):
+    """The same of recurrent layers."""
+
+    op_rules = {
+        **CpuBackend.op_rules,
+        **dict.fromkeys(("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"), "same"),
+    }
+
+
+@contextlib.contextmanager
+def _anew() -> Iterator[None]:
+    """Register the entries on the CPU anew: the first session does, with what is broken by then."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    added = portable._added.pop("cpu", None)
+    if added is not None:
+        added[1]._destroy()
+    config = torch.compiler.config
+    if hasattr(config, "cache_key_tag"):
+        config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)
+
+
+def _backend(cls: type) -> Breaks:
+    return also(registered(f"{__name__}:{cls.__name__}"), _anew)
+
+
+def _patched_entries(target: object, name: str, new: object) -> Breaks:
+    return also(patched(target, name, new), _anew)
+
+
+_EVERY_FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALWAYS_PORTABLE = property(lambda self: _active.inside(self.device_type, self.autocast_dtype, True))
+
+
+def _install_portable(_: str, device_type: str, backend: Backend) -> None:
+    portable.install(device_type, backend.op_rules)
+
+
+MUTANTS = [
+    Mutant("leaves softmax in the lower dtype", "operators.result_dtype", _backend(KeepsSoftmax), "mutant"),
+    Mutant("leaves recurrent layers as they are", "operators.recurrent_layer", _backend(KeepsRecurrent), "mutant"),
+    Mutant("casts float64", "operators.never_cast", _patched_entries(portable, "_SINGLE", _EVERY_FLOAT)),
+    Mutant(
+        "the portable table under native",
+        "operators.native_policy",
+        also(patched(Region, "mark", _ALWAYS_PORTABLE), patched(ops, "install", _install_portable)),
+    ),
+    Mutant(
+        "acts in foreign regions",
+        "operators.foreign_code_is_untouched",
+        _patched_entries(_active, "is_portable", lambda: True),
+    ),
+]

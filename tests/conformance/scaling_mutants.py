@@ -1,0 +1,282 @@
+"""A broken engine, and broken chips, for the clauses of tier ``scaling``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from chips import SaturatingBackend
+from mutants import Mutant, also, patched, registered
+
+from xamp import _session, _step, policy
+from xamp._engine import Engine
+from xamp._grad_scaler import GradScaler
+from xamp._gradients import Gradients
+from xamp._manual import ManualEngine, Stage
+from xamp._overflow_flag import FlagWatch
+from xamp._scale import CollapseWatch, LossScaler, ScaleRules
+from xamp._step import OptimizerState, StepOutcome
+from xamp.policy import Policy
+
+_update, _enter_block = LossScaler.update, Engine.enter
+_leave, _finish, _prepare_state = Engine.leave, OptimizerState._finish, Engine.prepare_state
+_step_unchecked, _manual_unscale = OptimizerState._step_unchecked, ManualEngine.unscale
+
+
+class NeverClears(SaturatingBackend):
+    """Whatever overflowed before the backward counts as the backward's."""
+
+    def clear_overflow(self, device: torch.device) -> None:
+        pass
+
+    def unscale_(self, *args: Any) -> None:
+        super().unscale_(*args)
+        self.overflowed = False
+
+
+def _looks_at_backwards_only(self: FlagWatch, function: Any, args: Any, kwargs: Any) -> Any:
+    """Lowers the flag on entering ``scale_loss``, and never asked for it before."""
+    return function(*args, **kwargs)
+
+
+def _keeps_the_count(self: LossScaler, found_inf: torch.Tensor) -> None:
+    """An overflow does not start the count of clean updates again."""
+    before = self.growth_tracker.clone()
+    _update(self, found_inf)
+    torch.where(found_inf > 0, before, self.growth_tracker, out=self.growth_tracker)
+
+
+def _keeps_the_inverse(self: LossScaler, found_inf: torch.Tensor) -> None:
+    """The inverse stays that of the scale before."""
+    fresh = self.inverse
+    _update(self, found_inf)
+    self._inverse_is_stale = fresh is None
+
+
+def _reads(self: LossScaler, found_inf: torch.Tensor) -> None:
+    """Asks the device whether there was an overflow, as torch_npu does."""
+    if found_inf.item() in (0.0, 1.0):
+        _update(self, found_inf)
+
+
+def _goes_on_counting(self: CollapseWatch, scales: Any) -> None:
+    """A clean step does not end a run of overflows."""
+    self._scales = scales
+
+
+def _never_checks_a_static_scale(_: object, dynamic: bool, static_scale: float) -> bool:
+    """As Apex and torch_npu."""
+    return dynamic
+
+
+def _always_checks(*_: object) -> bool:
+    return True
+
+
+def _reads_the_state(self: OptimizerState, *args: Any) -> Any:
+    self._memory.values.tolist()
+    return _step_unchecked(self, *args)
+
+
+def _always_applied(self: OptimizerState) -> StepOutcome | None:
+    """Of a fused step says that it was applied, as accelerate does."""
+    return StepOutcome.APPLIED if isinstance(self.outcome, torch.Tensor) else self.outcome
+
+
+def _prints(message: str, *args: object) -> None:
+    print(message % args)
+
+
+def _leaves_what_is_there(self: Gradients, scaler: LossScaler) -> None:
+    """Gradients of earlier losses are not brought to the scale of this one."""
+
+
+def _unscales_at_once(self: Engine, states: Any, scaler: Any, delay_unscale: bool, *rest: Any) -> None:
+    _leave(self, states, scaler, False, *rest)
+
+
+def _the_first_scaler(call: str, engine: Engine, loss_id: int) -> LossScaler:
+    """One scale, whatever the ``loss_id``."""
+    return engine.scalers[0]
+
+
+def _flag_stays_up(self: OptimizerState, outcome: Any) -> None:
+    flag = self.sticky.clone()
+    _finish(self, outcome)
+    self.sticky.copy_(flag)
+
+
+def _gradients_stay_ready(self: OptimizerState, outcome: Any) -> None:
+    _finish(self, outcome)
+    self.gradients.ready = True
+
+
+def _step_inside(self: OptimizerState, call: str) -> None:
+    """Does not ask whether a block is open."""
+    self.gradients.settle(call)
+
+
+def _whatever_session(call: str, optimizers: Any) -> Any:
+    """Takes the scale of the first optimizer's session for all."""
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    return [optimizer._xamp for optimizer in given], given[0]._xamp.engine
+
+
+def _forgets_that_it_unscaled(self: ManualEngine, use: Any) -> None:
+    """``step`` unscales once more."""
+    _manual_unscale(self, use)
+    use.stage = Stage.READY
+
+
+def _once_for_each(self: ManualEngine) -> None:
+    """The scale moves once for each optimizer."""
+    for index in sorted(self.checked):
+        self.scaler.update(self.memory.sticky[index])
+
+
+@contextlib.contextmanager
+def _one_scale_for_all() -> Iterator[None]:
+    """The loss scalers are the process's, as Apex's were."""
+    shared: list[LossScaler] = []
+
+    def prepare_state(self: Engine, optimizers: int) -> None:
+        _prepare_state(self, optimizers)
+        if self.policy.dynamic:
+            shared[:] = shared or self.scalers
+            self.scalers = shared
+
+    with mock.patch.object(Engine, "prepare_state", prepare_state):
+        yield
+
+
+MUTANTS = [
+    Mutant(
+        "looks at backwards only",
+        "scaling.overflow_in_forward",
+        also(registered("chips:SaturatingBackend"), patched(FlagWatch, "run", _looks_at_backwards_only)),
+        "mutant",
+    ),
+    Mutant(
+        "the count goes on after an overflow",
+        "scaling.scale_sequence",
+        patched(LossScaler, "update", _keeps_the_count),
+    ),
+    Mutant(
+        "starts outside the bounds",
+        "scaling.start_within_bounds",
+        patched(ScaleRules, "within", lambda self, scale: scale),
+    ),
+    Mutant(
+        "the floor is believed to be far away",
+        "scaling.floor",
+        patched(ScaleRules, "moves_before_bound", lambda self, scale: 10**6),
+    ),
+    Mutant("never reports a collapse", "scaling.floor", patched(CollapseWatch, "collapsed", lambda *_: False)),
+    Mutant(
+        "a clean step does not end a run",
+        "scaling.clean_step_restarts_the_count_to_collapse",
+        patched(CollapseWatch, "clean", _goes_on_counting),
+        error="xamp.errors.LossScaleCollapsed: optimizer.step(): 50 overflows in a row",
+    ),
+    Mutant(
+        "a static scale is not checked",
+        "scaling.static_scale_skips",
+        patched(policy, "_checks", _never_checks_a_static_scale),
+    ),
+    Mutant(
+        "a scale of 1 is never checked",
+        "scaling.static_one_can_be_checked",
+        patched(policy, "_checks", lambda _, dynamic, scale: dynamic or scale != 1.0),
+    ),
+    Mutant("checks what it must not", "scaling.static_scale_that_steps", patched(policy, "_checks", _always_checks)),
+    Mutant(
+        "multiplies by 1",
+        "scaling.static_one_is_a_pass_through",
+        patched(Policy, "scales", property(lambda self: True)),
+    ),
+    Mutant(
+        "a fused step is decided on the host",
+        "scaling.no_host_reads_when_fused",
+        patched(OptimizerState, "_step_on_device", OptimizerState._step_on_host),
+    ),
+    Mutant(
+        "asks the device at each update",
+        "scaling.one_host_read_when_unfused",
+        patched(LossScaler, "update", _reads),
+    ),
+    Mutant(
+        "reads where nothing is checked",
+        "scaling.no_host_reads_when_static",
+        patched(OptimizerState, "_step_unchecked", _reads_the_state),
+    ),
+    Mutant(
+        "a fused step is always called applied",
+        "scaling.outcomes_can_be_read",
+        patched(OptimizerState, "known_outcome", _always_applied),
+    ),
+    Mutant("prints", "scaling.overflow_is_logged", patched(_step, "say", _prints)),
+    Mutant(
+        "what is accumulated is unscaled again",
+        "scaling.accumulation_equals_one_batch",
+        patched(Gradients, "enter", _leaves_what_is_there),
+    ),
+    Mutant(
+        "an overflow is found again in the sum",
+        "scaling.overflow_in_a_micro_batch",
+        patched(OptimizerState, "mask_flag", lambda self: None),
+    ),
+    Mutant(
+        "unscales by an old scale",
+        "scaling.scale_moves_between_backwards",
+        patched(LossScaler, "update", _keeps_the_inverse),
+    ),
+    Mutant("delay_unscale does not delay", "scaling.delay_unscale", patched(Engine, "leave", _unscales_at_once)),
+    Mutant(
+        "a chip's flag is lost under delay_unscale",
+        "scaling.overflow_under_delay_unscale",
+        also(registered("chips:SaturatingBackend"), patched(Gradients, "_flag_so_far", lambda *_: None)),
+        "mutant",
+    ),
+    Mutant(
+        "one scale for all losses", "scaling.losses_with_own_scales", patched(_session, "_scaler_of", _the_first_scaler)
+    ),
+    Mutant(
+        "a chip's flag is not cleared",
+        "scaling.overflow_outside_backward",
+        registered(f"{__name__}:NeverClears"),
+        "mutant",
+    ),
+    Mutant(
+        "the flag stays up after a step",
+        "scaling.overflow_is_gone_in_the_next_iteration",
+        patched(OptimizerState, "_finish", _flag_stays_up),
+    ),
+    Mutant(
+        "takes gradients that were never scaled",
+        "scaling.backward_without_scale_loss",
+        patched(Gradients, "has_stray", lambda self: False),
+    ),
+    Mutant("steps twice", "scaling.step_twice", patched(OptimizerState, "_finish", _gradients_stay_ready)),
+    Mutant("steps inside the block", "scaling.use_inside_the_block", patched(OptimizerState, "settle", _step_inside)),
+    Mutant(
+        "scales for two sessions by one",
+        "scaling.two_sessions_in_one_scale_loss",
+        patched(_session, "_states_of", _whatever_session),
+    ),
+    Mutant("unscales twice", "scaling.grad_scaler", patched(ManualEngine, "unscale", _forgets_that_it_unscaled)),
+    Mutant(
+        "an update for each optimizer",
+        "scaling.grad_scaler_of_two_optimizers",
+        patched(ManualEngine, "move", _once_for_each),
+    ),
+    Mutant("has no floor", "scaling.grad_scaler_floor", patched(GradScaler, "_floor", 2.0**-100)),
+    Mutant(
+        "scales for an optimizer that is managed",
+        "scaling.grad_scaler_order",
+        patched(ManualEngine, "_refuse_managed", lambda *_: None),
+    ),
+    Mutant("one scale for all sessions", "scaling.sessions_side_by_side", _one_scale_for_all),
+]

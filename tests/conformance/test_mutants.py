@@ -1,0 +1,83 @@
+"""The suite is proved: each clause fails on something that is broken on purpose, and passes where nothing is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import checkpoint_mutants
+import compiled_mutants
+import distributed_mutants
+import levels_mutants
+import numerics_mutants
+import operators_mutants
+import optimizers_mutants
+import overhead_mutants
+import probe_mutants
+import pytest
+import scaling_mutants
+from mutants import Mutant
+
+from xamp.policy import LEVELS
+from xamp.testing import TIERS, Conformance, lane
+from xamp.testing.lane import CAPABILITIES, open_lane
+from xamp.testing.run import run
+from xamp.testing.tier import Tier
+
+MUTANTS: list[Mutant] = [
+    *probe_mutants.MUTANTS,
+    *operators_mutants.MUTANTS,
+    *levels_mutants.MUTANTS,
+    *numerics_mutants.MUTANTS,
+    *optimizers_mutants.MUTANTS,
+    *scaling_mutants.MUTANTS,
+    *checkpoint_mutants.MUTANTS,
+    *distributed_mutants.MUTANTS,
+    *compiled_mutants.MUTANTS,
+    *overhead_mutants.MUTANTS,
+]
+
+
+def _clauses() -> list[str]:
+    """Of each tier, also where several classes make it up."""
+    return [
+        f"{owner.tier}.{name.removeprefix('test_')}"
+        for owner in Conformance.__mro__
+        if issubclass(owner, Tier)
+        for name in vars(owner)
+        if name.startswith("test_")
+    ]
+
+
+def test_pytest_runs_the_tiers_in_order() -> None:
+    found = [owner.tier for owner in reversed(Conformance.__mro__) if issubclass(owner, Tier) and owner.tier]
+    assert list(dict.fromkeys(found)) == list(TIERS)
+    assert all(issubclass(owner, Tier) and owner.tier for owner in Conformance.__bases__)
+
+
+def test_each_clause_has_a_mutant() -> None:
+    assert {mutant.clause for mutant in MUTANTS} == set(_clauses())
+
+
+def test_no_clause_hides_another() -> None:
+    names = [clause.partition(".")[2] for clause in _clauses()]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_requirements_can_fail() -> None:
+    """Each capability that can be required is asked for by some clause."""
+    folder = Path(lane.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "lane.py")
+    asked = set(re.findall(r'lane\.(?:need|cannot)\(\s*"(\w+)"', source)) | set(LEVELS) | {"float16", "bfloat16"}
+    assert set(CAPABILITIES) == asked
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_the_clause_meant_for_it_fails(mutant: Mutant) -> None:
+    with mutant.breaks():
+        results = run([open_lane(mutant.backend)], [mutant.clause])
+    assert results, f"there is no clause {mutant.clause}"
+    failed = {result.clause: result.reason for result in results if result.outcome == "failed"}
+    assert failed, {result.clause: result.outcome for result in results}
+    begins = re.escape(mutant.error) or "AssertionError|assert |Failed: DID NOT RAISE|Failed: the clause left"
+    assert any(re.match(begins, reason) for reason in failed.values()), f"not for the reason meant: {failed}"

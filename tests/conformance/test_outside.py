@@ -1,0 +1,88 @@
+"""A device that nobody here owns, shipped by another wheel, found by its entry point alone: it passes the suite."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sites import plain_environment
+
+WHEEL = Path(__file__).resolve().parent.parent / "outside" / "abacus"
+INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel installed in it."""
+    if not hasattr(torch._C, "_acc"):
+        pytest.skip("this torch has no hooks for a device that is written in Python")
+    folder = tmp_path_factory.mktemp("outside")
+    shutil.copytree(WHEEL, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    command = [sys.executable, *INSTALL.split(), "--target", str(folder / "site"), str(folder / "source")]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "site"
+
+
+def run(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    environment = plain_environment(site, **variables)
+    return subprocess.run(command, env=environment, cwd=site, capture_output=True, text=True, timeout=900, check=False)
+
+
+def test_it_is_found_by_its_entry_point(site: Path) -> None:
+    done = run(site, "-m", "xamp", "doctor", "--json")
+    found: dict[str, Any] = json.loads(done.stdout)
+    (row,) = [row for row in found["backends"] if row["name"] == "abacus"]
+    assert row["usable"], row
+    assert row["source"] == "xamp-abacus 1.5"
+    assert not row["findings"]
+    assert found["chosen"]["device"] == "abacus"
+
+
+def test_its_operators_can_be_looked_at(site: Path) -> None:
+    done = run(site, "-m", "xamp", "policy", "show", "abacus", "--json")
+    found = json.loads(done.stdout)
+    (row,) = [row for row in found["rows"] if row["overload"] == "layer_norm"]
+    assert (row["native"], row["added"]) == ("lower", "fp32")
+    assert row["results"]["lower"] == "float32"
+
+
+def test_a_script_trains_on_it(site: Path) -> None:
+    script = """
+import torch, xamp
+device = xamp.device()
+model = torch.nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+model, optimizer = xamp.initialize(model, optimizer, level="O2", verbosity=0)
+x = torch.rand(16, 4, generator=torch.Generator().manual_seed(0)).to(device)
+losses = []
+for _ in range(30):
+    optimizer.zero_grad()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    losses.append(loss.item())
+print(device.type, losses[-1] < 0.1 * losses[0])
+"""
+    done = run(site, "-c", script)
+    assert done.stdout.split() == ["abacus", "True"], done.stderr[-2000:]
+
+
+def test_it_passes_the_suite(site: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    require = "O1,O2,O3,O4,O5,fused,portable,native,distributed"
+    done = run(site, "-m", "xamp", "conformance", "--device", "abacus", "--require", require, "--json", str(results))
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    found = json.loads(results.read_text(encoding="utf-8"))
+    assert found["counts"]["passed"] > 1500
+    # inductor has no code for a device of PrivateUse1
+    assert {each["clause"] for each in found["results"] if each["outcome"] == "skipped"} == {
+        "compiled.default_compiler"
+    }

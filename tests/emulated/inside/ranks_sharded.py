@@ -1,0 +1,254 @@
+"""As ``ranks``: the collectives that torch's wrappers and optimizers use beside the plain ones, FSDP1, ZeRO, Join."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from ranks import NPU, RANK, WORLD, assert_alike, assert_ranks_agree, batch, full, main, net, reference, share
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import xamp
+from xamp import _registry
+
+RANKS = list(range(1, WORLD + 1))
+TOTAL = sum(RANKS)
+_dist: Any = dist
+
+
+def to_one_and_from_one() -> None:
+    x = torch.empty(4, device=NPU)
+    dist.scatter(x, [full(10 + i) for i in range(WORLD)] if RANK == 0 else None)
+    assert x.tolist() == [10.0 + RANK] * 4
+    parts = [torch.empty(4, device=NPU) for _ in range(WORLD)] if RANK == 0 else None
+    dist.gather(full(RANK + 1), parts)
+    assert parts is None or [part[0].item() for part in parts] == RANKS
+    x = full(RANK + 1)
+    dist.reduce(x, 0)
+    assert RANK or x[0].item() == TOTAL
+
+
+def lists_of_tensors() -> None:
+    out = torch.empty(4, device=NPU)
+    dist.reduce_scatter(out, [full(RANK + i) for i in range(WORLD)])
+    assert out[0].item() == sum(rank + RANK for rank in range(WORLD))
+    parts = [torch.empty(4, device=NPU) for _ in range(WORLD)]
+    dist.all_to_all(parts, [full(10 * RANK + i) for i in range(WORLD)])
+    assert [part[0].item() for part in parts] == [10 * i + RANK for i in range(WORLD)]
+    uneven = torch.empty(TOTAL, device=NPU)
+    mine = torch.full((WORLD * (RANK + 1),), float(RANK), device=NPU)
+    dist.all_to_all_single(uneven, mine, RANKS, [RANK + 1] * WORLD)
+    assert uneven.tolist() == [float(rank) for rank in range(WORLD) for _ in range(rank + 1)]
+
+
+def coalesced() -> None:
+    """How DDP's buffers and FSDP2's gathers go."""
+    tensors = [full(RANK + 1), full(2 * RANK)]
+    with _dist._coalescing_manager(device=NPU):
+        for x in tensors:
+            dist.all_reduce(x)
+    assert [x[0].item() for x in tensors] == [TOTAL, 2 * (TOTAL - WORLD)]
+    wholes = [torch.empty(4 * WORLD, device=NPU) for _ in range(2)]
+    with _dist._coalescing_manager(device=NPU, async_ops=True) as manager:
+        for i, whole in enumerate(wholes):
+            dist.all_gather_into_tensor(whole, full(RANK + 1 + i))
+    manager.wait()
+    assert [whole[::4].tolist() for whole in wholes] == [RANKS, [rank + 1 for rank in RANKS]]
+    outs = [torch.empty(4, device=NPU) for _ in range(2)]
+    with _dist._coalescing_manager(device=NPU):
+        for i, out in enumerate(outs):
+            dist.reduce_scatter_tensor(out, torch.cat([full(RANK + 1 + i)] * WORLD))
+    assert [out[0].item() for out in outs] == [TOTAL, TOTAL + WORLD]
+    _dist._broadcast_coalesced(dist.group.WORLD, tensors := [full(RANK), full(RANK + 5)], 1 << 20, 1)
+    assert [x[0].item() for x in tensors] == [1.0, 6.0]
+
+
+def objects() -> None:
+    said: list[Any] = ["a", {"b": 1}] if RANK == 0 else [None, None]
+    dist.broadcast_object_list(said, 0)
+    assert said == ["a", {"b": 1}]
+    got: list[Any] = [None]
+    dist.scatter_object_list(got, list(range(WORLD)) if RANK == 0 else None)
+    assert got == [RANK]
+    all_of_them: list[Any] | None = [None] * WORLD if RANK == 0 else None
+    dist.gather_object(RANK, all_of_them)
+    assert all_of_them in (None, list(range(WORLD)))
+
+
+def work_that_is_waited_for() -> None:
+    x = full(RANK + 1)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    assert x[0].item() == TOTAL
+    assert functional.all_reduce(full(RANK + 1), "sum", list(range(WORLD)))[0].item() == TOTAL
+    peer = (RANK + 1) % WORLD
+    got = torch.empty(4, device=NPU)
+    sends = [dist.P2POp(dist.isend, full(RANK), peer), dist.P2POp(dist.irecv, got, (RANK - 1) % WORLD)]
+    for each in dist.batch_isend_irecv(sends):
+        each.wait()
+    assert got[0].item() == (RANK - 1) % WORLD
+
+
+def groups_of_some() -> None:
+    alone = [dist.new_group([rank]) for rank in range(WORLD)][RANK]
+    x = full(RANK + 1)
+    dist.all_reduce(x, group=alone)
+    assert x[0].item() == RANK + 1
+    dist.barrier()
+
+
+def fsdp1(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD, **options: Any) -> None:
+    whole: Any = net().to(NPU)
+    whole[0] = FullyShardedDataParallel(whole[0], device_id=NPU, sharding_strategy=strategy, **options)
+    model = FullyShardedDataParallel(whole, device_id=NPU, sharding_strategy=strategy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x, y = share(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        found = {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
+    assert_alike(found, reference(clip=0.5))
+
+
+def fsdp1_with_original_parameters() -> None:
+    fsdp1(use_orig_params=True)
+
+
+def fsdp1_that_shards_gradients_only() -> None:
+    fsdp1(ShardingStrategy.SHARD_GRAD_OP, use_orig_params=True, sync_module_states=True)
+
+
+def fsdp1_lowered() -> None:
+    lowered = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    model = FullyShardedDataParallel(net().to(NPU), device_id=NPU, mixed_precision=lowered)
+    x, y = share(0)
+    loss = F.cross_entropy(model(x).float(), y)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.numel())
+
+
+def fsdp1_at_o1() -> None:
+    """An overflow on one rank alone skips on both: each has a shard of the gradients only."""
+    inner = net().to(NPU)
+    model = FullyShardedDataParallel(inner, device_id=NPU, use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    xamp.initialize(model, optimizer, "O1", init_scale=64.0, verbosity=0)
+    applied = []
+    for step in range(3):
+        x, y = share(step)
+        optimizer.zero_grad()
+        with xamp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+            if step == 1 and RANK == 1:
+                grad = next(p.grad for p in model.parameters() if p.grad is not None)
+                _registry.resolve("npu", "npu").make_overflow_(grad)
+        optimizer.step()
+        applied.append(xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED)
+    assert applied == [True, False, True]
+    assert xamp.loss_scale(optimizer) == 32.0
+
+
+def zero() -> None:
+    model = DistributedDataParallel(net().to(NPU), device_ids=[NPU.index])
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    wanted = net()
+    plain = torch.optim.Adam(wanted.parameters(), lr=0.01)
+    for step in range(3):
+        x, y = share(step)
+        whole, target = batch(step)
+        for one, run in ((optimizer, F.cross_entropy(model(x), y)), (plain, F.cross_entropy(wanted(whole), target))):
+            one.zero_grad()
+            run.backward()
+            one.step()
+    assert_alike(model.module.state_dict(), wanted)
+    optimizer.consolidate_state_dict(0)
+    assert RANK or len(optimizer.state_dict()["state"]) == 4
+
+
+def join_with_uneven_inputs() -> None:
+    model = DistributedDataParallel(net().to(NPU), device_ids=[NPU.index])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for step in range(2 + RANK):
+            x, y = share(step)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert_ranks_agree(model.module)
+
+
+def ddp_with_a_hook_that_lowers() -> None:
+    model = DistributedDataParallel(net().to(NPU), device_ids=[NPU.index])
+    model.register_comm_hook(None, fp16_compress_hook)
+    before = copy.deepcopy(model.module.state_dict())
+    x, y = share(0)
+    F.cross_entropy(model(x), y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert any(not torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
+    assert_ranks_agree(model.module)
+
+
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.body(x)
+        return made
+
+
+def ddp_that_accumulates_and_leaves_parameters_unused() -> None:
+    inner = WithUnused().to(NPU)
+    model = DistributedDataParallel(inner, device_ids=[NPU.index], find_unused_parameters=True)
+    wanted = net()
+    for step in range(2):
+        x, y = share(step)
+        with model.no_sync() if step == 0 else contextlib.nullcontext():
+            F.cross_entropy(model(x), y).backward()
+        whole, target = batch(step)
+        F.cross_entropy(wanted(whole), target).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    torch.optim.SGD(wanted.parameters(), lr=0.1).step()
+    assert_alike(inner.body.state_dict(), wanted)
+
+
+CASES: tuple[Callable[[], None], ...] = (
+    to_one_and_from_one,
+    lists_of_tensors,
+    coalesced,
+    objects,
+    work_that_is_waited_for,
+    groups_of_some,
+    fsdp1,
+    fsdp1_with_original_parameters,
+    fsdp1_that_shards_gradients_only,
+    fsdp1_lowered,
+    fsdp1_at_o1,
+    zero,
+    join_with_uneven_inputs,
+    ddp_with_a_hook_that_lowers,
+    ddp_that_accumulates_and_leaves_parameters_unused,
+)
+
+
+if __name__ == "__main__":
+    main(CASES)

@@ -1,0 +1,117 @@
+"""Runs on emulated cards, two at a time: the files in inside/, what torchrun starts, the conformance suite.
+
+With --all also the whole of that suite, and the tests of the project that are marked ``device``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from cards import CHIPS, INSIDE, counts, emulate, emulated_pytest, last, need_emulation
+
+from xamp.backends.npu import emulation
+
+A2, OLD = CHIPS
+BOTH = (
+    *("test_autocast_oracle", "test_backend", "test_device", "test_doctor", "test_fused", "test_losses"),
+    *("test_own", "test_scaler_oracle", "test_states", "test_training"),
+)
+# The operators are the same kernels on every chip, but for what test_saturation holds.
+ONCE = {"test_operators": A2, "test_processes": A2, "test_saturation": OLD, "test_unserved": A2}
+TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
+"""What always runs of the conformance suite; the rest with --all."""
+SLOW = [(name, chip) for name in ("device tests", "whole conformance") for chip in CHIPS]
+# The longest first, so that the two workers end together.
+RUNS = [
+    *SLOW,
+    *(("conformance", chip) for chip in reversed(CHIPS)),
+    ("test_processes", A2),
+    *((file, chip) for file in BOTH for chip in CHIPS),
+    *((file, chip) for file, chip in ONCE.items() if file != "test_processes"),
+    *((file, chip) for file in ("ranks", "ranks_sharded") for chip in CHIPS),
+    *(("test_chip", chip) for chip in (*CHIPS, "Ascend910_9391", "Ascend310P3")),
+]
+NAMES = [f"{file}-{chip}" for file, chip in RUNS]
+# The suite's own clauses are in "whole conformance".
+DEVICE_TESTS = ("unit", "distributed", "faults", "conformance")
+_SUITE = INSIDE.parent.parent / "conformance" / "test_conformance.py"
+_NO_FILES = {"conformance", *(name for name, _ in SLOW)}
+
+
+def run(file: str, chip: str) -> None:
+    if file.startswith("ranks"):
+        run_ranks(file, chip)
+    elif file == "conformance":
+        run_conformance(chip, *(f"--clause={tier}.*" for tier in TIERS[chip]))
+    elif file == "whole conformance":
+        run_conformance(chip, devices=2, timeout=3000)
+    elif file == "device tests":
+        folders = [INSIDE.parent.parent / name for name in DEVICE_TESTS]
+        words = ("-m", "device", "--device", "npu", f"--ignore={_SUITE}")
+        emulated_pytest(chip, *words, *folders, devices=2, timeout=3000)
+    else:
+        emulated_pytest(chip, INSIDE / f"{file}.py", devices=2 if file == "test_processes" else 1)
+
+
+def run_ranks(file: str, chip: str) -> None:
+    words = ("torchrun", "--standalone", "--nproc-per-node=2", INSIDE / f"{file}.py")
+    done = emulate(chip, *words, devices=2, timeout=200)
+    ended = {rank: (int(right), int(wrong)) for rank, right, wrong in re.findall(_RANK_ENDED, done.stdout)}
+    counts.setdefault(chip, Counter()).update(passed=sum(right for right, _ in ended.values()))
+    assert done.returncode == 0, f"on two emulated {chip}:\n{last(done)}"
+    assert set(ended) == {"0", "1"}
+    assert all(right >= 12 and not wrong for right, wrong in ended.values())
+
+
+def run_conformance(chip: str, *words: str, devices: int = 1, timeout: float = 600) -> None:
+    """The suite against the ledger of the backend: exit code 0, nothing that is declared skipped."""
+    done = emulate(
+        chip, "xamp", "conformance", "--device", "npu", *words, "--json", "-", devices=devices, timeout=timeout
+    )
+    report = json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout.startswith("{") else {}
+    found = Counter(row["outcome"] for row in report.get("results", []))
+    counts.setdefault(chip, Counter()).update(found)
+    failed = [
+        f"{row['clause']}: {row.get('reason', '')}" for row in report.get("results", []) if row["outcome"] == "failed"
+    ]
+    assert done.returncode == 0, f"on the emulated {chip}:\n" + ("\n".join(failed) or last(done))
+    assert report["lanes"][0]["name"] == f"{chip} (emulated)"
+    assert found["passed"] > 300
+
+
+_RANK_ENDED = r"rank (\d): (\d+) passed, (\d+) failed"
+
+
+@pytest.fixture(scope="session")
+def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+    """What was chosen of the runs, all started."""
+    need_emulation()
+    emulation.prepare()  # fetches and compiles, before two would at a time
+    chosen = {
+        item.name.partition("[")[2][:-1] for item in request.session.items if item.name.startswith("test_on_cards[")
+    }
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run, *one) for name, one in zip(NAMES, RUNS, strict=True) if name in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.emulated_slow if one in SLOW else ())
+        for name, one in zip(NAMES, RUNS, strict=True)
+    ],
+)
+def test_on_cards(name: str, started: dict[str, Future[None]]) -> None:
+    started[name].result()
+
+
+def test_every_file_is_run() -> None:
+    there = {path.stem for path in INSIDE.glob("*.py")} - {"conftest"}
+    assert there == {file for file, _ in RUNS} - _NO_FILES

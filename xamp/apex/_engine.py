@@ -1,0 +1,242 @@
+"""The one engine of xamp under Apex's rules, where they differ from xamp's own.
+
+All optimizers of a backward that overflowed skip together; a static scale is never checked; fp16 gradients stay in the
+model, scaled, besides the masters'; nothing is refused that Apex takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp._containers import cast_any
+from xamp._engine import Engine, ScaledLoss
+from xamp._fused import FusedForm
+from xamp._gradients import Gradients
+from xamp._masters import Pair
+from xamp._scale import LossScaler
+from xamp._step import OptimizerState, StepOutcome
+from xamp.apex._properties import tell
+from xamp.policy import Policy
+
+__all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
+
+_SAVED = "xamp_loss_scales"
+"""Key in a saved optimizer's first group: :meth:`ApexEngine.scales_in_use`."""
+
+_CLOSURE = "Currently, Amp does not support closure use with optimizers."
+
+
+@dataclasses.dataclass(frozen=True)
+class ApexPolicy(Policy):
+    """A policy under which gradients are always managed: a static scale may be set to another one at any time.
+
+    Attributes:
+        patches: torch's functions are patched: in the models too.
+    """
+
+    patches: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """See :attr:`Policy.apart`."""
+        return not self.patches
+
+    scales = True
+    manages_gradients = True
+
+
+class ApexGradients(Gradients):
+    """Gradients of lowered parameters stay where they are until the next backward; only its own are looked at."""
+
+    leaves_lowered = True
+    sets_aside = True
+
+    def enter(self, scaler: LossScaler) -> None:
+        """See :meth:`Gradients.enter`: what is in the lowered parameters has gone to the masters, or does not count."""
+        if not self.is_pending:
+            self.drop_lowered()
+        super().enter(scaler)
+
+    def settle(self, call: str) -> None:
+        """Whoever reads gradients gets them as they are."""
+
+
+class ApexState(OptimizerState):
+    """One optimizer's step: taken, or skipped where a backward since the last one overflowed."""
+
+    gradients_class = ApexGradients
+    engine: ApexEngine
+
+    def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
+        super().__init__(engine, optimizer, index, fused)
+        self._found: dict[int, torch.Tensor] = {}
+        self._take_saved()
+
+    def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """See :meth:`OptimizerState.saved_groups`: with the loss scales, for scripts that save nothing of amp."""
+        if groups:
+            groups = [{**groups[0], _SAVED: self.engine.scales_in_use()}, *groups[1:]]
+        return groups
+
+    def loaded(self) -> None:
+        """See :meth:`OptimizerState.loaded`."""
+        self.engine.resumes = True
+        self._take_saved()
+        super().loaded()
+
+    def _take_saved(self) -> None:
+        """Take the loss scales out of a group again, where a state was loaded that has them."""
+        for group in self.optimizer.param_groups:
+            found = group.pop(_SAVED, None)
+            if found is not None:
+                self.engine.resume_scales(found)
+
+    def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``optimizer.step(*args, **kwargs)``.
+
+        Raises:
+            RuntimeError: a closure, where there are masters or the step is skipped.
+            StateError: the backend says that the step would be wrong.
+        """
+        self.refuse_wrong()
+        values = None if self.fresh or not self.engine.policy.checks else self._memory.values.tolist()
+        skips = values is not None and self._memory.overflowed(values, self.index)
+        given = any(value is not None for value in (*args, *kwargs.values()))
+        if given and (skips or self.engine.policy.master_weights):
+            raise RuntimeError(_CLOSURE)
+        result = None
+        if not skips:
+            with self.engine.around_step():
+                result = base(*args, **kwargs)
+        self._account(skips, values)
+        return result
+
+    def _account(self, skips: bool, values: Sequence[float] | None) -> None:
+        used = tuple(self.gradients.used)
+        for scaler in self.engine.scalers if values is not None else ():
+            scaler.know(values)  # type: ignore[arg-type]
+        self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
+        for _, master in self.gradients.pairs:
+            master.grad = None
+        if values is not None:
+            self._observe(used, values)
+        self._found.clear()
+
+    def note(self, index: int, found: torch.Tensor) -> None:
+        """A backward with loss scale ``index`` was checked: keep what was ``found``, to name the scale of a skip."""
+        before = self._found.get(index)
+        self._found[index] = found.clone() if before is None else torch.maximum(before, found)
+
+    def _tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+        first = next((index for index, found in self._found.items() if bool(found)), used[0])
+        tell(f"Gradient overflow.  Skipping step, loss scaler {first} reducing loss scale to {scales[first]}")
+
+
+class ApexEngine(Engine):
+    """See the module.
+
+    Attributes:
+        resumes: what a run needs to go on was loaded.
+        scales_loaded: ``amp.load_state_dict`` was called: what an optimizer's state says of scales does not count.
+        around_step: what a step runs in: at O1 without casts.
+        after_backward: called when a ``scale_loss`` is left: at O1 drops the casts of weights.
+        unskipped: by loss, how often a static scale was used.
+    """
+
+    skips_together = True
+    state_class = ApexState
+    cast = staticmethod(cast_any)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.resumes = False
+        self.scales_loaded = False
+        self._scalers_used: dict[int, None] = {}
+        self.around_step: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.after_backward: Callable[[], object] = lambda: None
+        self.unskipped = [0] * self.policy.num_losses
+
+    def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
+        """Apex has no objection."""
+
+    def has_work(self, scaler: LossScaler) -> bool:
+        """Whether a loss with this scale needs anything done."""
+        return self.policy.master_weights or scaler.rules.dynamic or scaler.host_scale != 1.0
+
+    def end_backward(self) -> None:
+        """See :meth:`Engine.end_backward`."""
+        super().end_backward()
+        self.after_backward()
+
+    def scales_in_use(self) -> list[list[float]]:
+        """``[index, scale, clean updates]`` of each dynamic scale that has moved a step. Waits for the device."""
+        scalers = [self.scalers[index] for index in self._scalers_used]
+        return [[s.index, float(s.scale), int(s.growth_tracker)] for s in scalers if s.rules.dynamic]
+
+    def _check(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        found = super()._check(states, scaler, throw_away, shared)
+        if len(self.scalers) > 1 and not throw_away:
+            for state in states:
+                state.note(scaler.index, found)  # type: ignore[attr-defined]
+        return found
+
+    def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
+        """See :meth:`Engine.adopt_group`: what is added in the middle starts as :meth:`_use_masters` says."""
+        known = len(self._pairs)
+        super().adopt_group(state, group)
+        self._lower(self._pairs[known:])
+
+    def _lower(self, pairs: Sequence[Pair]) -> None:
+        if pairs and not self.resumes:
+            with torch.no_grad():
+                torch._foreach_copy_([m for _, m in pairs], [p for p, _ in pairs])
+
+    def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
+        """Go on with the scales that an optimizer's state holds.
+
+        A loss that had no scale of its own in the run that was saved starts with the smallest.
+        """
+        self.resumes = True
+        if self.scales_loaded or not self.policy.dynamic or not saved:
+            return
+        known = {int(index): (scale, int(clean)) for index, scale, clean in saved}
+        smallest = min(scale for scale, _ in known.values())
+        for index, scaler in enumerate(self.scalers):
+            scale, clean = known.get(index, (smallest, 0))
+            scaler.growth_tracker.fill_(clean)
+            scaler.fill(scale)
+
+    def _use_masters(self) -> None:
+        """See :meth:`Engine._use_masters`.
+
+        Apex makes masters at their first use, of parameters that are in fp16 by then. They start so here too, unless
+        the run goes on from a checkpoint, whose masters are exact.
+        """
+        super()._use_masters()
+        self._lower(self._pairs)
+
+    def leave(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
+    ) -> None:
+        """See :meth:`Engine.leave`; uses of a static scale are counted too, for the state that Apex saves."""
+        super().leave(states, scaler, delay_unscale, delay_overflow_check)
+        self._scalers_used[scaler.index] = None
+        if not (delay_unscale or delay_overflow_check or scaler.rules.dynamic):
+            self.unskipped[scaler.index] += 1
+
+
+class ApexLoss(ScaledLoss):
+    """The context manager of ``amp.scale_loss``: several optimizers may have one open each, with one scale."""
+
+    __slots__ = ()
+
+    def _is_busy(self) -> bool:
+        return any(state.open for state in self._states)

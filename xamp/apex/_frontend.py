@@ -1,0 +1,346 @@
+"""``amp.initialize``: Apex's arguments, order, checks and messages; the work is the engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from xamp import _checks, _device, _registry
+from xamp._forward import is_under_policy
+from xamp._initialize import Arguments, set_up
+from xamp._log import say
+from xamp._optimizer import state_of
+from xamp._session import find_session
+from xamp.apex import _handle
+from xamp.apex._engine import ApexEngine, ApexPolicy
+from xamp.apex._properties import LEVELS, OVERRIDES, Properties, tell, warn_or_err
+from xamp.apex._scaler import LossScaler
+from xamp.apex._state import state
+from xamp.errors import StateError
+from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
+
+__all__ = ["Scaling", "initialize", "start_engine"]
+
+_WITHOUT_MEANING = {
+    "combine_grad": "gradients are unscaled in groups as they lie",
+    "combine_ddp": "use torch's DistributedDataParallel",
+    "ddp_replica_count": "use torch's DistributedDataParallel",
+    "check_combined_tensors": "gradients are not combined",
+}
+"""Ascend's keywords that change nothing, and why."""
+_REPLICAS = 4  # the default of ddp_replica_count
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: Any = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+    dynamic_init_scale: float = 2.0**16,
+    scale_growth_factor: float = 2.0,
+    scale_backoff_factor: float = 0.5,
+    scale_window: int = 2000,
+    user_cast_preferred: bool | None = None,
+    combine_grad: Any = None,
+    combine_ddp: Any = None,
+    ddp_replica_count: int = _REPLICAS,
+    check_combined_tensors: Any = None,
+) -> Any:
+    """Put models and optimizers under one of Apex's levels, and patch torch's functions where the level does.
+
+    Args:
+        models: an ``nn.Module`` or a list of them, not yet wrapped for data parallelism.
+        optimizers: a ``torch.optim.Optimizer``, a list of them, or None for inference.
+        enabled: False makes every call of amp do nothing.
+        opt_level: ``"O0"`` to ``"O3"``; ROCm's ``"O4"`` and ``"O5"`` are bfloat16's O1 and O2.
+        cast_model_type: what parameters, buffers and inputs are cast to; False: nothing is. This and the four that
+            follow override the level's property of that name where they are not None.
+        patch_torch_functions: whether torch's functions cast their arguments (O1, O4).
+        keep_batchnorm_fp32: whether batch norm with weights stays fp32; also as a string.
+        master_weights: whether the optimizer steps fp32 masters.
+        loss_scale: ``"dynamic"`` or a number, also as a string.
+        cast_model_outputs: what outputs are cast to; None: fp32 where the model is cast.
+        num_losses: how many loss scales; ``scale_loss(..., loss_id=i)`` chooses.
+        verbosity: 0 is silent, 1 tells settings and overflows, 2 every cast.
+        min_loss_scale: floor of a dynamic scale; None: the smallest that fp32 can use, 2**-126.
+        max_loss_scale: its ceiling.
+        patch_torch_functions_type: ROCm's: the dtype that functions lower to.
+        dynamic_init_scale: Ascend's, as the three that follow: a dynamic scale's start.
+        scale_growth_factor: what it grows by.
+        scale_backoff_factor: what it falls by.
+        scale_window: how many clean updates it grows after.
+        user_cast_preferred: Ascend's: functions that the user registered are not cast by the built-in lists too.
+        combine_grad: Ascend's, as the three that follow: accepted, and explained in the log.
+        combine_ddp: see ``combine_grad``.
+        ddp_replica_count: see ``combine_grad``.
+        check_combined_tensors: see ``combine_grad``.
+
+    Returns:
+        Models, and optimizers where any were given: the very same objects, in the same shape.
+
+    Raises:
+        RuntimeError: a level or an override that cannot be, a model that is wrapped already or comes in half precision,
+            an optimizer that was given before. TypeError: other containers than lists.
+        AssertionError, ValueError: overrides of the wrong kind. In every case models and optimizers are as they were.
+    """
+    given = locals()
+    properties = Properties()
+    if not enabled:
+        _take_state(properties, verbosity, min_loss_scale, max_loss_scale)
+        state.loss_scalers = []
+        _unpatch_for_the_dead()
+        return _returned(models, optimizers)
+    before = state.verbosity, state.handle
+    state.verbosity = verbosity
+    handle = None
+    try:
+        _settle(properties, given)
+        arguments = _arguments(models, optimizers)
+        if properties.patch_torch_functions:
+            preferred = bool(user_cast_preferred)
+            handle = _handle.start(properties.patch_type, verbose=verbosity == 2, user_cast_preferred=preferred)
+        engine = start_engine(arguments, properties, Scaling.of(given), cast_model_outputs)
+    except BaseException:
+        if handle is not None:
+            handle._deactivate()
+        state.verbosity, state.handle = before
+        raise
+    _take_state(properties, verbosity, min_loss_scale, max_loss_scale)
+    state.loss_scalers = [LossScaler(engine, index) for index in range(num_losses)]
+    for name in _WITHOUT_MEANING:
+        _explain(name, given[name])
+    _unpatch_for_the_dead()
+    if handle is not None:
+        _hold(engine, handle)
+    return _returned(models, optimizers)
+
+
+def _take_state(properties: Properties, verbosity: int, floor: float | None, ceiling: float | None) -> None:
+    state.opt_properties = properties
+    state.verbosity = verbosity
+    state.min_loss_scale, state.max_loss_scale = floor, ceiling
+
+
+def _settle(properties: Properties, given: dict[str, Any]) -> None:
+    """The properties of the level and their overrides, told as Apex tells them."""
+    level = given["opt_level"]
+    if not torch.backends.cudnn.enabled:
+        raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+    if level not in LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {level}. Options are 'O0', 'O1', 'O2', 'O3'.  Note that in `O0`, `O1`, "
+            "etc., the prefix O is the letter O, not the number zero."
+        )
+    properties.take(level)
+    tell(f"Selected optimization level {LEVELS[level].brief}")
+    tell("Defaults for this optimization level are:")
+    for line in properties.lines():
+        tell(line)
+    tell("Processing user overrides (additional kwargs that are not None)...")
+    for name in OVERRIDES:
+        if given[name] is not None:
+            setattr(properties, name, given[name])
+    tell("After processing overrides, optimization options are:")
+    for line in properties.lines():
+        tell(line)
+
+
+_explained: set[str] = set()
+
+
+def _explain(name: str, value: Any) -> None:
+    """Say once that a keyword changes nothing."""
+    asked = value != _REPLICAS if name == "ddp_replica_count" else value not in (None, False)
+    if asked and name not in _explained:
+        _explained.add(name)
+        say("amp.initialize(%s=%r) changes nothing here: %s", name, value, _WITHOUT_MEANING[name])
+
+
+# ---------------------------------------------------------------- models and optimizers
+
+
+def _arguments(models: Any, optimizers: Any) -> Arguments:
+    """Both as lists, after Apex's checks and in their order."""
+    if _is_optimizer(optimizers):
+        optimizer_list = [optimizers]
+    elif optimizers is None or isinstance(optimizers, list):
+        optimizer_list = list(optimizers or ())
+    else:
+        raise TypeError("optimizers must be either a single optimizer or a list of optimizers.")
+    if isinstance(models, nn.Module):
+        model_list = [models]
+    elif isinstance(models, list):
+        model_list = list(models)
+    else:
+        raise TypeError("models must be either a single model or a list of models.")
+    for model in model_list:
+        _check_model(model)
+    for optimizer in optimizer_list:
+        if state_of(optimizer) is not None:
+            raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+    return Arguments(model_list, optimizer_list, "auto", None, False, state.verbosity)
+
+
+def _is_optimizer(found: Any) -> bool:
+    """Whether it is one, or a wrapper with its methods such as LARC."""
+    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+    return isinstance(found, Optimizer) or (not isinstance(found, nn.Module) and all(hasattr(found, n) for n in names))
+
+
+def _check_model(model: nn.Module) -> None:
+    for wrapper in (DistributedDataParallel, DataParallel):
+        if isinstance(model, wrapper):
+            raise RuntimeError(
+                f"Incoming model is an instance of torch.nn.parallel.{wrapper.__name__}. Parallel wrappers should only "
+                "be applied to the model(s) AFTER \nthe model(s) have been returned from amp.initialize."
+            )
+    found = find_session(model)
+    if found is not None and not isinstance(found.engine, ApexEngine):
+        raise StateError(
+            f"amp.initialize: this {type(model).__name__} is in a session of xamp.initialize. Call "
+            "xamp.session(model).close() first, or go on with xamp."
+        )
+    if not state.allow_incoming_model_not_fp32:
+        for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                _check_fp32(kind, name, tensor)
+
+
+def _check_fp32(kind: str, name: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        found = tensor.type()
+        wanted = found.replace("Half", "Float").replace("BFloat16", "Float")
+        warn_or_err(
+            f"Found {kind} {name} with type {found}, expected {wanted}.\n"
+            "When using amp.initialize, you do not need to call .half() on your model\n"
+            "before passing it, no matter what optimization level you choose."
+        )
+
+
+def _returned(models: Any, optimizers: Any) -> Any:
+    return models if optimizers is None else (models, optimizers)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The numbers of the loss scales."""
+
+    num_losses: int = 1
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_loss_scale: float = SMALLEST_SCALE
+    max_loss_scale: float = 2.0**24
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Scaling:
+        return cls(
+            given["num_losses"],
+            given["dynamic_init_scale"],
+            given["scale_growth_factor"],
+            given["scale_backoff_factor"],
+            given["scale_window"],
+            given["min_loss_scale"] or SMALLEST_SCALE,
+            given["max_loss_scale"] or LARGEST_SCALE,
+        )
+
+
+def start_engine(
+    arguments: Arguments, properties: Properties, scaling: Scaling, output_dtype: torch.dtype | None = None
+) -> ApexEngine:
+    """Put models and optimizers under ``properties``: all of them or nothing."""
+    device = _checks.device_of(arguments.models, arguments.optimizers) or _device.device()
+    backend = _registry.resolve("auto", device.type)
+    policy = _policy(properties, scaling, output_dtype)
+    _checks.check_capabilities(backend, device, policy, False)
+    arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _has_it_already(m, policy)])
+    engine = set_up(policy, backend, device, arguments, ApexEngine)
+    assert isinstance(engine, ApexEngine)
+    return engine
+
+
+def _has_it_already(model: nn.Module, policy: ApexPolicy) -> bool:
+    """Whether an earlier call put ``model`` under just this policy.
+
+    Raises:
+        StateError: under another, or it is a copy of a model that is under one.
+    """
+    if not is_under_policy(model):
+        return False
+    found = find_session(model)
+    if found is None or found.policy != policy:
+        raise StateError(
+            f"amp.initialize(opt_level={policy.level!r}): this {type(model).__name__} was given to amp.initialize "
+            "before, or is a copy of a model that was, and runs under another policy. Call xamp.session(model).close() "
+            "first, or pass a plain model."
+        )
+    return True
+
+
+def _policy(properties: Properties, scaling: Scaling, output_dtype: torch.dtype | None) -> ApexPolicy:
+    cast: torch.dtype | None = properties.cast_model_type or None
+    lower = cast in (torch.float16, torch.bfloat16)
+    patched = properties.patch_type if properties.patch_torch_functions else torch.float32
+    dynamic = properties.loss_scale == "dynamic"
+    if cast is not None and output_dtype is None:
+        output_dtype = torch.float32
+    return ApexPolicy(
+        level=properties.opt_level,
+        dtype=cast if cast is not None and lower else patched,
+        casts_parameters=lower,
+        autocast=False,
+        input_dtype=cast,
+        master_weights=bool(properties.master_weights),
+        keep_batchnorm_fp32="affine" if properties.keep_batchnorm_fp32 else False,
+        keep_fp32=(),
+        output_dtype=output_dtype,
+        methods=("forward",),
+        dynamic=dynamic,
+        static_scale=1.0 if dynamic else properties.loss_scale,
+        checks=dynamic,
+        op_policy="native",
+        fused=False,
+        patches=bool(properties.patch_torch_functions),
+        **dataclasses.asdict(scaling),
+    )
+
+
+def _hold(engine: ApexEngine, handle: _handle.AmpHandle) -> None:
+    """Patches for as long as the models live; the engine's steps run without their casts."""
+    engine.around_step, engine.after_backward = _handle.disable_casts, _handle.clear_caches
+    engine.undo.callback(handle._deactivate)
+    _patched.append((weakref.ref(engine), handle))
+
+
+_patched: list[tuple[weakref.ref[ApexEngine], _handle.AmpHandle]] = []
+
+
+def _unpatch_for_the_dead() -> None:
+    """End the patches of calls whose models are gone: Apex left them on for whatever came next."""
+    for entry in list(_patched):
+        engine = entry[0]()
+        if engine is None or not engine.models():
+            _patched.remove(entry)
+            entry[1]._deactivate()

@@ -1,0 +1,126 @@
+"""Functions of the user's that Apex's casts are put around: decorated, or registered by where they stand.
+
+Both act while a handle's casts do, in every thread, and do nothing in the regions of xamp's own sessions. What is
+decorated or registered here knows nothing of ``xamp.half_function`` and the others, which act in regions only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from xamp.apex._casts import here
+from xamp.apex._patches import Registration
+from xamp.apex._rules import CHANGES
+
+__all__ = [
+    "bfloat16_function",
+    "float_function",
+    "half_function",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "switch",
+    "take_registered",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_registered: dict[tuple[int, str, str], Registration] = {}
+
+
+class _Decorators:
+    """Whether decorated functions cast.
+
+    Attributes:
+        on: False after an ``init(enabled=False)``, until the next that is enabled.
+    """
+
+    on = True
+
+
+_decorators = _Decorators()
+
+
+def half_function(fn: _Function) -> _Function:
+    """Decorate ``fn`` to get its floating arguments in fp16 while casts are on, Parameters through the cache."""
+    made: _Function = _decorated("half", fn)
+    return made
+
+
+def bfloat16_function(fn: _Function) -> _Function:
+    """Decorate ``fn`` to get its floating arguments in bf16 while casts are on."""
+    made: _Function = _decorated("bfloat16", fn)
+    return made
+
+
+def float_function(fn: _Function) -> _Function:
+    """Decorate ``fn`` to get its floating arguments in fp32 while casts are on."""
+    made: _Function = _decorated("float", fn)
+    return made
+
+
+def promote_function(fn: _Function) -> _Function:
+    """Decorate ``fn`` to get its floating arguments in the widest of their dtypes while casts are on."""
+    made: _Function = _decorated("promote", fn)
+    return made
+
+
+def _decorated(kind: str, fn: Any) -> Any:
+    change, name = CHANGES[kind], getattr(fn, "__name__", repr(fn))
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        casting = here() if _decorators.on else None
+        if casting is not None and casting.active:
+            args, kwargs = change(casting, name, args, kwargs)
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` get its floating arguments in fp16 under the next handle, and only that.
+
+    Where Apex lists the function too, Apex's cast is the outer one, unless ``user_cast_preferred``.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    _register("half", module, name)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, in bf16."""
+    _register("bfloat16", module, name)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, in fp32."""
+    _register("float", module, name)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, in the widest of the dtypes of its arguments."""
+    _register("promote", module, name)
+
+
+def _register(kind: str, module: Any, name: str) -> None:
+    if not hasattr(module, name):
+        raise ValueError(f"No function named {name} in module {module}.")
+    _registered[id(module), name, kind] = (module, name, kind)
+
+
+def take_registered() -> tuple[Registration, ...]:
+    """What was registered since it was last asked."""
+    found = tuple(_registered.values())
+    _registered.clear()
+    return found
+
+
+def switch(on: bool) -> None:
+    """Have decorated functions cast, or not."""
+    _decorators.on = on

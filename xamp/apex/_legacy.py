@@ -1,0 +1,98 @@
+"""The oldest of Apex's ways: ``handle = amp.init()``, and a handle that wraps optimizers and scales losses itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp._initialize import Arguments
+from xamp._optimizer import state_of
+from xamp.apex import _handle
+from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.apex._frontend import Scaling, start_engine
+from xamp.apex._properties import Properties
+from xamp.apex._scale_loss import scale_loss
+from xamp.apex._state import state
+
+if TYPE_CHECKING:
+    from xamp.apex._handle import AmpHandle, NoOpHandle
+
+__all__ = ["OptimWrapper", "scale_by_handle"]
+
+
+class OptimWrapper:
+    """An optimizer with loss scales of its own; everything that is not here is the optimizer's.
+
+    Args:
+        optimizer: what is wrapped.
+        handle: of ``amp.init``; while it is inactive, nothing is scaled.
+        num_loss: how many losses there are between two steps, each with a scale of its own, in their order.
+    """
+
+    def __init__(self, optimizer: Optimizer, handle: AmpHandle | NoOpHandle, num_loss: int = 1) -> None:
+        self._optimizer = optimizer
+        self._amp_handle = handle
+        self._num_loss = num_loss
+        self._loss_idx = 0
+        self._engine = _engine_for(optimizer, num_loss) if handle.is_active() else None
+
+    def scale_loss(self, loss: torch.Tensor) -> contextlib.AbstractContextManager[torch.Tensor]:
+        """Scale the next loss, as :func:`xamp.apex.amp.scale_loss` does.
+
+        Raises:
+            AssertionError: there were ``num_loss`` losses since the last step.
+        """
+        if not self._amp_handle.is_active() or self._engine is None:
+            return contextlib.nullcontext(loss)
+        if not 0 <= self._loss_idx < self._num_loss:
+            raise AssertionError(f"scale_loss: all {self._num_loss} losses (num_loss) were scaled. Call step() first.")
+        self._loss_idx += 1
+        return _scaled(self._engine, loss, self._loss_idx - 1)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer, or skip the step after an overflow.
+
+        Raises:
+            NotImplementedError: a closure.
+        """
+        if not self._amp_handle.is_active():
+            return self._optimizer.step(closure=closure)
+        self._loss_idx = 0
+        if closure is not None:
+            raise NotImplementedError("The `closure` argument is unsupported by the amp optimizer wrapper.")
+        return self._optimizer.step()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # not there yet: while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+def scale_by_handle(
+    handle: AmpHandle, loss: torch.Tensor, optimizer: Optimizer
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """``handle.scale_loss``: with one loss scale for the optimizer, made at its first loss."""
+    if not handle.is_active():
+        return contextlib.nullcontext(loss)
+    if state_of(optimizer) is not None:
+        return scale_loss(loss, optimizer)
+    return _scaled(_engine_for(optimizer, 1), loss, 0)
+
+
+def _engine_for(optimizer: Optimizer, num_loss: int) -> ApexEngine:
+    properties = Properties()
+    properties.take("O1")
+    arguments = Arguments([], [optimizer], "auto", None, False, state.verbosity)
+    engine = start_engine(arguments, properties, Scaling(num_losses=num_loss))
+    engine.around_step, engine.after_backward = _handle.disable_casts, _handle.clear_caches
+    return engine
+
+
+def _scaled(engine: ApexEngine, loss: torch.Tensor, index: int) -> ApexLoss:
+    return ApexLoss(engine, engine.states, engine.scalers[index], loss.float(), False, False)

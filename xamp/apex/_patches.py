@@ -1,0 +1,290 @@
+"""Puts wrappers in the places of listed functions, for as long as anybody wants them, and takes them out without trace.
+
+There is one installation in a process. Whoever wants it holds a :class:`Wanted`: each handle of ``init``, each session
+whose regions cast by Apex's lists. With the first, functions are replaced; with the last, every attribute is put back
+as it was. A place has one wrapper around torch's own function, whoever wants it there: nothing is wrapped twice, and
+the order in which handles end makes no difference. What a wrapper does is asked of :mod:`xamp.apex._casts`.
+
+What would remember wrappers, or what was made by them, is told: the caches of torch.overrides, TorchScript's table, and
+the compiler's tables, compiled functions and keys of caches on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional
+
+from xamp import _active
+from xamp._script import forget_script, tell_script
+from xamp.apex import _rnn
+from xamp.apex._lists import LISTS, in_place
+from xamp.apex._wrappers import make_wrapper
+
+__all__ = ["Registration", "Wanted", "hold", "is_installed", "release"]
+
+_ABSENT = object()
+
+Registration = tuple[Any, str, str]
+"""What a user registered: module, name, and one of ``"half"``, ``"bfloat16"``, ``"float"``, ``"promote"``."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wanted:
+    """What somebody wants to be installed, besides Apex's lists.
+
+    Attributes:
+        registrations: of the user's functions.
+        user_cast_preferred: a function that the user registered is cast as registered and not as listed too.
+        wide: see :class:`xamp.apex._casts.Casting`.
+        tag: what is cast how, for the keys of the compiler's caches.
+    """
+
+    registrations: tuple[Registration, ...] = ()
+    user_cast_preferred: bool = False
+    wide: bool = False
+    tag: str = ""
+
+
+@dataclasses.dataclass
+class _Place:
+    """Where a function stands, and how it is to be cast there: ``kinds`` as for ``make_wrapper``."""
+
+    owner: Any
+    name: str
+    kinds: tuple[str, ...] = ()
+    message: str = ""
+    wide: bool = False
+
+
+class _Patch:
+    """One function that was replaced."""
+
+    def __init__(self, place: _Place) -> None:
+        self.place, owner, name = place, place.owner, place.name
+        # What stands in the owner itself, and not what a class inherits or a module finds when asked.
+        self._before = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
+        self.original: Any = getattr(owner, name)
+        self._dress: Any = None
+        if isinstance(owner, type):
+            raw = inspect.getattr_static(owner, name)
+            if isinstance(raw, (staticmethod, classmethod)):
+                self.original, self._dress = raw.__func__, type(raw)
+            elif isinstance(raw, types.ClassMethodDescriptorType):
+                self._dress = staticmethod
+        self.made: Any = None
+
+    def install(self, place: _Place) -> None:
+        """Put a wrapper there; in place of an earlier one, where the kinds have changed."""
+        before, self.place = self.made, place
+        maker = _rnn.check_input_wrapper if place.kinds == (_rnn.CHECK_INPUT,) else None
+        if maker is not None:
+            self.made = maker(self.original)
+        else:
+            self.made = make_wrapper(self.original, place.name, place.kinds, place.message, wide=place.wide)
+        owner = place.owner
+        module = getattr(owner, "__module__" if isinstance(owner, type) else "__name__", None)
+        if isinstance(module, str):
+            # A pickle names it by where it stands, and finds there what its reader has.
+            self.made.__module__ = module
+            self.made.__qualname__ = f"{owner.__qualname__}.{place.name}" if isinstance(owner, type) else place.name
+        tell_script(self.original, self.made)
+        setattr(owner, place.name, self.made if self._dress is None else self._dress(self.made))
+        if before is not None:
+            forget_script(before)
+
+    def remove(self) -> None:
+        """Put back what was there; not where somebody has since put something else there."""
+        owner, name = self.place.owner, self.place.name
+        found = vars(owner).get(name) if hasattr(owner, "__dict__") else getattr(owner, name, None)
+        if found is self.made or (self._dress is not None and getattr(found, "__func__", None) is self.made):
+            if self._before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, self._before)
+        forget_script(self.made)
+
+
+_wanted: list[Wanted] = []
+_patches: dict[tuple[int, str], _Patch] = {}
+_lock = threading.RLock()
+
+
+def is_installed() -> bool:
+    """Whether functions are replaced."""
+    return bool(_patches)
+
+
+def hold(wanted: Wanted) -> None:
+    """Have functions replaced until :func:`release`.
+
+    Raises:
+        AttributeError, TypeError: a function that was registered cannot be replaced where it stands; nothing is.
+    """
+    with _lock:
+        if not _wanted:
+            _prepare_compiler()
+        _wanted.append(wanted)
+        try:
+            _apply()
+        except BaseException:
+            release(wanted)
+            raise
+
+
+def release(wanted: Wanted) -> None:
+    """End one :func:`hold`. With the last, everything is as it was."""
+    with _lock:
+        if wanted in _wanted:
+            _wanted.remove(wanted)
+            _apply()
+
+
+def _apply() -> None:
+    """Make what is installed what is wanted."""
+    plan = _plan() if _wanted else {}
+    for key in [key for key in reversed(_patches) if key not in plan]:
+        _patches.pop(key).remove()
+    for key, place in plan.items():
+        patch = _patches.get(key)
+        if patch is None:
+            patch = _Patch(place)
+            patch.install(place)
+            _patches[key] = patch
+        elif patch.place != place:
+            patch.install(place)
+    _active.outsiders = bool(_wanted)
+    if _wanted:
+        _active.is_asked_for = True
+    _forget()
+
+
+# ---------------------------------------------------------------- what is to be replaced
+
+
+def _plan() -> dict[tuple[int, str], _Place]:
+    """Every place that is to have a wrapper, by owner and name."""
+    found: dict[tuple[int, str], _Place] = {}
+    wide = any(wanted.wide for wanted in _wanted)
+    # What tensors are while a graph is lowered: a class of torch's that has methods of its own under the same names.
+    module = sys.modules.get("torch._subclasses.functional_tensor")
+    functional = getattr(module, "FunctionalTensor", types.SimpleNamespace())
+
+    def add(owner: Any, name: str, kind: str, message: str = "") -> None:
+        if not hasattr(owner, name):
+            return
+        place = found.setdefault((id(owner), name), _Place(owner, name, wide=wide))
+        if kind not in place.kinds:  # of two lists, the later one's wrapper is the outer one
+            place.kinds, place.message = (kind, *place.kinds), message or place.message
+        if owner is torch.Tensor and name in vars(functional):
+            add(functional, name, kind, message)
+
+    preferred = set()
+    for wanted in _wanted:
+        for owner, name, kind in wanted.registrations:
+            add(owner, name, kind)
+            if wanted.user_cast_preferred and kind != "promote":
+                preferred.add((id(owner), name))
+    for owner, name, kind, message in _listed():
+        if (id(owner), name) not in preferred or not kind.startswith(("lower", "float")):
+            add(owner, name, kind, message)
+    add(torch.nn.RNNBase, "check_input", _rnn.CHECK_INPUT)
+    for name in (*_rnn.RNNS, *_rnn.CELLS):
+        add(torch._VF, name, "lower")
+    registered = {(id(owner), name) for wanted in _wanted for owner, name, _ in wanted.registrations}
+    for owner, name, place in _aliases({key: place for key, place in found.items() if key not in registered}):
+        found.setdefault((id(owner), name), dataclasses.replace(place, owner=owner, name=name))
+    return found
+
+
+def _listed() -> Iterator[tuple[Any, str, str, str]]:
+    """Owner, name, kind and message of all that Apex lists."""
+    for lists in LISTS:
+        owner = _namespace(lists.module)
+        for name in dict.fromkeys((*lists.FP16_FUNCS, *lists.BFLOAT16_FUNCS)):
+            in_both = name in lists.FP16_FUNCS and name in lists.BFLOAT16_FUNCS
+            yield owner, name, "lower" if in_both else _only(name in lists.FP16_FUNCS), ""
+        for kind, names in (("float", lists.FP32_FUNCS), ("promote", lists.CASTS), ("sequence", lists.SEQUENCE_CASTS)):
+            for name in names:
+                yield owner, name, kind, ""
+        for name in in_place(lists.FP32_FUNCS) if lists.module != "torch.nn.functional" else ():
+            yield owner, name, "refuse_method" if isinstance(owner, type) else "refuse_function", ""
+        for name in in_place([*lists.FP16_FUNCS, *lists.CASTS]) if isinstance(owner, type) else ():
+            yield owner, name, "match", ""
+        for name, message in lists.BANNED_FUNCS:
+            yield owner, name, "banned", message
+
+
+def _only(fp16: bool) -> str:
+    return "lower_fp16" if fp16 else "lower_bf16"
+
+
+def _namespace(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(torch, name) if module == "torch" else importlib.import_module(path)
+
+
+def _aliases(places: Mapping[tuple[int, str], _Place]) -> Iterator[tuple[Any, str, _Place]]:
+    """Other names of listed functions, which came after Apex: ``nn.PReLU`` calls ``F.prelu``, and that is torch's."""
+    owners = (torch, torch.nn.functional)
+    functions = {
+        id(_original(place.owner, place.name)): place
+        for place in places.values()
+        if place.owner in (*owners, torch._VF)
+    }
+    for owner in owners:
+        for name in list(vars(owner)):
+            place_of = functions.get(id(_original(owner, name)))
+            if place_of is not None:
+                yield owner, name, place_of
+
+
+def _original(owner: Any, name: str) -> Any:
+    """What stands there where nothing is installed."""
+    patch = _patches.get((id(owner), name))
+    return getattr(owner, name) if patch is None else patch.original
+
+
+# ---------------------------------------------------------------- what remembers
+
+
+def _prepare_compiler() -> None:
+    """Have the compiler look up torch's functions while they are torch's: it does so once, and by name."""
+    with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
+        rules = importlib.import_module("torch._dynamo.trace_rules")
+        rules.get_torch_obj_rule_map()
+        rules.get_tensor_method()
+
+
+_tag: list[str] = []
+
+
+def _forget() -> None:
+    """Forget what was found or compiled while other functions stood there."""
+    for function in vars(torch.overrides).values():
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    config = torch.compiler.config
+    if not hasattr(config, "cache_key_tag"):
+        return
+    if _tag:
+        config.cache_key_tag = config.cache_key_tag.replace(_tag.pop(), "")
+    if _wanted:
+        # The keys of the compiler's caches on disk hold what was called, and not what comes of it.
+        told = [(place.name, place.kinds) for place in (patch.place for patch in _patches.values())]
+        digest = hashlib.sha256(repr((told, [wanted.tag for wanted in _wanted])).encode()).hexdigest()[:12]
+        _tag.append(f";xamp-apex-{digest}")
+        config.cache_key_tag += _tag[0]

@@ -1,0 +1,64 @@
+"""Which package named ``apex`` is installed, if any. Found out by looking, without importing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+__all__ = ["Installed", "find"]
+
+_NVIDIAS = ("amp", "normalization", "optimizers", "parallel", "transformer")
+"""Folders of which every Apex has some; NVIDIA's has no ``amp`` since May 2025."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Installed:
+    """A package that answers ``import apex``.
+
+    Attributes:
+        has_amp: ``apex.amp`` is in it; whether that imports and works on this torch is another question.
+        version: as its distribution says; empty where none does.
+        says: what it is, in a line.
+    """
+
+    has_amp: bool
+    version: str
+    says: str
+
+
+def find() -> Installed | None:
+    """What ``import apex`` would find; None where nothing is."""
+    try:
+        spec = importlib.util.find_spec("apex")
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    there = {name for name in _NVIDIAS for folder in folders if _is_in(folder, name)}
+    version = _version()
+    if "amp" in there:
+        return Installed(True, version, "an Apex with apex.amp")
+    if there:
+        return Installed(
+            False, version, "NVIDIA's Apex without apex.amp, which was removed in 2025: use `from xamp.apex import amp`"
+        )
+    return Installed(
+        False,
+        version,
+        "another project of the same name (on PyPI `apex` is a toolkit for the Pyramid web framework), not NVIDIA's "
+        "Apex: pip uninstall apex, and use `from xamp.apex import amp`",
+    )
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    return (folder / name).is_dir() or (folder / f"{name}.py").exists()
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,37 @@
+"""``from xamp.apex import amp``: what ``from apex import amp`` was, on any device, with its names and its rules."""
+
+from __future__ import annotations
+
+from xamp.apex._frontend import initialize
+from xamp.apex._functions import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from xamp.apex._handle import disable_casts, init
+from xamp.apex._scale_loss import load_state_dict, master_params, scale_loss, state_dict
+from xamp.apex._state import state as _amp_state
+
+__all__ = [
+    "_amp_state",
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "init",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "state_dict",
+]

@@ -1,0 +1,158 @@
+"""Run the conformance suite: whether each level means on a device what it means everywhere.
+
+Every usable device is tried unless one is named; what is named must be there. A capability that a backend declares and
+that fails is a failure; what it does not declare is listed as such, and --require turns that, and every skip, into a
+failure. Needs pytest and rich: pip install 'xamp[testing]'. Exit code 1 where a clause fails or no device that is asked
+for is usable, 2 for a name that there is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xamp
+from xamp.errors import BackendUnavailable, PolicyError, XampError
+
+if TYPE_CHECKING:
+    from xamp.testing.lane import Lane
+    from xamp.testing.run import Result
+
+__all__ = ["SCHEMA", "add_arguments", "run"]
+
+SCHEMA = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``xamp conformance``."""
+    parser.add_argument("--device", action="append", default=[], metavar="D", help="such as cuda or npu:1 (repeatable)")
+    parser.add_argument("--backend", default="auto", metavar="B", help="by name; default: the best one for the device")
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        metavar="CAP,...",
+        help="capabilities that must be there, such as O2,bf16,fused,distributed (repeatable)",
+    )
+    parser.add_argument(
+        "--clause",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run these only: a name or a glob, such as 'scaling.*' (repeatable)",
+    )
+    parser.add_argument("--ledger", default="", metavar="F", help="known gaps; default: what the backend's spec names")
+    parser.add_argument("--json", default="", metavar="F", help="write the results to a file, - for standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; 0 all that is declared passes, 1 something failed, 2 wrong use."""
+    unfit = _unfit(args)
+    if unfit:
+        return _say(2, unfit)
+    try:
+        lanes = _lanes(args)
+    except BackendUnavailable as error:
+        return _say(1 if _is_known(args) else 2, str(error))
+    except XampError as error:
+        return _say(2, str(error))
+    if not lanes:
+        return _say(1, "no backend can be used here; xamp doctor says why")
+    from xamp.cli._conformance_text import Progress, render
+    from xamp.testing.run import run as run_suite
+
+    try:
+        with Progress() as progress:
+            results = run_suite(lanes, args.clause, progress, ledger=args.ledger)
+    except PolicyError as error:
+        return _say(2, str(error))
+    described = json.dumps(_describe(lanes, results, args.clause), indent=2)
+    if args.json == "-":
+        print(described)
+    else:
+        if args.json:
+            Path(args.json).write_text(described + "\n", encoding="utf-8")
+        render(lanes, results, whole=not args.clause)
+    return int(any(result.outcome == "failed" for result in results))
+
+
+def _unfit(args: argparse.Namespace) -> str:
+    """Why it cannot run at all, or could not tell what came of it; empty where it can."""
+    missing = _missing()
+    if missing:
+        return f"{missing} is needed: pip install 'xamp[testing]', and a torch"
+    if not __debug__:
+        return "Python runs with -O, which takes the checks out: run it without"
+    if args.json not in ("", "-") and not Path(args.json).absolute().parent.is_dir():
+        return f"--json {args.json}: there is no such folder"
+    return ""
+
+
+def _missing() -> str:
+    missing = []
+    for name in ("torch", "pytest", "rich"):
+        try:
+            __import__(name)
+        except ImportError as error:
+            missing.append(f"{name} ({error})")
+    return ", ".join(missing)
+
+
+def _lanes(args: argparse.Namespace) -> list[Lane]:
+    from xamp.testing.lane import open_lane, parse_requirements, usable_lanes
+    from xamp.testing.ledger import read_ledger
+
+    read_ledger(args.ledger)
+    parse_requirements(args.require)
+    if args.device:
+        return [open_lane(args.backend, device, args.require) for device in dict.fromkeys(args.device)]
+    if args.backend != "auto":
+        return [open_lane(args.backend, "", args.require)]
+    return usable_lanes(args.require)
+
+
+def _is_known(args: argparse.Namespace) -> bool:
+    """Whether what is asked for exists, though it cannot be used."""
+    from xamp._registry import REGISTRY
+
+    specs = [spec for spec in REGISTRY.specs() if args.backend in ("auto", spec.name)]
+    types = {kind for spec in specs for kind in spec.device_types}
+    return bool(specs) and all(device.partition(":")[0] in types for device in args.device)
+
+
+def _describe(lanes: list[Lane], results: list[Result], clauses: list[str]) -> dict[str, Any]:
+    """All that came of a run, ready for JSON. Keys are added, never taken away, while ``schema`` stays."""
+    from xamp.testing.run import OUTCOMES
+
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}
+    return {
+        "schema": SCHEMA,
+        "ok": not counts["failed"],
+        "clauses": clauses,
+        "xamp": xamp.__version__,
+        "python": sys.version.split()[0],
+        "lanes": [_describe_lane(lane) for lane in lanes],
+        "counts": counts,
+        "results": [{"tier": result.tier, **dataclasses.asdict(result)} for result in results],
+    }
+
+
+def _describe_lane(lane: Lane) -> dict[str, Any]:
+    return {
+        "lane": lane.title,
+        "backend": str(lane),
+        "device": str(lane.device),
+        "name": lane.device_name,
+        "versions": dict(lane.backend.versions()),
+        "capabilities": dataclasses.asdict(lane.can),
+        "required": sorted(lane.required),
+    }
+
+
+def _say(code: int, text: str) -> int:
+    print(f"xamp conformance: {text}", file=sys.stderr)
+    return code

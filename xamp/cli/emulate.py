@@ -1,0 +1,70 @@
+"""Run a command where a device is emulated: `xamp emulate ascend:Ascend910A --devices 2 -- python train.py`.
+
+The name is a backend's for the kind of device, the part after the colon a chip. The vendor's own package runs
+unmodified, with operators computed on the CPU; what that proves and what it cannot is in docs/ascend.md. The exit code
+is the command's, or 2 where the emulation cannot be set up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import sys
+from collections.abc import Callable
+
+from xamp.errors import XampError
+
+__all__ = ["add_arguments", "run"]
+
+_Run = Callable[[str, int, list[str]], int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``xamp emulate``."""
+    parser.add_argument("what", metavar="NAME[:CHIP]", help="what is emulated, such as ascend or ascend:Ascend910A")
+    _add_options(parser)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after --")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; its exit code, or 2 for wrong use and where the emulation cannot be set up."""
+    name, _, chip = args.what.partition(":")
+    known = _emulations()
+    if name not in known:
+        return _refuse(f"{args.what!r}: nothing of that name can be emulated. Choose one of {', '.join(known)}.")
+    command = _command(args)
+    if not command:
+        return _refuse(f"no command given. Write it after --: xamp emulate {args.what} -- python train.py")
+    emulate: _Run = pkgutil.resolve_name(known[name])
+    try:
+        return emulate(chip, args.devices, command)
+    except XampError as error:
+        return _refuse(str(error))
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The words of the command; options between the name and ``--``, which argparse leaves, go to ``args``."""
+    words: list[str] = args.words
+    if not words or not words[0].startswith("-"):
+        return words
+    end = words.index("--") if "--" in words else len(words)
+    late = argparse.ArgumentParser(prog=f"xamp emulate {args.what}", add_help=False)
+    _add_options(late)
+    late.parse_args(words[:end], namespace=args)
+    return words[end + 1 :]
+
+
+def _emulations() -> dict[str, str]:
+    """Where the functions are, by what they emulate."""
+    from xamp._registry import REGISTRY
+
+    return {name: target for spec in REGISTRY.specs() for name, target in spec.emulations}
+
+
+def _refuse(text: str) -> int:
+    print(f"xamp emulate: {text}", file=sys.stderr)
+    return 2

@@ -1,0 +1,42 @@
+"""The conformance suite: what a level means, as tests that any backend must pass. Needs pytest: ``xamp[testing]``.
+
+A third party's test file is a class with the backend's name, run by pytest::
+
+    from xamp.testing import Conformance
+
+    class TestMine(Conformance):
+        backend = "mine"
+
+``xamp conformance`` runs the same on every device of the machine. See docs/backends.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xamp.testing.conformance import TIERS, Conformance
+    from xamp.testing.lane import CAPABILITIES, Lane, usable_lanes
+
+__all__ = ["CAPABILITIES", "TIERS", "Conformance", "Lane", "usable_lanes"]
+
+_HOMES = {"TIERS": "conformance", "Conformance": "conformance"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import pytest
+    except ImportError as error:
+        raise ImportError("xamp.testing needs pytest, which is not installed: pip install 'xamp[testing]'") from error
+    modules = {f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
+    pytest.register_assert_rewrite(*(modules - set(sys.modules)))  # so that pytest explains their asserts
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'lane')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

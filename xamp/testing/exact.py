@@ -1,0 +1,194 @@
+"""A model whose gradients are known, so that a plain loop in fp32 is an exact oracle; states compared to the bit.
+
+The gradient of :class:`Dot` is its input, whatever its weights: so in fp32, under autocast and in half precision the
+same numbers reach the optimizer, while the scale keeps them in range.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import xamp
+from xamp.testing.lane import Lane
+
+__all__ = [
+    "LR",
+    "Dot",
+    "Pair",
+    "assert_follows",
+    "assert_same",
+    "inputs",
+    "iterate",
+    "outcome",
+    "picture",
+    "plain_iterate",
+    "run_backward",
+    "sgd",
+    "start",
+    "stepped",
+]
+
+SIZES = (4, 3)
+"""Elements of ``Dot.first.weight`` and ``Dot.second.weight``."""
+
+LR = 0.125
+
+
+class Part(nn.Module):
+    """``weight . x``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(size,) -> ()."""
+        return (self.weight * x).sum()
+
+
+class Dot(nn.Module):
+    """``first . x[:4] + second . x[4:]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Part(SIZES[0])
+        self.second = Part(SIZES[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(7,) -> ()."""
+        loss: torch.Tensor = self.first(x[: SIZES[0]]) + self.second(x[SIZES[0] :])
+        return loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A model under xamp, and the same in plain fp32, each with an optimizer of its own."""
+
+    model: Any
+    optimizer: Any
+    plain_model: Any
+    plain_optimizer: Any
+
+
+def sgd(params: Any) -> Optimizer:
+    """SGD with momentum."""
+    return SGD(params, lr=LR, momentum=0.9)
+
+
+def start(lane: Lane, level: str, make: Any = sgd, **options: Any) -> Pair:
+    """A :class:`Dot` at ``level`` and its twin in fp32.
+
+    Args:
+        lane: Where; the clause ends there if it does not declare the level.
+        level: ``"O0"`` to ``"O5"``.
+        make: From parameters to an optimizer, for both.
+        **options: For ``initialize``; the scale starts at 64 unless they say otherwise.
+    """
+    lane.need(level)
+    model = Dot().to(lane.device)
+    plain = copy.deepcopy(model)
+    plain_optimizer, optimizer = make(plain.parameters()), make(model.parameters())
+    xamp.initialize(model, optimizer, level=level, **{"init_scale": 64.0, "verbosity": 0, **options})
+    return Pair(model, optimizer, plain, plain_optimizer)
+
+
+def inputs(count: int, lane: Lane, seed: int = 1) -> list[torch.Tensor]:
+    """Inputs of :class:`Dot`, (7,): eighths between -1 and 1, none of them 0, exact in every dtype and scale."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = torch.randint(1, 9, (count, sum(SIZES)), generator=generator) / 8
+    sign = torch.randint(0, 2, (count, sum(SIZES)), generator=generator) * 2 - 1
+    return list((magnitude * sign).to(lane.device))
+
+
+def run_backward(
+    loss: torch.Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    lane: Lane | None = None,
+    spoil: Iterable[torch.Tensor] = (),
+    **options: Any,
+) -> None:
+    """``scale_loss`` and backward; then the device of ``lane`` overflows in the gradients of ``spoil``."""
+    with xamp.scale_loss(loss, optimizers, **options) as scaled:
+        scaled.backward()
+        for param in spoil:
+            assert lane is not None
+            assert param.grad is not None
+            lane.overflow_(param.grad)
+
+
+def iterate(model: Any, optimizer: Any, x: torch.Tensor, lane: Lane | None = None, spoil: Sequence[str] = ()) -> None:
+    """One whole iteration, overflowing in the parameters named in ``spoil``."""
+    optimizer.zero_grad()
+    run_backward(model(x), optimizer, lane, [model.get_parameter(name) for name in spoil])
+    optimizer.step()
+
+
+def plain_iterate(model: Any, optimizer: Any, *xs: torch.Tensor) -> None:
+    """The reference: the same in plain torch, with one backward for each of ``xs``."""
+    optimizer.zero_grad()
+    for x in xs:
+        model(x).backward()
+    optimizer.step()
+
+
+def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
+    """What the optimizer steps: masters or parameters."""
+    return [p.detach() for group in optimizer.param_groups for p in group["params"]]
+
+
+def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
+    """Everything a step may move, copied."""
+    return copy.deepcopy(
+        {
+            "parameters": [p.detach() for p in model.parameters()],
+            "model": {key: value.detach() for key, value in model.state_dict().items()},
+            "stepped": [stepped(optimizer) for optimizer in optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        }
+    )
+
+
+def outcome(optimizer: Optimizer) -> str | None:
+    """What the optimizer's last step did, by name."""
+    last = xamp.session(optimizer).last_step
+    found = last[optimizer] if isinstance(last, dict) else last
+    return None if found is None else found.name
+
+
+def assert_follows(pair: Pair, rtol: float = 1e-6, atol: float = 1e-7) -> None:
+    """What xamp's optimizer steps is what the twin's parameters are, and the model's parameters are that, rounded."""
+    found, wanted = stepped(pair.optimizer), [p.detach() for p in pair.plain_model.parameters()]
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+    for param, master in zip(pair.model.parameters(), found, strict=True):
+        assert torch.equal(param.detach(), master.to(param.dtype)), "a parameter does not follow its master"
+
+
+def assert_same(now: Any, before: Any, where: str = "") -> None:
+    """``now`` is ``before``, bit for bit."""
+    assert type(now) is type(before), where
+    if isinstance(before, torch.Tensor):
+        assert now.dtype == before.dtype, where
+        assert now.shape == before.shape, where
+        assert torch.equal(_bits(now), _bits(before)), f"{where} moved"
+    elif isinstance(before, dict):
+        assert list(now) == list(before), where
+        for key, value in before.items():
+            assert_same(now[key], value, f"{where}[{key!r}]")
+    elif isinstance(before, (list, tuple)):
+        assert len(now) == len(before), where
+        for index, value in enumerate(before):
+            assert_same(now[index], value, f"{where}[{index}]")
+    else:
+        assert now == before, where
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().contiguous()
+    return flat.view(-1).view(torch.uint8) if flat.numel() else flat

@@ -1,0 +1,133 @@
+"""Optimizers in each of their implementations, at each setting that scales, beside the same in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from xamp.testing.exact import LR, Pair, start
+from xamp.testing.lane import Lane
+
+__all__ = ["FEW", "FORMS", "FUSIBLE", "SETTINGS", "Form", "begin", "level_of", "rounding"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "O1": {},
+    "O2": {},
+    "O2-mixed": {"keep_fp32": ["*second"]},
+    "O3": {"loss_scale": "dynamic"},
+    "O4": {"loss_scale": "dynamic"},
+    "O5": {"loss_scale": "dynamic"},
+}
+"""Each level under a dynamic scale; mixed: the optimizer steps masters and plain fp32 parameters side by side."""
+
+WAYS: dict[str, dict[str, bool]] = {
+    "for-loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+    "auto": {},
+}
+
+HALF_EPS = 2.0**-10
+"""What fp16 does not round to zero, as it does the default of the Adam family."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """An optimizer class, its arguments, and which of its implementations runs.
+
+    Attributes:
+        cls: A class of ``torch.optim``.
+        options: Its arguments, but for parameters and learning rate.
+        way: One of :data:`WAYS`.
+    """
+
+    cls: type[Optimizer]
+    options: dict[str, Any]
+    way: str
+
+    def need(self, lane: Lane) -> None:
+        """End the clause as not declared where ``lane`` has no such form."""
+        if self.way == "fused" and self.cls.__name__ not in lane.can.fused_optimizers:
+            lane.need("fused")
+            lane.lacks(f"a fused {self.cls.__name__} that honours found_inf")
+        if self.way == "capturable" and not self.runs(lane):
+            lane.lacks(f"a capturable {self.cls.__name__}, which torch does not have here")
+
+    def make(self, params: Any, half: bool = False) -> Optimizer:
+        """The optimizer over ``params``; ``half``: what it steps is fp16."""
+        made: Any = self.cls
+        eps = {"eps": HALF_EPS} if half and "eps" in inspect.signature(made).parameters else {}
+        optimizer: Optimizer = made(params, lr=LR, **self.options, **eps, **WAYS[self.way])
+        return optimizer
+
+    def runs(self, lane: Lane) -> bool:
+        """Whether torch has this form for the device at all."""
+        weight = torch.nn.Parameter(torch.ones(2, device=lane.device))
+        weight.grad = torch.ones_like(weight)
+        try:
+            self.make([weight]).step()
+        except (RuntimeError, NotImplementedError, AssertionError):
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return "-".join([self.cls.__name__, *self.options, self.way])
+
+
+_CLASSES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {}),
+    (SGD, {"momentum": 0.9}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (Adam, {}),
+    (Adam, {"amsgrad": True}),
+    (AdamW, {}),
+    (Adagrad, {}),
+]
+FORMS = [Form(cls, options, way) for cls, options in _CLASSES for way in ("for-loop", "foreach", "fused", "auto")]
+FORMS += [Form(RMSprop, {"momentum": 0.9}, way) for way in ("for-loop", "foreach", "capturable")]
+FORMS += [Form(Adam, {"amsgrad": True}, "capturable"), Form(AdamW, {}, "capturable")]
+
+FEW = [Form(SGD, {"momentum": 0.9}, "for-loop"), Form(Adam, {"amsgrad": True}, "auto")]
+"""One that the host decides for, and one that is fused where it can be."""
+
+FUSIBLE: dict[str, Any] = {
+    name: cls
+    for name, cls in sorted(vars(torch.optim).items())
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters
+}
+"""The classes of this torch that can be asked for a fused form, by name."""
+
+
+def level_of(setting: str) -> str:
+    """The level of one of :data:`SETTINGS`."""
+    return setting.partition("-")[0]
+
+
+def begin(lane: Lane, setting: str, form: Form, **options: Any) -> Pair:
+    """A model at one of :data:`SETTINGS` and its twin, stepped by the same form.
+
+    The twin is fp32; at O3, which has no masters, it is fp16 as the model is.
+    """
+    form.need(lane)
+    half = level_of(setting) == "O3"
+    pair = start(lane, level_of(setting), lambda params: form.make(params, half), **{**SETTINGS[setting], **options})
+    if not half:
+        return pair
+    pair.plain_model.half()
+    return dataclasses.replace(pair, plain_optimizer=form.make(pair.plain_model.parameters(), half))
+
+
+def rounding(setting: str, form: Form) -> dict[str, float]:
+    """How far :func:`assert_follows` may be off: where the two take different forms, by that forms' rounding.
+
+    A capturable step corrects its moments in fp32 on the device, a fused one in more digits: 8e-6 apart were seen.
+    """
+    open_choice = form.way in ("auto", "capturable")  # the fused form may run here, and not in the twin
+    if level_of(setting) == "O3" and open_choice:
+        return {"rtol": 2.0**-8, "atol": 2.0**-8}
+    return {"rtol": 3e-5, "atol": 3e-6} if form.way == "capturable" else {}

@@ -1,0 +1,163 @@
+"""Tier scaling, third part: a ``xamp.GradScaler`` that a script steps by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+
+import xamp
+from xamp.errors import LossScaleCollapsed, StateError
+from xamp.testing.exact import (
+    Dot,
+    Pair,
+    assert_follows,
+    assert_same,
+    inputs,
+    picture,
+    start,
+)
+from xamp.testing.forms import FEW, Form
+from xamp.testing.lane import Lane
+from xamp.testing.scale_rules import Rule, overflows
+from xamp.testing.tier import Tier
+
+__all__ = ["ByHand"]
+
+BY_HAND = [*FEW, Form(SGD, {"momentum": 0.9}, "fused"), Form(Adam, {}, "fused"), Form(Adam, {}, "foreach")]
+RULE = Rule(start=1024.0, interval=4)
+MAX_NORM = 0.5
+
+
+class ByHand(Tier):
+    """By hand, loss scales and optimizers go by the same rules."""
+
+    tier = "scaling"
+
+    @pytest.mark.parametrize("form", BY_HAND, ids=str)
+    @pytest.mark.parametrize("way", ["step", "unscale", "clip"])
+    def test_grad_scaler(self, lane: Lane, form: Form, way: str) -> None:
+        """``xamp.GradScaler`` over 60 iterations with overflows: scale, weights and outcome are as they must be."""
+        pair, scaler = _by_hand(lane, form), _scaler(RULE)
+        spoilt = [False, *overflows(59, seed=2)]  # torch's fused SGD needs a step to make its buffers
+        wanted = RULE.scales(spoilt)
+        for overflow, x in zip(spoilt, inputs(60, lane), strict=True):
+            pair.optimizer.zero_grad()
+            with xamp.autocast():
+                loss = pair.model(x)
+            scaler.scale(loss).backward()
+            if overflow:
+                lane.overflow_(pair.model.second.weight.grad)
+            if way != "step":
+                scaler.unscale_(pair.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(pair.model.parameters(), MAX_NORM) if way == "clip" else None
+            still = picture(pair.model, pair.optimizer)
+            scaler.step(pair.optimizer)
+            if overflow:
+                assert_same(picture(pair.model, pair.optimizer), still)
+            else:
+                plain_norm = _plain_step(pair, x, way == "clip")
+                assert norm is None or torch.allclose(norm, plain_norm, rtol=1e-6, atol=0)
+            scaler.update()
+            assert scaler.last_step is xamp.StepOutcome["SKIPPED" if overflow else "APPLIED"]
+            assert scaler.get_scale() == next(wanted)
+        assert (scaler.stats.applied, scaler.stats.skipped) == (60 - sum(spoilt), sum(spoilt))
+        assert_follows(pair, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("spoilt", [0, 1])
+    def test_grad_scaler_of_two_optimizers(self, lane: Lane, spoilt: int) -> None:
+        """One ``update`` for two optimizers: the one that overflowed skips (both, on a chip with a flag), once."""
+        scaler = _scaler(RULE)
+        pairs = [_by_hand(lane, form) for form in FEW]
+        for count, x in enumerate(inputs(6, lane)):
+            for pair in pairs:
+                pair.optimizer.zero_grad()
+            scaler.scale(sum(pair.model(x) for pair in pairs)).backward()
+            if count == 2:
+                lane.overflow_(pairs[spoilt].model.first.weight.grad)
+            for index, pair in enumerate(pairs):
+                skips = count == 2 and (index == spoilt or lane.can.overflow == "flag")
+                still = picture(pair.model, pair.optimizer)
+                scaler.step(pair.optimizer)
+                if skips:
+                    assert_same(picture(pair.model, pair.optimizer), still)
+                else:
+                    _plain_step(pair, x, clip=False)
+            scaler.update()
+            skipped = [scaler.last_step[pair.optimizer] is xamp.StepOutcome.SKIPPED for pair in pairs]
+            both = lane.can.overflow == "flag"
+            assert skipped == [count == 2 and (both or index == spoilt) for index in (0, 1)]
+            for pair in pairs:
+                assert_follows(pair)
+        assert scaler.get_scale() == RULE.start / 2
+
+    def test_grad_scaler_floor(self, lane: Lane) -> None:
+        """It stops at its floor, and 50 overflows in a row there are an error, once, that the next step survives."""
+        pair, scaler = _by_hand(lane, FEW[0]), _scaler(Rule(start=8.0))
+        still, reported = picture(pair.model, pair.optimizer), []
+        x = inputs(1, lane)[0]
+        for count in range(1, 61):
+            pair.optimizer.zero_grad()
+            scaler.scale(pair.model(x)).backward()
+            lane.overflow_(pair.model.first.weight.grad)
+            try:
+                scaler.step(pair.optimizer)
+            except LossScaleCollapsed:
+                reported.append(count)
+            scaler.update()
+            assert scaler.get_scale() == max(8.0 / 2**count, 1.0)
+        assert reported == [53]
+        assert_same(picture(pair.model, pair.optimizer), still)
+
+    def test_grad_scaler_order(self, lane: Lane) -> None:
+        """Stepping, unscaling or updating twice, or a managed optimizer, raises and does nothing."""
+        pair, scaler = _by_hand(lane, FEW[0]), _scaler(RULE)
+        x = inputs(1, lane)[0]
+        scaler.scale(pair.model(x)).backward()
+        scaler.unscale_(pair.optimizer)
+        managed = start(lane, "O1")
+        with pytest.raises(StateError, match="already"):
+            scaler.unscale_(pair.optimizer)
+        with pytest.raises(StateError, match="manages this optimizer"):
+            scaler.step(managed.optimizer)
+        scaler.step(pair.optimizer)
+        with pytest.raises(StateError, match="already"):
+            scaler.step(pair.optimizer)
+        with pytest.raises(StateError, match="after step"):
+            scaler.unscale_(pair.optimizer)
+        scaler.update()
+        with pytest.raises(StateError, match="update"):
+            scaler.update()
+        _plain_step(pair, x, clip=False)
+        assert_follows(pair)
+        assert scaler.get_scale() == RULE.start
+
+
+def _by_hand(lane: Lane, form: Form) -> Pair:
+    """A model and its twin in fp32, neither under ``initialize``."""
+    lane.need("O1")
+    form.need(lane)
+    model = Dot().to(lane.device)
+    plain = copy.deepcopy(model)
+    return Pair(model, form.make(model.parameters()), plain, form.make(plain.parameters()))
+
+
+def _scaler(rule: Rule) -> Any:
+    return xamp.GradScaler(
+        init_scale=rule.start,
+        growth_factor=rule.growth,
+        backoff_factor=rule.backoff,
+        growth_interval=rule.interval,
+    )
+
+
+def _plain_step(pair: Pair, x: torch.Tensor, clip: bool) -> torch.Tensor:
+    """The same iteration in plain torch; returns the norm, which is clipped where asked."""
+    pair.plain_optimizer.zero_grad()
+    pair.plain_model(x).backward()
+    norm = torch.nn.utils.clip_grad_norm_(pair.plain_model.parameters(), MAX_NORM if clip else float("inf"))
+    pair.plain_optimizer.step()
+    return norm

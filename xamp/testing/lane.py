@@ -1,0 +1,197 @@
+"""A lane: one device, its backend, and what that declares. What a clause of the suite runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from xamp import _registry
+from xamp.contract import Backend, Capabilities
+from xamp.errors import BackendUnavailable, PolicyError
+from xamp.policy import LEVELS
+
+__all__ = ["CAPABILITIES", "SKIPPED", "UNDECLARED", "Lane", "open_lane", "parse_requirements", "usable_lanes"]
+
+CAPABILITIES = {
+    **{name: f"level {name}" for name in LEVELS},
+    "float16": "computing in float16",
+    "bfloat16": "computing in bfloat16",
+    "fused": "fused optimizers that honour found_inf",
+    "portable": "the portable op policy",
+    "native": "the device's own op list",
+    "distributed": "two processes, over the process group that the backend declares",
+    "compile": "torch.compile",
+}
+"""What ``--require`` can ask for."""
+
+_ALIASES = {"fp16": "float16", "bf16": "bfloat16"}
+
+UNDECLARED = "not declared: "
+SKIPPED = "cannot be tried here: "
+"""How the reason of a skip begins: the backend does not claim the capability, or something else is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """One device, its backend and what that declares.
+
+    Attributes:
+        backend: The backend, whose probe passed.
+        device: Where tensors are made.
+        required: Capabilities whose absence is a failure.
+    """
+
+    backend: Backend
+    device: torch.device
+    required: frozenset[str] = frozenset()
+
+    @property
+    def can(self) -> Capabilities:
+        """What the backend declares for the device."""
+        return self.backend.capabilities(self.device)
+
+    @property
+    def kind(self) -> str:
+        """The device's type, such as ``"cpu"``."""
+        return self.device.type
+
+    @property
+    def title(self) -> str:
+        """What tells it from other lanes: the backend's name and the index, where one is named, as in ``"cuda:1"``."""
+        _, colon, index = str(self.device).partition(":")
+        return f"{self}{colon}{index}"
+
+    @property
+    def device_name(self) -> str:
+        """What the backend calls the device, such as a card's name."""
+        names = list(self.backend.devices())
+        index = self.device.index or 0
+        return names[index] if index < len(names) else self.kind
+
+    @functools.cached_property
+    def has_grad_scaler(self) -> bool:
+        """Whether torch.amp.GradScaler runs there."""
+        param = torch.nn.Parameter(torch.ones(4, device=self.device))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        try:
+            scaler = torch.amp.GradScaler(self.kind)
+            scaler.scale(param.sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, AssertionError):
+            return False
+        return scaler.is_enabled()
+
+    def overflow_(self, grad: torch.Tensor) -> None:
+        """Make this device overflow, into ``grad``."""
+        with torch.no_grad():
+            self.backend.make_overflow_(grad)
+
+    def declares(self, capability: str) -> bool:
+        """Whether the backend claims ``capability``, one of :data:`CAPABILITIES`; it need not claim ``compile``."""
+        can = self.can
+        if capability in LEVELS:
+            return capability in can.levels
+        declared = {
+            "float16": "float16" in can.dtypes,
+            "bfloat16": "bfloat16" in can.dtypes,
+            "fused": bool(can.fused_optimizers),
+            "portable": "portable" in can.op_policies,
+            "native": "native" in can.op_policies,
+            "distributed": bool(can.process_group),
+            "compile": True,
+        }
+        return declared[capability]
+
+    def need(self, *capabilities: str) -> None:
+        """End the clause as not declared, or as failed where it is required, unless the backend claims all of these."""
+        for capability in capabilities:
+            if not self.declares(capability):
+                self._end(capability, f"{UNDECLARED}{CAPABILITIES[capability]}")
+
+    def lacks(self, what: str) -> NoReturn:
+        """End the clause as not declared: ``what``, in a few words, is no capability that can be required."""
+        pytest.skip(f"{UNDECLARED}{what}")
+
+    def cannot(self, capability: str, reason: str) -> NoReturn:
+        """End the clause as skipped, or as failed where ``capability`` is required.
+
+        Args:
+            capability: One of :data:`CAPABILITIES`.
+            reason: What is missing here, in a few words.
+        """
+        self._end(capability, f"{SKIPPED}{CAPABILITIES[capability]}: {reason}")
+
+    def _end(self, capability: str, reason: str) -> NoReturn:
+        if capability in self.required:
+            pytest.fail(f"{capability} is required on {self}, and {reason}", pytrace=False)
+        pytest.skip(reason)
+
+    def __str__(self) -> str:
+        return self.backend.name
+
+
+def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = ()) -> Lane:
+    """The lane of a backend on a device.
+
+    Args:
+        backend: Its name; ``"auto"``: the best one for the device.
+        device: Such as ``"cuda"`` or ``"cuda:1"``; empty: the first device type that the backend serves.
+        require: Capabilities whose absence is a failure, as :func:`parse_requirements` takes them.
+
+    Raises:
+        BackendUnavailable: There is none such, or it does not work; says why.
+        PolicyError: A capability that there is not, or what is no name of a device.
+    """
+    required = parse_requirements(require)
+    if not device:
+        specs = [spec for spec in _registry.REGISTRY.specs() if spec.name == backend]
+        device = specs[0].device_types[0] if specs else _registry.HOST
+    found = _registry.resolve(backend, device.partition(":")[0])
+    return Lane(found, _device(found, device), required)
+
+
+def _device(backend: Backend, name: str) -> torch.device:
+    """Only once the backend is loaded, which may bring its device with it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise PolicyError(f"device={name!r}: {error}. Name a type, or one of its devices, such as 'cuda:1'.") from error
+    count = len(list(backend.devices()))
+    if (device.index or 0) >= max(count, 1):
+        raise BackendUnavailable(f"device={name!r}: there {'is' if count == 1 else 'are'} {count} of this type")
+    return device
+
+
+def usable_lanes(require: Iterable[str] = ()) -> list[Lane]:
+    """A lane for each backend whose probe passed, on its first device type; each device type once."""
+    lanes: dict[str, Lane] = {}
+    for report in _registry.available_backends():
+        if report.usable and report.device_types[0] not in lanes:
+            kind = report.device_types[0]
+            lanes[kind] = open_lane(report.name, kind, require)
+    return list(lanes.values())
+
+
+def parse_requirements(require: Iterable[str]) -> frozenset[str]:
+    """Names of capabilities, each item one or several between commas, in their full spelling.
+
+    Raises:
+        PolicyError: One that there is not; lists those that there are.
+    """
+    items: list[Any] = list(require)
+    names = [part.strip() for item in items for part in str(item).split(",") if part.strip()]
+    full = [_ALIASES.get(name, name) for name in names]
+    for given, name in zip(names, full, strict=True):
+        if name not in CAPABILITIES:
+            raise PolicyError(
+                f"require={given!r}: there is no such capability. There are {', '.join(CAPABILITIES)}; "
+                "take one of these."
+            )
+    return frozenset(full)

@@ -1,0 +1,284 @@
+"""Tier numerics: what each level computes, as numbers, on real models."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xamp
+from xamp.policy import LEVELS
+from xamp.testing.lane import Lane
+from xamp.testing.models import TASKS, Batch, Task, checkpointed, parts_of
+from xamp.testing.nets import COPIES, Distilled, Nested, Result, ran_in
+from xamp.testing.tier import Tier
+from xamp.testing.training import by_hand, distance, exact, match, ours, plain_gradients, start_loop, train, worst
+
+__all__ = ["Numerics"]
+
+LOWER = ("O1", "O2", "O3", "O4", "O5")
+SEEDS = range(3)
+STEPS = 12
+
+GRADIENTS = {"float16": 3e-3, "bfloat16": 2e-2}
+"""Norm of the error over norm of the gradient, of the whole vector, by the level's dtype. A CPU: 1.1e-3 and 5.8e-3."""
+OUTPUTS = {"float16": 2e-3, "bfloat16": 1.5e-2}
+"""The same of a model's outputs. A CPU: 6.6e-4 and 5.5e-3."""
+CURVE = {"float16": 3e-3, "bfloat16": 1e-2}
+"""How far a loss may be from that in fp32, as a part of the first one. A CPU: 3e-4 and 1.5e-3."""
+LEARNED = 0.75
+"""The mean of the last three losses is below this part of the mean of the first three. A CPU: 0.17 to 0.71."""
+AGAINST_HAND = 1.25
+"""A parameter's error over that of the hand-written loop, over all seeds."""
+COUNTED = 1e-6
+"""Parameters whose gradient is smaller than this part of the largest are left out there: they are all rounding."""
+
+TRAINED = [
+    (level, task)
+    for level in LOWER
+    for task in TASKS.values()
+    if level != "O3" or task.name != "recurrent"  # SGD, which is what O3 can do, does not learn it in so few steps
+]
+
+each_task = pytest.mark.parametrize("task", TASKS.values(), ids=str)
+each_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def dtype_of(level: str) -> str:
+    """Name of the lower dtype of a level that has one."""
+    return LEVELS[level].dtype or "float32"
+
+
+class Numerics(Tier):
+    """What each level computes, as numbers."""
+
+    tier = "numerics"
+
+    @each_task
+    @each_level
+    def test_gradients_near_fp64(self, lane: Lane, level: str, task: Task) -> None:
+        """The gradient is that of fp64, to the rounding of the level's dtype; at O0 to that of the device's fp32."""
+        lane.need(level)
+        for seed in SEEDS:
+            model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
+            wanted = exact(task, model, batch)
+            error = distance(ours(task, model, batch, level), wanted)
+            assert error <= _bound(task, model, batch, level), f"relative error of the gradient, seed {seed}"
+
+    @each_task
+    @pytest.mark.parametrize("level", ["O1", "O4"])
+    def test_no_worse_than_by_hand(self, lane: Lane, level: str, task: Task) -> None:
+        """No parameter's gradient is further from fp64 than by torch.autocast and torch.amp.GradScaler, by hand.
+
+        Both by the device's own list of operators; the portable policy has its bound in ``gradients_near_fp64``.
+        """
+        lane.need(level, "native")
+        errors: dict[str, list[float]] = {}
+        for seed in SEEDS:
+            model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
+            hand = by_hand(task, model, batch, getattr(torch, dtype_of(level)))
+            if hand is None:  # the bound of the clause above is all there is
+                lane.lacks(f"{task} in {dtype_of(level)} under torch.autocast, which plain torch cannot train here")
+            wanted, found = exact(task, model, batch), ours(task, model, batch, level, op_policy="native")
+            largest = max(float(grad.norm()) for grad in wanted.values())
+            for name, grad in wanted.items():
+                if float(grad.norm()) > COUNTED * largest:
+                    sums = errors.setdefault(name, [0.0, 0.0])
+                    for place, other in enumerate((found[name], hand[name])):
+                        sums[place] += (other - grad).square().sum().item()
+        assert errors
+        worse = {name: (a**0.5, b**0.5) for name, (a, b) in errors.items() if a**0.5 > AGAINST_HAND * b**0.5}
+        assert worse == {}, "by name: error, error by hand"
+
+    @pytest.mark.parametrize(("level", "task"), TRAINED, ids=[f"{level}-{task}" for level, task in TRAINED])
+    def test_training_follows_fp32(self, lane: Lane, level: str, task: Task) -> None:
+        """The loss before every single step is that of fp32, and falls."""
+        lane.need(level)
+        plain, found = (train(task, lane, each, STEPS, sgd=level == "O3") for each in (None, level))
+        assert found.isfinite().all()
+        gap = ((found - plain).abs().max() / plain[0]).item()
+        assert gap <= CURVE[dtype_of(level)], f"{found.tolist()} is not {plain.tolist()}"
+        assert found[-3:].mean() < LEARNED * found[:3].mean(), "the loss does not fall"
+
+    @each_task
+    def test_o0_is_plain_torch(self, lane: Lane, task: Task) -> None:
+        """Training at O0 moves every parameter to what plain torch moves it to: bit for bit, if the device can."""
+
+        def run(level: str | None) -> list[torch.Tensor]:
+            loop = start_loop(task, lane, level)
+            return [loop.steps(5), *loop.stepped()]
+
+        lane.need("O0")
+        found, allowed = match(run("O0"), lambda: run(None))
+        assert found <= allowed
+
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
+    @each_level
+    def test_checkpointing_is_exact(self, lane: Lane, level: str, reentrant: bool) -> None:
+        """What activation checkpointing recomputes in backward is what forward computed: the same gradients."""
+        lane.need(level)
+        kept, recomputed = checkpointed(None), checkpointed(reentrant)
+        batch = kept.batch(0, lane.device)
+
+        def run(task: Task, bare: bool) -> list[torch.Tensor]:
+            model = task.make(lane.device)
+            torch.manual_seed(3)  # for dropout
+            return list(ours(task, model, batch, level, bare=bare).values())
+
+        for bare in (False,) if LEVELS[level].master_weights else (False, True):
+            found = run(recomputed, bare)
+            assert found
+            gap, allowed = match(found, functools.partial(run, kept, bare))
+            assert gap <= allowed, "in loss.backward()" if bare else "in scale_loss"
+
+    @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+    @each_level
+    def test_no_grad_then_grad(self, lane: Lane, level: str, mode: str) -> None:
+        """A forward without gradients before one with them, in one region, takes no gradient away from the latter."""
+        lane.need(level)
+        task = dataclasses.replace(TASKS["convolutions"], build=lambda: Distilled(getattr(torch, mode)))
+        model, batch = task.make(lane.device), task.batch(0, lane.device)
+        wanted = exact(task, model, batch)
+        found = ours(task, model, batch, level)
+        assert sorted(found) == sorted(wanted)
+        assert distance(found, wanted) <= _bound(task, model, batch, level)
+
+    @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+    @each_level
+    def test_validation_between_steps(self, lane: Lane, level: str, mode: str) -> None:
+        """Evaluation between training steps gives what fp32 gives, and training goes on as without it."""
+        lane.need(level)
+        bound = OUTPUTS[dtype_of(level)] if LEVELS[level].dtype else 1e-5
+        for task in (TASKS["convolutions"], TASKS["transformer"]):
+            loop, plain = (start_loop(task, lane, each, sgd=True) for each in (level, None))
+            for _ in range(3):
+                loop.step()
+                plain.step()
+                with getattr(torch, mode)():
+                    found, wanted = (_evaluate(task, each.model, lane) for each in (loop, plain))
+                assert not found.requires_grad
+                assert _apart(found, wanted) <= 4 * bound  # of weights that have gone apart since
+            gap, allowed = match(loop.stepped(), functools.partial(_trained, task, lane, level))
+            assert gap <= allowed, "evaluation moved the training"
+
+    @each_task
+    @each_level
+    def test_inference(self, lane: Lane, level: str, task: Task) -> None:
+        """Without an optimizer: outputs are fp32 and near those of fp32, in training mode and in evaluation."""
+        lane.need(level)
+        model = task.make(lane.device)
+        plain = copy.deepcopy(model)
+        xamp.initialize(parts_of(task, model), level=level, verbosity=0)
+        with torch.no_grad():
+            for training in (True, False, True):
+                found, wanted = (task.predict(m.train(training), task.batch(0, lane.device)) for m in (model, plain))
+                assert found.dtype == torch.float32
+                if LEVELS[level].dtype is None:
+                    assert _apart(found, wanted) <= 1e-6
+                else:
+                    assert 0 < _apart(found, wanted) <= OUTPUTS[dtype_of(level)]
+
+    @each_level
+    def test_outputs_are_fp32(self, lane: Lane, level: str) -> None:
+        """Floating outputs are fp32, however they are nested; whole numbers, fp64 and everything else stay."""
+        lane.need(level)
+        model: Any = Nested().to(lane.device)
+        xamp.initialize(model, level=level, verbosity=0)
+        made = model({"x": torch.ones(2, 4, device=lane.device)})
+        assert type(made) is Result
+        assert made.first.dtype == torch.float32
+        assert [type(made.rest), type(made.rest["more"])] == [dict, list]
+        (value, count), double, name = made.rest["more"], made.rest["double"], made.rest["name"]
+        assert (value.dtype, count.dtype, double.dtype) == (torch.float32, torch.int64, torch.float64)
+        assert name == "as it was"
+        assert ran_in(made.first) == ran_in(value) == getattr(torch, dtype_of(level))
+
+    @each_level
+    def test_outputs_as_asked(self, lane: Lane, level: str) -> None:
+        """``cast_model_outputs`` leaves outputs in the dtype that they were computed in, or casts them to another."""
+        lane.need(level)
+        own = getattr(torch, dtype_of(level))
+        for asked, wanted in ((False, own), (True, torch.float32), (own, own)):
+            model: Any = Nested().to(lane.device)
+            xamp.initialize(model, level=level, cast_model_outputs=asked, verbosity=0)
+            made = model({"x": torch.ones(2, 4, device=lane.device)})
+            assert (made.first.dtype, made.rest["more"][0].dtype) == (wanted, wanted), f"cast_model_outputs={asked}"
+
+    @each_level
+    def test_more_methods(self, lane: Lane, level: str) -> None:
+        """``methods=("generate",)`` runs under the policy as ``forward`` does, and gives fp32."""
+        lane.need(level)
+        model: Any = Nested().to(lane.device)
+        xamp.initialize(model, level=level, methods=("generate",), verbosity=0)
+        made = model.generate(torch.ones(2, 4, device=lane.device))
+        assert made.dtype == torch.float32
+        assert ran_in(made) == getattr(torch, dtype_of(level))
+
+    @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+    @each_level
+    def test_copies_run_the_policy(self, lane: Lane, level: str, way: str) -> None:
+        """A copy of a model, a pickled one too, gives the same outputs in the same dtypes, by weights of its own."""
+        lane.need(level)
+        model: Any = Nested().to(lane.device)
+        xamp.initialize(model, level=level, verbosity=0)
+        twin, batch = COPIES[way](model), {"x": torch.ones(2, 4, device=lane.device)}
+        wanted, found = model(batch), twin(batch)
+        assert found.first.dtype == torch.float32
+        assert ran_in(found.first) == getattr(torch, dtype_of(level))
+        assert worst([found.first], [wanted.first]) == 0.0
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        assert worst([twin(batch).first], [wanted.first]) == 0.0, "the copy runs the original's weights"
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_vanishing_gradients(self, lane: Lane, level: str) -> None:
+        """Gradients too small for fp16 arrive, exactly, by the loss scale; without it they are zero."""
+        lane.need(level)
+        tiny, grads = 2.0**-26, {}
+        for scale in (None, 1.0):
+            model = nn.Linear(4, 2, bias=False).to(lane.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            xamp.initialize(model, optimizer, level=level, loss_scale=scale, verbosity=0)
+            loss = model(torch.ones(1, 4, device=lane.device)).sum() * tiny
+            with xamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            (param,) = xamp.master_params(optimizer)
+            assert param.grad is not None
+            grads[scale] = param.grad.unique().tolist()
+        assert grads == {None: [tiny], 1.0: [0.0]}
+
+
+# ---------------------------------------------------------------- what clauses share
+
+
+def _bound(task: Task, model: nn.Module, batch: Batch, level: str) -> float:
+    """On the error of the gradient; at O0 by what the device makes of fp32, which may be a shorter format."""
+    if LEVELS[level].dtype is not None:
+        return GRADIENTS[dtype_of(level)]
+    return max(1e-5, 1.5 * distance(plain_gradients(task, model, batch), exact(task, model, batch)))
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over norm of what is wanted."""
+    a, b = found.detach().cpu().double(), wanted.detach().cpu().double()
+    return float((a - b).norm() / b.norm())
+
+
+def _evaluate(task: Task, model: Any, lane: Lane) -> torch.Tensor:
+    """The model's outputs in evaluation mode; it is in training mode afterwards."""
+    model.eval()
+    made = task.predict(model, task.batch(99, lane.device))
+    model.train()
+    return made
+
+
+def _trained(task: Task, lane: Lane, level: str) -> list[torch.Tensor]:
+    loop = start_loop(task, lane, level, sgd=True)
+    loop.steps(3)
+    return loop.stepped()

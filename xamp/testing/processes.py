@@ -1,0 +1,43 @@
+"""Python processes of their own, in which the lane on trial is there too, though only this process knew its backend.
+
+``python -m xamp.testing.processes LANE MODULE ARGUMENT...`` calls ``main(lane, *arguments)`` of the module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+
+from xamp import _registry
+from xamp._plugins import spec_of
+from xamp.testing.lane import Lane, open_lane
+
+__all__ = ["command", "environment", "main"]
+
+
+def command(lane: Lane, module: str, *arguments: str) -> list[str]:
+    """The command line that calls ``module.main(lane, *arguments)``."""
+    described = {"spec": dataclasses.asdict(lane.backend.spec), "device": str(lane.device)}
+    return [sys.executable, "-m", __name__, json.dumps(described), module, *arguments]
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    """This process's environment, with which a child finds what this one imported from."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
+
+
+def main(described: str, module: str, *arguments: str) -> None:
+    """What the child does."""
+    found = json.loads(described)
+    spec = spec_of(found["spec"])
+    if spec not in _registry.REGISTRY.specs():
+        _registry.register_backend(spec, override=True)
+    importlib.import_module(module).main(open_lane(spec.name, found["device"]), *arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

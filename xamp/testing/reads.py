@@ -1,0 +1,142 @@
+"""Counts how often the host waits for a device to tell it a number."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xamp import _registry, _step
+from xamp._scale import DeviceState, History
+from xamp.testing.lane import Lane
+
+__all__ = ["HostReads", "host_as_device", "no_waiting"]
+
+
+class HostReads(TorchDispatchMode):
+    """While open, counts scalars read from a device, and copies from it that do not go their own way.
+
+    On the host itself every read counts, whoever does it: there what a plain loop reads has to be taken off.
+
+    Attributes:
+        names: What read, one entry a read.
+    """
+
+    paused: ClassVar[bool] = False
+    """What is read has long been on the host."""
+    METHODS = ("item", "tolist", "cpu")  # which host memory may answer without the dispatcher
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._on_host = device.type == _registry.HOST
+        self._inside = False
+        self._patches = contextlib.ExitStack()
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return len(self.names)
+
+    def __enter__(self) -> HostReads:
+        for name in self.METHODS:
+            self._patches.enter_context(mock.patch.object(torch.Tensor, name, self._counted(name)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _counted(self, name: str) -> Callable[..., Any]:
+        original = getattr(torch.Tensor, name)
+
+        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return original(tensor, *args, **kwargs)
+            self._note(f"Tensor.{name}", tensor)
+            self._inside = True
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return method
+
+    def _note(self, name: str, read: torch.Tensor) -> None:
+        if not self.paused and (self._on_host or not read.is_cpu):
+            self.names.append(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note ``func`` if it brings numbers to the host."""
+        read = None if self._inside else _read_by(func, args, kwargs or {})
+        if read is not None:
+            self._note(str(func), read)
+        return func(*args, **(kwargs or {}))
+
+
+def _read_by(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor whose numbers the host waits for in ``func``."""
+    read: torch.Tensor | None = None
+    if func is torch.ops.aten._local_scalar_dense.default:
+        read = args[0]
+    elif func is torch.ops.aten._to_copy.default:
+        target = kwargs.get("device")
+        if target is not None and torch.device(target).type == _registry.HOST and not kwargs.get("non_blocking"):
+            read = None if args[0].is_cpu else args[0]
+    elif func is torch.ops.aten.copy_.default and args[0].is_cpu and not args[1].is_cpu:
+        read = None if (args[2] if len(args) > 2 else kwargs.get("non_blocking")) else args[1]
+    return read
+
+
+class _Arrived:
+    """The event of a copy that is there."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _LateHistory(History):
+    """A history that is copied, and read many steps later, as on a device that copies while the host goes on."""
+
+    def __init__(self, state: DeviceState) -> None:
+        super().__init__(state)
+        self._late = True
+
+    def _copy(self) -> tuple[torch.Tensor, Any]:
+        return self._values.clone(), _Arrived()
+
+    def _oldest(self) -> tuple[Any, list[float]]:
+        with mock.patch.object(HostReads, "paused", True):
+            return super()._oldest()
+
+
+@contextlib.contextmanager
+def no_waiting(lane: Lane) -> Iterator[None]:
+    """Where the device's runtime can raise at the first operation that waits, let it."""
+    set_mode = getattr(lane.backend.runtime(lane.kind), "set_sync_debug_mode", None)
+    if set_mode is None:
+        yield
+        return
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+@contextlib.contextmanager
+def host_as_device(device: torch.device) -> Iterator[None]:
+    """Let sessions made here keep the record of their steps on the host as they do on an accelerator.
+
+    The host's own memory is read at once, for that waits for nothing; so the way that a device takes would not run.
+    """
+    if device.type != _registry.HOST:
+        yield
+        return
+    with mock.patch.object(_step, "History", _LateHistory):
+        yield

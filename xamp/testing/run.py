@@ -1,0 +1,218 @@
+"""Runs the suite without a test file of one's own: what the command does, and what a test of the suite does.
+
+pytest does the work, kept apart from whatever there is for other tests: no configuration, conftest or cache of the
+working folder, no options or plugins that the environment names, none that are installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from xamp.errors import PolicyError
+from xamp.testing.lane import SKIPPED, UNDECLARED, Lane
+from xamp.testing.tier import clause_of
+
+__all__ = ["OUTCOMES", "Listener", "Result", "run"]
+
+OUTCOMES = ("passed", "failed", "known gap", "not declared", "skipped")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of one clause on one lane.
+
+    Attributes:
+        lane: Title of the lane: the backend's name, and the device's index where one is named.
+        clause: Name of the clause.
+        outcome: One of :data:`OUTCOMES`.
+        reason: Why, in one line; empty for one that passed.
+        seconds: How long it took.
+        text: Of a failure, the traceback and what was logged.
+    """
+
+    lane: str
+    clause: str
+    outcome: str
+    reason: str = ""
+    seconds: float = 0.0
+    text: str = ""
+
+    @property
+    def tier(self) -> str:
+        """The tier's name."""
+        return self.clause.partition(".")[0]
+
+
+class Listener:
+    """Is told how the run goes; does nothing."""
+
+    def begin(self, counts: dict[tuple[str, str], int]) -> None:
+        """Called once, with the number of clauses by lane and tier."""
+
+    def start(self, lane: str, clause: str) -> None:
+        """Called before each clause."""
+
+    def end(self, result: Result) -> None:
+        """Called after each clause."""
+
+
+def run(
+    lanes: Sequence[Lane], clauses: Sequence[str] = (), listener: Listener | None = None, *, ledger: str = ""
+) -> list[Result]:
+    """Run the suite.
+
+    Args:
+        lanes: On what.
+        clauses: Names or globs of those to run, with or without their parameters in brackets; empty: all.
+        listener: Is told how it goes.
+        ledger: Known gaps, in place of what the backend's spec names.
+
+    Returns:
+        A result for each clause, in the order in which they ran.
+
+    Raises:
+        PolicyError: a name in ``clauses`` is that of no clause.
+        KeyboardInterrupt: somebody interrupted it.
+        RuntimeError: pytest itself failed, or left clauses out.
+    """
+    plugin = _Plugin(lanes, clauses, listener or Listener(), ledger)
+    file = Path(__file__).with_name("suite.py")
+    arguments = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+    arguments += ["--rootdir", str(file.parent), "--import-mode=append", str(file)]
+    with _no_other_pytest():
+        code = pytest.main(arguments, plugins=[plugin])
+    if code == pytest.ExitCode.INTERRUPTED and not plugin.trouble:
+        raise KeyboardInterrupt
+    if plugin.unknown:
+        raise PolicyError(
+            f"run(clauses={list(clauses)!r}): no clause is called {' or '.join(plugin.unknown)}. Names are a tier's "
+            "and a clause's, such as 'probe.seed' or 'scaling.*'."
+        )
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(f"pytest ended with {code!s}: {plugin.trouble or 'it gave no reason'}")
+    if len(plugin.results) != plugin.chosen:
+        raise RuntimeError(f"pytest ran {len(plugin.results)} clauses of {plugin.chosen}")
+    return plugin.results
+
+
+@contextlib.contextmanager
+def _no_other_pytest() -> Iterator[None]:
+    """Without options and plugins that are meant for other tests."""
+    with mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
+        for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+            os.environ.pop(name, None)
+        yield
+
+
+class _Plugin:
+    """Chooses clauses and keeps what comes of them."""
+
+    def __init__(self, lanes: Sequence[Lane], clauses: Sequence[str], listener: Listener, ledger: str) -> None:
+        self._lanes = lanes
+        self._ledger = ledger
+        self._wanted = clauses
+        self._listener = listener
+        self._phases: list[pytest.TestReport] = []
+        self._names: dict[str, tuple[str, str]] = {}
+        self.results: list[Result] = []
+        self.chosen = 0
+        self.unknown: list[str] = []
+        self.trouble = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Iterator[None]:
+        """Let there be something to collect; imported only here, where pytest explains the asserts in it."""
+        from xamp.testing import suite
+
+        with suite.on(self._lanes, self._ledger):
+            return (yield)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep the clauses that are wanted."""
+        names = {clause_of(item) for item in items}
+        self.unknown = [wanted for wanted in self._wanted if not any(_is_wanted(name, [wanted]) for name in names)]
+        items[:] = [item for item in items if not self._wanted or _is_wanted(clause_of(item), self._wanted)]
+        if self.unknown:
+            items.clear()
+        self.chosen = len(items)
+        counts: dict[tuple[str, str], int] = {}
+        for item in items:
+            owner: Any = item.getparent(pytest.Class)
+            lane, clause = owner.obj.title, clause_of(item)
+            self._names[item.nodeid] = lane, clause
+            key = lane, clause.partition(".")[0]
+            counts[key] = counts.get(key, 0) + 1
+        self._listener.begin(counts)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Tell the listener."""
+        self._phases = []
+        self._listener.start(*self._names[nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the report of a phase: set-up, call, tear-down."""
+        self._phases.append(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Make one result of the phases."""
+        result = _result(*self._names[nodeid], self._phases)
+        self.results.append(result)
+        self._listener.end(result)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why collecting failed."""
+        if report.failed:
+            self.trouble = report.longreprtext
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Keep what went wrong inside pytest."""
+        self.trouble = str(excrepr)
+
+
+def _is_wanted(clause: str, wanted: Iterable[str]) -> bool:
+    plain = clause.partition("[")[0]
+    return any(clause == name or fnmatch.fnmatchcase(plain, name) for name in wanted)
+
+
+def _result(lane: str, clause: str, phases: Sequence[pytest.TestReport]) -> Result:
+    seconds = sum(phase.duration for phase in phases)
+    for phase in phases:
+        if phase.failed:
+            return Result(lane, clause, "failed", _headline(phase), seconds, "\n".join(_text(phase)))
+    for phase in phases:
+        if phase.skipped:
+            return Result(lane, clause, *_excuse(phase), seconds)
+    return Result(lane, clause, "passed", "", seconds)
+
+
+def _excuse(phase: pytest.TestReport) -> tuple[str, str]:
+    if hasattr(phase, "wasxfail"):
+        return "known gap", phase.wasxfail
+    reason = phase.longrepr[2] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
+    reason = reason.removeprefix("Skipped: ")
+    if reason.startswith(UNDECLARED):
+        return "not declared", reason.removeprefix(UNDECLARED)
+    return "skipped", reason.removeprefix(SKIPPED)
+
+
+def _headline(phase: pytest.TestReport) -> str:
+    crash = getattr(phase.longrepr, "reprcrash", None)
+    message = phase.longreprtext if crash is None else crash.message
+    message = message.replace("[XPASS(strict)]", "in the ledger as a known gap, and passes; take it out:")
+    return next((line.strip() for line in message.splitlines() if line.strip()), "failed")
+
+
+def _text(phase: pytest.TestReport) -> Iterator[str]:
+    yield re.sub(r"\x1b\[[0-9;]*m", "", phase.longreprtext)
+    for title, content in phase.sections:
+        yield f"--- {title}\n{content}"

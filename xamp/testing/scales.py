@@ -1,0 +1,270 @@
+"""Tier scaling, first part: how a loss scale moves and stops, what a static one does, what that costs and tells."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import xamp
+from xamp._registry import HOST
+from xamp._scale import HISTORY_LAG, copies_without_waiting
+from xamp.errors import LossScaleCollapsed
+from xamp.testing.exact import (
+    Pair,
+    assert_follows,
+    assert_same,
+    inputs,
+    iterate,
+    outcome,
+    picture,
+    plain_iterate,
+    run_backward,
+    start,
+    stepped,
+)
+from xamp.testing.forms import FUSIBLE, Form
+from xamp.testing.lane import Lane
+from xamp.testing.reads import HostReads, host_as_device, no_waiting
+from xamp.testing.scale_rules import Rule, overflows
+from xamp.testing.tier import Tier
+
+__all__ = ["Scales"]
+
+STEPS = 20
+scaled = pytest.mark.parametrize("level", ["O1", "O2"])
+each_fused = pytest.mark.parametrize("fused", [False, "auto"], ids=["unfused", "auto"])
+
+RULES = {
+    "wide": Rule(interval=3, ceiling=2.0**15),  # beyond which fp16 gradients overflow by themselves
+    "tight": Rule(interval=1, floor=4.0, ceiling=256.0),
+    "bounds-between": Rule(interval=2, floor=24.0, ceiling=200.0),
+    "odd-factors": Rule(growth=3.0, backoff=0.25, interval=2, floor=0.5, ceiling=5000.0),
+}
+
+
+class Scales(Tier):
+    """Loss scales move by the rule, and tell what they did."""
+
+    tier = "scaling"
+
+    @scaled
+    @each_fused
+    @pytest.mark.parametrize("rule", RULES)
+    def test_scale_sequence(self, lane: Lane, level: str, fused: Any, rule: str) -> None:
+        """300 steps with overflows: start, growth, backoff, the count that an overflow restarts, floor and ceiling."""
+        spoilt = overflows(300)
+        pair = start(lane, level, fused=fused, **RULES[rule].options)
+        found = []
+        for overflow, x in zip(spoilt, inputs(300, lane), strict=True):
+            iterate(pair.model, pair.optimizer, x, lane, ["first.weight"] if overflow else [])
+            if not overflow:
+                plain_iterate(pair.plain_model, pair.plain_optimizer, x)
+            found.append(xamp.loss_scale(pair.optimizer))
+        assert found == list(RULES[rule].scales(spoilt))
+        stats = xamp.session(pair.model).stats
+        assert (stats.applied, stats.skipped) == (300 - sum(spoilt), sum(spoilt))
+        if level == "O1" or rule in ("wide", "tight"):  # else fp16 gradients are rounded under odd scales
+            assert_follows(pair, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("init", "at"), [(2.0**16, 2.0**16), (2.0**30, 2.0**24), (0.25, 1.0)], ids=["inside", "above", "below"]
+    )
+    def test_start_within_bounds(self, lane: Lane, init: float, at: float) -> None:
+        """The scale starts at ``init_scale``, or at the bound that this passes."""
+        assert xamp.loss_scale(start(lane, "O1", init_scale=init).optimizer) == at
+
+    @scaled
+    @each_fused
+    def test_floor(self, lane: Lane, level: str, fused: Any) -> None:
+        """200 overflows in a row: the scale is the floor, the weights stay, and every 50 at the floor are reported."""
+        pair = start(lane, level, fused=fused, init_scale=2.0**15)
+        x = inputs(1, lane)[0]
+        iterate(pair.model, pair.optimizer, x)
+        still = picture(pair.model, pair.optimizer)
+        reported, messages = [], set()
+        for count in range(1, 201):
+            try:
+                iterate(pair.model, pair.optimizer, x, lane, ["second.weight"])
+            except LossScaleCollapsed as error:
+                reported.append(count)
+                messages.add(str(error))
+            assert xamp.loss_scale(pair.optimizer) == max(2.0 ** (15 - count), 1.0)
+        late = reported[0] - (15 + 50) if reported else None  # what is read late, so as not to wait, is known late
+        assert late in ((0, HISTORY_LAG) if fused else (0,))
+        assert [later - earlier for earlier, later in itertools.pairwise(reported)] == [50, 50]
+        (message,) = messages
+        assert "min_loss_scale=1" in message
+        assert "second.weight" in message or lane.can.overflow == "flag"  # where there is no inf to see
+        assert_same(picture(pair.model, pair.optimizer), still)
+        assert xamp.session(pair.model).stats.skipped == 200
+        iterate(pair.model, pair.optimizer, x)
+        assert outcome(pair.optimizer) == "APPLIED"
+        assert all(bool(p.isfinite().all()) for p in stepped(pair.optimizer))
+
+    @scaled
+    def test_clean_step_restarts_the_count_to_collapse(self, lane: Lane, level: str) -> None:
+        """49 overflows at the floor, a clean step, and 49 more are no collapse; the next is."""
+        pair = start(lane, level, init_scale=1.0, fused=False)
+        x = inputs(1, lane)[0]
+        for _ in range(2):
+            iterate(pair.model, pair.optimizer, x)
+            for _ in range(49):
+                iterate(pair.model, pair.optimizer, x, lane, ["first.weight"])
+        with pytest.raises(LossScaleCollapsed):
+            iterate(pair.model, pair.optimizer, x, lane, ["first.weight"])
+        assert outcome(pair.optimizer) == "SKIPPED"
+
+    # ---------------------------------------------------------------- static scales
+
+    @scaled
+    @pytest.mark.parametrize("options", [{"loss_scale": 128}, {"loss_scale": "1000"}], ids=["128", "1000"])
+    def test_static_scale_skips(self, lane: Lane, level: str, options: dict[str, Any]) -> None:
+        """A static scale other than 1 is checked: the step is skipped, the scale stays, 50 in a row are reported."""
+        _check_static(start(lane, level, fused=False, **options), lane, float(options["loss_scale"]))
+
+    @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+    def test_static_one_can_be_checked(self, lane: Lane, level: str) -> None:
+        """``on_static_overflow="skip"`` checks at a scale of 1 too."""
+        _check_static(start(lane, level, on_static_overflow="skip"), lane, 1.0)
+
+    @scaled
+    def test_static_scale_that_steps(self, lane: Lane, level: str) -> None:
+        """``on_static_overflow="step"`` takes every step, as Apex does, and unscales rightly."""
+        pair = start(lane, level, loss_scale=128, on_static_overflow="step")
+        for x in inputs(3, lane):
+            iterate(pair.model, pair.optimizer, x)
+            plain_iterate(pair.plain_model, pair.plain_optimizer, x)
+        assert_follows(pair)
+        before = [p.clone() for p in stepped(pair.optimizer)]
+        iterate(pair.model, pair.optimizer, inputs(1, lane)[0], lane, ["first.weight"])
+        assert outcome(pair.optimizer) == "APPLIED"
+        assert not torch.equal(stepped(pair.optimizer)[0], before[0])
+        assert xamp.loss_scale(pair.optimizer) == 128.0
+
+    @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+    def test_static_one_is_a_pass_through(self, lane: Lane, level: str) -> None:
+        """At a static scale of 1 the loss is not scaled: without masters it is handed through as it is."""
+        pair = start(lane, level)
+        for x in inputs(3, lane):
+            pair.optimizer.zero_grad()
+            loss = pair.model(x)
+            with xamp.scale_loss(loss, pair.optimizer) as scaled_loss:
+                assert scaled_loss is loss
+                scaled_loss.backward()
+            pair.optimizer.step()
+            assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("APPLIED", 1.0)
+
+    # ---------------------------------------------------------------- what it costs and what it tells
+
+    @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+    @pytest.mark.parametrize("way", ["auto", "fused"])
+    @pytest.mark.parametrize("name", FUSIBLE)
+    def test_no_host_reads_when_fused(self, lane: Lane, level: str, way: str, name: str) -> None:
+        """Under a dynamic scale a step of a declared fused optimizer, clipped, never waits for the device.
+
+        Where torch has no pinned memory or no events for it, and so cannot copy without waiting, it waits once.
+        """
+        form = Form(FUSIBLE[name], {}, way)
+        Form(FUSIBLE[name], {}, "fused").need(lane)
+        can_wait_less = lane.kind == HOST or copies_without_waiting(lane.device)
+        reads = _reads(lane, level, form, {"loss_scale": "dynamic"}, strict=can_wait_less)
+        assert len(reads) <= (0 if can_wait_less else STEPS), reads
+
+    @scaled
+    @pytest.mark.parametrize("options", [{}, {"loss_scale": 128}], ids=["dynamic", "static"])
+    @pytest.mark.parametrize("name", ["SGD", "Adam"])
+    def test_one_host_read_when_unfused(self, lane: Lane, level: str, options: dict[str, Any], name: str) -> None:
+        """A step of any other optimizer waits once at most."""
+        form = Form(FUSIBLE[name], {}, "foreach")
+        assert len(_reads(lane, level, form, options)) <= STEPS
+
+    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+    def test_no_host_reads_when_static(self, lane: Lane, level: str) -> None:
+        """A static scale of 1, or one that is never checked, waits for nothing."""
+        options = {"loss_scale": 128, "on_static_overflow": "step"} if level in ("O1", "O2") else {}
+        assert _reads(lane, level, Form(FUSIBLE["SGD"], {}, "foreach"), options, strict=True) == []
+
+    @scaled
+    @each_fused
+    def test_outcomes_can_be_read(self, lane: Lane, level: str, fused: Any) -> None:
+        """``last_step``, ``stats`` and ``loss_scale`` say what happened, from the model and from the optimizer."""
+        pair = start(lane, level, fused=fused)
+        sessions = [xamp.session(pair.model), xamp.session(pair.optimizer)]
+        assert [session.last_step for session in sessions] == [None, None]
+        assert [xamp.loss_scale(each) for each in (pair.model, pair.optimizer)] == [64.0, 64.0]
+        wanted = {"APPLIED": 0, "SKIPPED": 0}
+        for overflow, x in zip(overflows(20, seed=1), inputs(20, lane), strict=True):
+            iterate(pair.model, pair.optimizer, x, lane, ["second.weight"] if overflow else [])
+            wanted["SKIPPED" if overflow else "APPLIED"] += 1
+            for session in sessions:
+                assert session.last_step is xamp.StepOutcome["SKIPPED" if overflow else "APPLIED"]
+                assert (session.stats.applied, session.stats.skipped) == (wanted["APPLIED"], wanted["SKIPPED"])
+            assert [xamp.loss_scale(each) for each in (pair.model, pair.optimizer)] == [64 / 2 ** wanted["SKIPPED"]] * 2
+
+    @scaled
+    def test_overflow_is_logged(
+        self, lane: Lane, level: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Each skipped step is one record of the logger ``xamp``, with the new scale; nothing is printed."""
+        with caplog.at_level(logging.INFO, logger="xamp"):
+            pair = start(lane, level, verbosity=1, fused=False)
+            capfd.readouterr()
+            caplog.clear()
+            for count, x in enumerate(inputs(4, lane)):
+                iterate(pair.model, pair.optimizer, x, lane, ["first.weight"] if count in (1, 3) else [])
+        messages = [record.getMessage() for record in caplog.records if record.name == "xamp"]
+        assert len(messages) == 2
+        assert ["32" in messages[0], "16" in messages[1]] == [True, True]
+        assert tuple(capfd.readouterr()) == ("", "")
+
+
+def _check_static(pair: Pair, lane: Lane, scale: float) -> None:
+    first, second = inputs(2, lane)
+    iterate(pair.model, pair.optimizer, first)
+    still = picture(pair.model, pair.optimizer)
+    reported = []
+    for count in range(1, 121):
+        try:
+            iterate(pair.model, pair.optimizer, second, lane, ["first.weight"])
+        except LossScaleCollapsed as error:
+            reported.append((count, "static" in str(error)))
+        assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("SKIPPED", scale)
+    assert reported == [(50, True), (100, True)]
+    assert_same(picture(pair.model, pair.optimizer), still)
+    iterate(pair.model, pair.optimizer, second)
+    assert outcome(pair.optimizer) == "APPLIED"
+
+
+def _reads(lane: Lane, level: str, form: Form, options: dict[str, Any], strict: bool = False) -> list[str]:
+    """What the host reads in 20 steps, but for as many reads as a plain loop has; ``strict``: waiting is an error."""
+    with host_as_device(lane.device):
+        pair = start(lane, level, lambda params: form.make(params, level == "O3"), **options)
+    x = inputs(1, lane)[0]
+
+    def one() -> None:
+        pair.optimizer.zero_grad()
+        run_backward(pair.model(x), pair.optimizer)
+        xamp.clip_grad_norm_(pair.optimizer, 1.0)
+        pair.optimizer.step()
+
+    def plain() -> None:
+        plain_iterate(pair.plain_model, pair.plain_optimizer, x)
+
+    counted = []
+    for run in (one, plain):
+        for _ in range(3):  # a parameter's first fused step is decided on the host
+            run()
+        with HostReads(lane.device) as reads, no_waiting(lane) if strict and run is one else contextlib.nullcontext():
+            for _ in range(STEPS):
+                run()
+        counted.append(reads.names)
+    found, allowed = counted
+    for name in allowed:
+        if name in found:
+            found.remove(name)
+    return found

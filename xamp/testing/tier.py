@@ -1,0 +1,109 @@
+"""What the tiers of the suite share: the lane that a clause runs on, its name, the ledger, a guard on torch's state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from xamp.testing.lane import Lane, open_lane
+from xamp.testing.ledger import Ledger, read_ledger
+
+__all__ = ["Tier", "clause_of"]
+
+
+def clause_of(item: Any) -> str:
+    """The name of the clause that a pytest item is: ``"probe.seed"``, ``"operators.result_dtype[mm-float16]"``."""
+    *_, owner = (base for base in item.cls.__mro__ if item.originalname in vars(base))
+    return f"{owner.tier}.{item.name.removeprefix('test_')}"
+
+
+class Tier:
+    """Base of the tiers.
+
+    Attributes:
+        tier: The tier's name; several classes may make up one.
+        backend: Name of the backend on trial; ``"auto"``: the best one for ``device``.
+        device: Such as ``"cuda:1"``; empty: the first device type that the backend serves.
+        require: Capabilities whose absence is a failure; see :data:`xamp.testing.CAPABILITIES`.
+        ledger: Known gaps: a path, or ``"package:file"``. Empty: what the backend's spec names.
+    """
+
+    tier: ClassVar[str] = ""
+    backend: ClassVar[str] = "auto"
+    device: ClassVar[str] = ""
+    require: ClassVar[tuple[str, ...]] = ()
+    ledger: ClassVar[str] = ""
+
+    @pytest.fixture
+    def lane(self, monkeypatch: pytest.MonkeyPatch) -> Lane:
+        """The device and backend on trial; xamp takes them too, in child processes as well."""
+        if not __debug__:
+            pytest.fail("Python runs with -O, which takes the checks out: run it without", pytrace=False)
+        lane = open_lane(self.backend, self.device, self.require)
+        monkeypatch.setenv("XAMP_BACKEND", str(lane))
+        monkeypatch.setenv("XAMP_DEVICE", str(lane.device))
+        return lane
+
+    @pytest.fixture(autouse=True)
+    def _known_gap(self, lane: Lane, request: pytest.FixtureRequest) -> None:
+        """Expect what the ledger names to fail."""
+        entry = _ledger(self.ledger or lane.backend.spec.ledger).on(lane.device_name).of(clause_of(request.node))
+        if entry is not None:
+            reason = f"{entry.reason} ({entry.link})"
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        """Compute with one thread of the host.
+
+        Kernels this small lose by a second one, a hundredfold on a busy machine, and sums that several share end in
+        other last bits from run to run.
+        """
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(before)
+
+    @pytest.fixture(autouse=True)
+    def _nothing_left_behind(self, lane: Lane) -> Iterator[None]:
+        """Seed; and fail a clause after which torch's state is other than before."""
+        torch.manual_seed(0)
+        before = _state(lane.kind)
+        yield
+        now = _state(lane.kind)
+        _restore(before, lane.kind)
+        changed = {name: (before[name], now[name]) for name in before if now[name] != before[name]}
+        if changed:
+            pytest.fail(f"the clause left torch's state changed, before and after: {changed}", pytrace=False)
+
+
+def _state(kind: str) -> dict[str, Any]:
+    """Of torch in this thread: what other code would compute differently by."""
+    state: dict[str, Any] = {
+        "default dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+    }
+    for each in {"cpu", kind}:
+        state[f"autocast {each}"] = torch.is_autocast_enabled(each)
+        state[f"autocast dtype {each}"] = torch.get_autocast_dtype(each)
+    return state
+
+
+def _restore(state: dict[str, Any], kind: str) -> None:
+    """So that one clause's fault is not the next one's."""
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_grad_enabled(state["gradients"])
+    torch.set_autocast_cache_enabled(state["autocast cache"])
+    for each in {"cpu", kind}:
+        torch.set_autocast_enabled(each, state[f"autocast {each}"])
+        torch.set_autocast_dtype(each, state[f"autocast dtype {each}"])
+
+
+@functools.cache
+def _ledger(place: str) -> Ledger:
+    return read_ledger(place)
