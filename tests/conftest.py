@@ -17,6 +17,7 @@ from cards import counts
 from lanes import Lane, needs_dtype, usable_lanes
 
 import xamp
+from xamp import _active
 from xamp.policy import LEVELS
 
 
@@ -107,3 +108,4 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     assert (torch.get_default_dtype(), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()) == before
     assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
+    assert _active.standing() == (None, None), "a region was left open"

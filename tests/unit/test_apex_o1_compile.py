@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,22 @@ def test_first_compiled_in_a_disabled_block() -> None:
         with disable_casts():
             assert made(square).dtype is FP32
         assert made(square).dtype is FP16
+
+
+def test_disabled_blocks_that_overlap() -> None:
+    """The one that began last ends last: what was compiled for it is for nothing else."""
+    made = compiled(lambda x: x.mm(x), "aot_eager")
+    with casts() as handle:
+        outer, inner = handle._disable_casts(), disable_casts()
+        with contextlib.ExitStack() as stack:
+            outer.__enter__()
+            stack.enter_context(inner)
+            assert made(square).dtype is FP32
+            outer.__exit__(None, None, None)
+            assert made(square).dtype is FP32
+        assert made(square).dtype is FP16
+        with disable_casts():
+            assert made(square).dtype is FP32
 
 
 def test_training_gets_the_gradients_of_eager() -> None:

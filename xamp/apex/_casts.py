@@ -51,6 +51,20 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
+class _Thread(threading.local):
+    """What is known of a thread.
+
+    Attributes:
+        pauses: blocks without casts that are open, which need not end in the order in which they began.
+    """
+
+    def __init__(self) -> None:
+        self.pauses = 0
+
+
+_thread = _Thread()
+
+
 class Casting:
     """How listed functions cast.
 
@@ -97,13 +111,15 @@ class Casting:
         if _is_compiling():
             torch._dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not where they stand
         self._pause(1)
-        before = _active.get_slot()
-        if before is None:
+        _thread.pauses += 1
+        if _active.get_slot() is None:
             _active.set_slot(_active.APART)  # what this thread compiled with casts is not for this block
         try:
             yield
         finally:
-            _active.set_slot(before)
+            _thread.pauses -= 1
+            if not _thread.pauses and _active.get_slot() is _active.APART:
+                _active.set_slot(None)
             self._pause(-1)
 
     def _pause(self, more: int) -> None:

@@ -35,6 +35,8 @@ LEARNED = 0.75
 """The mean of the last three losses is below this part of the mean of the first three. A CPU: 0.17 to 0.71."""
 AGAINST_HAND = 1.25
 """A parameter's error over that of the hand-written loop, over all seeds."""
+MORE_SEEDS = range(SEEDS.stop, 24)
+"""Added where it is exceeded: of a batch norm's 8 weights three seeds gave 0.79 to 1.38, 24 gave 0.98 to 1.05."""
 COUNTED = 1e-6
 """Parameters whose gradient is smaller than this part of the largest are left out there: they are all rounding."""
 
@@ -78,21 +80,14 @@ class Numerics(Tier):
         Both by the device's own list of operators; the portable policy has its bound in ``gradients_near_fp64``.
         """
         lane.need(level, "native")
-        errors: dict[str, list[float]] = {}
-        for seed in SEEDS:
-            model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
-            hand = by_hand(task, model, batch, getattr(torch, dtype_of(level)))
-            if hand is None:  # the bound of the clause above is all there is
-                lane.lacks(f"{task} in {dtype_of(level)} under torch.autocast, which plain torch cannot train here")
-            wanted, found = exact(task, model, batch), ours(task, model, batch, level, op_policy="native")
-            largest = max(float(grad.norm()) for grad in wanted.values())
-            for name, grad in wanted.items():
-                if float(grad.norm()) > COUNTED * largest:
-                    sums = errors.setdefault(name, [0.0, 0.0])
-                    for place, other in enumerate((found[name], hand[name])):
-                        sums[place] += (other - grad).square().sum().item()
-        assert errors
-        worse = {name: (a**0.5, b**0.5) for name, (a, b) in errors.items() if a**0.5 > AGAINST_HAND * b**0.5}
+        errors: Errors = {}
+        for seeds in (SEEDS, MORE_SEEDS):
+            for seed in seeds:
+                _add_errors(errors, task, lane, level, seed)
+            assert errors
+            worse = {name: (a**0.5, b**0.5) for name, (a, b) in errors.items() if a**0.5 > AGAINST_HAND * b**0.5}
+            if not worse:
+                break
         assert worse == {}, "by name: error, error by hand"
 
     @pytest.mark.parametrize(("level", "task"), TRAINED, ids=[f"{level}-{task}" for level, task in TRAINED])
@@ -255,6 +250,25 @@ class Numerics(Tier):
 
 
 # ---------------------------------------------------------------- what clauses share
+
+
+Errors = dict[str, list[float]]
+"""For each parameter the squares of the errors summed up: ours, by hand."""
+
+
+def _add_errors(errors: Errors, task: Task, lane: Lane, level: str, seed: int) -> None:
+    """Add what a seed gives, by the device's own list of operators on both sides."""
+    model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
+    hand = by_hand(task, model, batch, getattr(torch, dtype_of(level)))
+    if hand is None:  # the bound of gradients_near_fp64 is all there is
+        lane.lacks(f"{task} in {dtype_of(level)} under torch.autocast, which plain torch cannot train here")
+    wanted, found = exact(task, model, batch), ours(task, model, batch, level, op_policy="native")
+    largest = max(float(grad.norm()) for grad in wanted.values())
+    for name, grad in wanted.items():
+        if float(grad.norm()) > COUNTED * largest:
+            sums = errors.setdefault(name, [0.0, 0.0])
+            for place, other in enumerate((found[name], hand[name])):
+                sums[place] += (other - grad).square().sum().item()
 
 
 def _bound(task: Task, model: nn.Module, batch: Batch, level: str) -> float:
