@@ -11,8 +11,10 @@ import hashlib
 import io
 import itertools
 import logging
+import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -277,6 +279,34 @@ class Run:
             masters = [entry for entry in self.amp.master_params(optimizer) if id(entry) not in own]
             found |= {f"master {index}.{number}": entry.detach() for number, entry in enumerate(masters)}
         return found
+
+
+def machine() -> dict[str, str]:
+    """What the last bits of a run hang on: the build of torch, and the vector instructions its kernels find here.
+
+    The vendor counts as well: some kernels are chosen by it. A system without ``/proc/cpuinfo`` gives neither vendor
+    nor flags, and so is none of the recorded machines.
+    """
+    about: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            about.setdefault(name.strip(), value.strip())
+    vector = ("amx", "avx", "f16c", "fma", "sse4_")
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "vendor": about.get("vendor_id", ""),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_flags": " ".join(sorted(flag for flag in about.get("flags", "").split() if flag.startswith(vector))),
+    }
+
+
+def recorded_here(machines: list[dict[str, Any]]) -> int | None:
+    """Which of the recorded machines gives the bits of this one; None where only the numbers can be compared."""
+    here = machine()
+    found = [index for index, entry in enumerate(machines) if here.items() <= entry.items()]
+    return found[0] if found else None
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

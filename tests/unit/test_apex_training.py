@@ -1,12 +1,13 @@
 """``xamp.apex.amp`` trains as the last ``apex.amp`` did: the same weights, scales, skips and messages, in 122 cases.
 
-``tests/data/apex/training.json`` holds what the real one gave for the cases of ``apex_training``, moved to CPU tensors.
+``tests/data/apex/training.json`` holds what the real one gave for the cases of ``apex_training``, moved to CPU tensors,
+on some machines: ``sha256`` is a list in their order, and so are the facts that a case names in ``by_machine``. Such a
+case trains so wildly that another rounding has its gradients overflow at other steps.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,7 @@ from apex_training import CASES, Case
 from xamp.apex import amp
 
 RECORDED = json.loads((Path(__file__).parent.parent / "data" / "apex" / "training.json").read_text(encoding="utf-8"))
-MADE_BY = RECORDED["made_by"]
-SAME_MACHINE = (
-    MADE_BY["torch"] == torch.__version__
-    and MADE_BY["machine"] == platform.machine()
-    and MADE_BY["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
-)
+HERE = apex_training.recorded_here(RECORDED["made_by"]["machines"])
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +39,15 @@ def test_as_apex(case: Case) -> None:
     recorded = RECORDED["cases"][case.name]
     found = apex_training.run(amp, case)
     assert found["header"] == RECORDED["headers"][recorded["header"]]
-    assert found["printed"] == recorded["printed"]
-    assert found["scales"] == recorded["scales"]
-    assert found["unskipped"] == recorded["unskipped"]
-    assert found["skipped"] == recorded["skipped"]
-    # After 6 steps. Other CPUs have other kernels for fp16: 6.4e-3 was seen there, and 6e-7 in fp32.
-    assert_near(found["values"], recorded["values"], 1e-6 if SAME_MACHINE or case.level == "O0" else 1e-2)
-    if SAME_MACHINE:
-        assert found["sha256"] == recorded["sha256"], "near, but not the same bits"
+    for fact in ("printed", "scales", "unskipped", "skipped"):
+        if fact not in recorded.get("by_machine", ()):
+            assert found[fact] == recorded[fact]
+        elif HERE is not None:
+            assert found[fact] == recorded[fact][HERE]
+    # After 6 steps. Other CPUs have other kernels for fp16: 1.5e-2 was seen there, and 1.2e-6 in fp32.
+    assert_near(found["values"], recorded["values"], 1e-5 if case.level == "O0" else 3e-2)
+    if HERE is not None:
+        assert found["sha256"] == recorded["sha256"][HERE], "near, but not the same bits"
 
 
 def assert_near(found: dict[str, str], recorded: dict[str, str], bound: float) -> None:
