@@ -72,7 +72,17 @@ def test_requirements_can_fail() -> None:
     assert set(CAPABILITIES) == asked
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+SLOW_TIERS = ("distributed", "compiled", "overhead")
+"""Of 145 mutants they have 22, which take two thirds of the time."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=str(mutant), marks=pytest.mark.thorough if mutant.clause.startswith(SLOW_TIERS) else ())
+        for mutant in MUTANTS
+    ],
+)
 def test_the_clause_meant_for_it_fails(mutant: Mutant) -> None:
     with mutant.breaks():
         results = run([open_lane(mutant.backend)], [mutant.clause])

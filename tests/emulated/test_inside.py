@@ -104,7 +104,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.emulated_slow if one in SLOW else ())
+        pytest.param(name, marks=pytest.mark.thorough if one in SLOW else ())
         for name, one in zip(NAMES, RUNS, strict=True)
     ],
 )
