@@ -130,11 +130,13 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task = torch._C._current_graph_task_id
 _is_compiling = torch.compiler.is_compiling
 _has_function_mode = torch._C._is_torch_function_mode_enabled
-_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
-_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
-_is_cached, _set_cached = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-_deeper, _shallower = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-_clear_cache = torch.clear_autocast_cache
+# Not the same names in torch: what runs scripts for one device on another replaces those by functions that ask which
+# device is meant, and that the compiler cannot trace.
+_is_enabled, _set_enabled = torch._C.is_autocast_enabled, torch._C.set_autocast_enabled
+_get_dtype, _set_dtype = torch._C.get_autocast_dtype, torch._C.set_autocast_dtype
+_is_cached, _set_cached = torch._C.is_autocast_cache_enabled, torch._C.set_autocast_cache_enabled
+_deeper, _shallower = torch._C.autocast_increment_nesting, torch._C.autocast_decrement_nesting
+_clear_cache = torch._C.clear_autocast_cache
 
 Before = tuple[Inside, "Inside | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None"]
 

@@ -111,7 +111,7 @@ class Casts(Reentrant, torch.autocast):
     @property
     def fast_dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """What operators are cast to."""
-        return self._mark().dtype or torch.get_autocast_dtype(self._mark().device_type or "")
+        return self._mark().dtype or torch._C.get_autocast_dtype(self._mark().device_type or "")
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]
@@ -119,7 +119,7 @@ class Casts(Reentrant, torch.autocast):
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
-        return torch.is_autocast_cache_enabled() if self._cached is None else self._cached
+        return torch._C.is_autocast_cache_enabled() if self._cached is None else self._cached
 
     def _arguments(self) -> tuple[Any, ...]:
         """What another of this class is made with."""

@@ -55,7 +55,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind = _device_type((*args, *kwargs.values()))
-        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        on, dtype = torch._C.is_autocast_enabled(kind), torch._C.get_autocast_dtype(kind)
         state = kind, on and cast_inputs is None, dtype
         dtype_inside = cast_inputs if on else None
         if args and isinstance(args[0], FunctionCtx):

@@ -274,7 +274,7 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
     ddp = nn.parallel.DistributedDataParallel
-    is_compiling, is_enabled = torch.compiler.is_compiling, torch.is_autocast_enabled
+    is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
     enter, leave, number = _active.enter, _active.leave, _active.next_number
     tensor, cast, apart = torch.Tensor, region.cast, region.apart
 

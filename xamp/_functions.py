@@ -43,7 +43,7 @@ def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs
         return function(*args, **kwargs)
     dtype = torch.float32
     if kind == HALF:
-        dtype = torch.get_autocast_dtype(device)
+        dtype = torch._C.get_autocast_dtype(device)
     elif kind == PROMOTE:
         dtype = _widest(tensors, device)
     args, kwargs = cast_floats(args, dtype, device), cast_floats(kwargs, dtype, device)
@@ -60,7 +60,7 @@ def _autocast_device(tensors: list[torch.Tensor]) -> str | None:
         kind = tensor.device.type
         if kind not in seen:
             seen.append(kind)
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            if torch.amp.is_autocast_available(kind) and torch._C.is_autocast_enabled(kind):
                 return kind
     return None
 

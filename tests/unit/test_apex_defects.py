@@ -6,7 +6,9 @@ import collections
 import copy
 import gc
 import io
+import logging
 import pickle
+import re
 import weakref
 from typing import Any
 
@@ -443,4 +445,62 @@ def test_a_wrapper_around_an_optimizer_trains(lane: Lane, level: str) -> None:
     optimizer.step()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.detach().float(), theirs.detach(), rtol=2e-3, atol=2e-3)
+    xamp.session(model).close()
+
+
+# ---------------------------------------------------------------- what Apex let pass
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"loss_scale": 0}, "loss_scale=0 "),
+        ({"loss_scale": "-1"}, "loss_scale='-1' "),
+        ({"loss_scale": float("inf")}, "loss_scale=inf "),
+        ({"loss_scale": "nan"}, "loss_scale='nan' "),
+        ({"num_losses": 0}, "num_losses=0 "),
+        ({"num_losses": "3"}, "num_losses='3' "),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused(lane: Lane, options: dict[str, Any], named: str) -> None:
+    """A scale of 0 made every weight nan."""
+    model = nn.Linear(4, 1).to(lane.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = type(model), type(optimizer), model.weight.dtype
+    with pytest.raises(ValueError, match=re.escape(named)):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **options)
+    assert (type(model), type(optimizer), model.weight.dtype) == before
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_inside_of_the_block_is_told_of(lane: Lane, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = start(lane, level)
+    with caplog.at_level(logging.WARNING, "xamp"):
+        for _ in range(2):
+            with amp.scale_loss(model(batch(lane)).square().mean(), optimizer) as scaled:
+                scaled.backward()
+                optimizer.step()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "SGD.step() inside of `with amp.scale_loss(...)`"
+    ]
+    xamp.session(model).close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_is_not_finite_is_named_when_no_scale_helps(lane: Lane, level: str) -> None:
+    if lane.can.overflow == "flag":
+        pytest.skip("a flag does not say whose gradient overflowed")
+    model, optimizer = start(lane, level, min_loss_scale=2.0**16)
+
+    def train_on() -> None:
+        for _ in range(60):
+            optimizer.zero_grad()
+            backward(model, optimizer, batch(lane), overflow=True)
+            optimizer.step()
+
+    with pytest.raises(xamp.LossScaleCollapsed, match=r"not finite: 0\.weight, 0\.bias, 2\.weight"):
+        train_on()
+    if level == "O2":
+        assert all(p.grad is None for p in amp.master_params(optimizer))
     xamp.session(model).close()

@@ -253,8 +253,8 @@ def here() -> Casting | None:
         return process.casting
     # A region in a compiled graph, told by the autocast state that the graph sets.
     for (device_type, lower), casting in regions.items():
-        if torch.get_autocast_dtype(device_type) is lower and not torch.is_autocast_enabled(device_type):
-            return None if torch.is_autocast_cache_enabled() else casting
+        if torch._C.get_autocast_dtype(device_type) is lower and not torch._C.is_autocast_enabled(device_type):
+            return None if torch._C.is_autocast_cache_enabled() else casting
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from xamp._containers import cast_any
 from xamp._engine import Engine, ScaledLoss
 from xamp._fused import FusedForm
 from xamp._gradients import Gradients
+from xamp._log import say
 from xamp._masters import Pair
 from xamp._scale import LossScaler
 from xamp._step import OptimizerState, StepOutcome
@@ -76,6 +78,7 @@ class ApexState(OptimizerState):
     def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
         super().__init__(engine, optimizer, index, fused)
         self._found: dict[int, torch.Tensor] = {}
+        self._warned = False
         self._take_saved()
 
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,6 +108,7 @@ class ApexState(OptimizerState):
             StateError: the backend says that the step would be wrong.
         """
         self.refuse_wrong()
+        self._warn_of_scaled()
         values = None if self.fresh or not self.engine.policy.checks else self._memory.values.tolist()
         skips = values is not None and self._memory.overflowed(values, self.index)
         given = any(value is not None for value in (*args, *kwargs.values()))
@@ -117,16 +121,29 @@ class ApexState(OptimizerState):
         self._account(skips, values)
         return result
 
+    def _warn_of_scaled(self) -> None:
+        """Apex steps inside of a ``scale_loss`` without a word; with Adam at O1 that even trains."""
+        if self.open and not self._warned:
+            self._warned = True
+            say(
+                "%s.step() inside of `with amp.scale_loss(...)`: gradients are still multiplied by the loss scale "
+                "there, and masters have none yet. Call it after the block.",
+                type(self.optimizer).__name__,
+                level=logging.WARNING,
+            )
+
     def _account(self, skips: bool, values: Sequence[float] | None) -> None:
         used = tuple(self.gradients.used)
         for scaler in self.engine.scalers if values is not None else ():
             scaler.know(values)  # type: ignore[arg-type]
         self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
-        for _, master in self.gradients.pairs:
-            master.grad = None
-        if values is not None:
-            self._observe(used, values)
-        self._found.clear()
+        try:
+            if values is not None:
+                self._observe(used, values)
+        finally:
+            for _, master in self.gradients.pairs:
+                master.grad = None
+            self._found.clear()
 
     def note(self, index: int, found: torch.Tensor) -> None:
         """A backward with loss scale ``index`` was checked: keep what was ``found``, to name the scale of a skip."""

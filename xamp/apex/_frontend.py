@@ -108,6 +108,7 @@ def initialize(
         state.loss_scalers = []
         _unpatch_for_the_dead()
         return _returned(models, optimizers)
+    _check_losses(num_losses)
     before = state.verbosity, state.handle
     state.verbosity = verbosity
     handle = None
@@ -175,6 +176,11 @@ def _explain(name: str, value: Any) -> None:
 
 
 # ---------------------------------------------------------------- models and optimizers
+
+
+def _check_losses(num_losses: Any) -> None:
+    if not isinstance(num_losses, int) or num_losses < 1:
+        raise ValueError(f"amp.initialize: num_losses={num_losses!r} is not a number of losses, 1 or more.")
 
 
 def _arguments(models: Any, optimizers: Any) -> Arguments:

@@ -7,6 +7,7 @@ The names and messages are Apex's interface: scripts print, parse and catch them
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from xamp._log import say
@@ -97,7 +98,7 @@ class Properties:
 
     Raises:
         RuntimeError: on setting what contradicts the level. AssertionError: a ``keep_batchnorm_fp32`` that is neither a
-            boolean nor the name of one. ValueError: a ``loss_scale`` that is no number.
+            boolean nor the name of one. ValueError: a ``loss_scale`` that is no positive number.
     """
 
     options: dict[str, Any]
@@ -201,7 +202,14 @@ def _master_weights(level: str | None, value: Any) -> Any:
 
 
 def _loss_scale(_: str | None, value: Any) -> Any:
-    return value if value == "dynamic" else float(value)
+    if value == "dynamic":
+        return value
+    scale = float(value)
+    if not 0.0 < scale < math.inf:
+        raise ValueError(
+            f"amp.initialize: loss_scale={value!r} would lose every gradient. It is 'dynamic' or a positive number."
+        )
+    return scale
 
 
 _RULES = {

@@ -146,13 +146,13 @@ def _change(overload: str, kind: str, device_type: str) -> _Change:
     if kind == "fp32":
         return lambda args, kwargs: _cast(args, kwargs, torch.float32, is_here)
     if kind == "lower" and overload in _CELLS:
-        return lambda args, kwargs: _cast_state(args, kwargs, torch.get_autocast_dtype(device_type), is_here)
+        return lambda args, kwargs: _cast_state(args, kwargs, torch._C.get_autocast_dtype(device_type), is_here)
     if kind == "lower":
-        return lambda args, kwargs: _cast(args, kwargs, torch.get_autocast_dtype(device_type), is_here)
+        return lambda args, kwargs: _cast(args, kwargs, torch._C.get_autocast_dtype(device_type), is_here)
     if kind == "promote":
 
         def promote(args: Any, kwargs: Any) -> Any:
-            lower = torch.get_autocast_dtype(device_type)
+            lower = torch._C.get_autocast_dtype(device_type)
             dtype = _widest((*args, *kwargs.values()), lower, lower, overload, is_here)
             return _cast(args, kwargs, dtype, is_here)
 

@@ -53,10 +53,9 @@ def install() -> None:
             _put(name, by_hand[name])
         elif has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator))
-        elif randoms.draws(operator):
-            _put(name, randoms.seeded(operator, generic(operator)))
         elif any(has(name, key) for key in _COMPUTED):
-            _put(name, generic(operator))
+            kernel = generic(operator)
+            _put(name, randoms.seeded(operator, kernel) if randoms.draws(operator) else kernel)
         else:
             _put(name, refusal(name))
     for name in _registered("AutogradPrivateUse1"):

@@ -172,6 +172,28 @@ def test_a_child_process_sees_the_card(variables: dict[str, str]) -> None:
     assert done.stdout.split()[-1] == "6.0"
 
 
+@pytest.mark.parametrize("first", ["transfer_to_npu", "xamp"])
+def test_a_compiled_model_is_one_graph_after_transfer_to_npu(first: str) -> None:
+    """It replaces the functions that ask for the state of autocast."""
+    imports = ["from torch_npu.contrib import transfer_to_npu", "import xamp"]
+    code = f"""
+import torch, torch_npu
+{"; ".join(sorted(imports, key=lambda line: first not in line))}
+for level in ("O0", "O1", "O2"):
+    model = torch.nn.Linear(3, 3).npu()
+    model, optimizer = xamp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), level, verbosity=0)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.rand(2, 3).npu()
+    with xamp.scale_loss(compiled(x).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(compiled(x), model(x))
+print("the same")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr
+
+
 def test_transfer_to_npu_makes_a_script_for_cuda_run() -> None:
     code = (
         "import torch; from torch_npu.contrib import transfer_to_npu; x = torch.ones(3).cuda()\n"

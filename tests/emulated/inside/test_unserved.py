@@ -46,6 +46,10 @@ def test_every_kernel_of_torch_npu_is_served_or_raises_or_computes_nothing() -> 
 UNSERVED: dict[str, Callable[[], object]] = {
     "npu::npu_swiglu": lambda: torch.ops.npu.npu_swiglu(torch.ones(2, 4, device="npu")),
     "npu::npu_mish": lambda: torch.ops.npu.npu_mish(torch.ones(2, device="npu")),
+    # It draws random numbers, for its dropout.
+    "npu::npu_fusion_attention": lambda: torch.ops.npu.npu_fusion_attention(
+        *[torch.ones(1, 1, 4, 8, device="npu")] * 3, 1, "BNSD"
+    ),
 }
 
 
