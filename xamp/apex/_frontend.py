@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from typing import Any
 
@@ -108,7 +109,7 @@ def initialize(
         state.loss_scalers = []
         _unpatch_for_the_dead()
         return _returned(models, optimizers)
-    _check_losses(num_losses)
+    num_losses = given["num_losses"] = _count(num_losses)
     before = state.verbosity, state.handle
     state.verbosity = verbosity
     handle = None
@@ -178,9 +179,11 @@ def _explain(name: str, value: Any) -> None:
 # ---------------------------------------------------------------- models and optimizers
 
 
-def _check_losses(num_losses: Any) -> None:
-    if not isinstance(num_losses, int) or num_losses < 1:
-        raise ValueError(f"amp.initialize: num_losses={num_losses!r} is not a number of losses, 1 or more.")
+def _count(num_losses: Any) -> int:
+    try:
+        return operator.index(num_losses)
+    except TypeError:
+        raise TypeError(f"amp.initialize: num_losses={num_losses!r} is not a number of losses.") from None
 
 
 def _arguments(models: Any, optimizers: Any) -> Arguments:

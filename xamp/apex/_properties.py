@@ -98,7 +98,7 @@ class Properties:
 
     Raises:
         RuntimeError: on setting what contradicts the level. AssertionError: a ``keep_batchnorm_fp32`` that is neither a
-            boolean nor the name of one. ValueError: a ``loss_scale`` that is no positive number.
+            boolean nor the name of one. ValueError: a ``loss_scale`` that is no number, or 0, inf or nan.
     """
 
     options: dict[str, Any]
@@ -205,9 +205,9 @@ def _loss_scale(_: str | None, value: Any) -> Any:
     if value == "dynamic":
         return value
     scale = float(value)
-    if not 0.0 < scale < math.inf:
+    if scale == 0.0 or not math.isfinite(scale):
         raise ValueError(
-            f"amp.initialize: loss_scale={value!r} would lose every gradient. It is 'dynamic' or a positive number."
+            f"amp.initialize: loss_scale={value!r} would make every weight nan: give 'dynamic' or a number."
         )
     return scale
 
