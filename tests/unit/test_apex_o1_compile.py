@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from o1 import BF16, FP16, FP32, casts, stop
 from torch import nn
 
+from xamp import _active
 from xamp.apex import _patches
 from xamp.apex._handle import disable_casts, init
 
@@ -107,6 +109,20 @@ def test_disabled_blocks_that_overlap() -> None:
         assert made(square).dtype is FP16
         with disable_casts():
             assert made(square).dtype is FP32
+
+
+def test_a_disabled_block_that_ends_on_another_thread() -> None:
+    """The thread it began on is as before once a block has ended there."""
+    with casts():
+        block = disable_casts()
+        block.__enter__()
+        other = threading.Thread(target=block.__exit__, args=(None, None, None))
+        other.start()
+        other.join()
+        with disable_casts():
+            assert (square @ square).dtype is FP32
+        assert (square @ square).dtype is FP16
+        assert _active.standing() == (None, None)
 
 
 def test_training_gets_the_gradients_of_eager() -> None:

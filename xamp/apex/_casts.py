@@ -51,15 +51,16 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 
 
-class _Thread(threading.local):
-    """What is known of a thread.
-
-    Attributes:
-        pauses: blocks without casts that are open, which need not end in the order in which they began.
-    """
+class _Open:
+    """How many blocks without casts are open that began on a thread. They end in any order, on any thread."""
 
     def __init__(self) -> None:
-        self.pauses = 0
+        self.blocks = 0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open = _Open()
 
 
 _thread = _Thread()
@@ -111,14 +112,15 @@ class Casting:
         if _is_compiling():
             torch._dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not where they stand
         self._pause(1)
-        _thread.pauses += 1
+        mine = _thread.open
+        mine.blocks += 1
         if _active.get_slot() is None:
             _active.set_slot(_active.APART)  # what this thread compiled with casts is not for this block
         try:
             yield
         finally:
-            _thread.pauses -= 1
-            if not _thread.pauses and _active.get_slot() is _active.APART:
+            mine.blocks -= 1
+            if not mine.blocks and mine is _thread.open and _active.get_slot() is _active.APART:
                 _active.set_slot(None)
             self._pause(-1)
 

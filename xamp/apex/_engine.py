@@ -126,8 +126,8 @@ class ApexState(OptimizerState):
         if self.open and not self._warned:
             self._warned = True
             say(
-                "%s.step() inside of `with amp.scale_loss(...)`: gradients are still multiplied by the loss scale "
-                "there, and masters have none yet. Call it after the block.",
+                "%s.step() inside of `with amp.scale_loss(...)`: gradients are not unscaled there yet, nor handed to "
+                "masters where there are any. Call it after the block.",
                 type(self.optimizer).__name__,
                 level=logging.WARNING,
             )

@@ -99,7 +99,8 @@ def initialize(
 
     Raises:
         RuntimeError: a level or an override that cannot be, a model that is wrapped already or comes in half precision,
-            an optimizer that was given before. TypeError: other containers than lists.
+            an optimizer that was given before. TypeError: other containers than lists; a
+            ``num_losses`` that is no number.
         AssertionError, ValueError: overrides of the wrong kind. In every case models and optimizers are as they were.
     """
     given = locals()
@@ -181,9 +182,12 @@ def _explain(name: str, value: Any) -> None:
 
 def _count(num_losses: Any) -> int:
     try:
-        return operator.index(num_losses)
+        count = operator.index(num_losses)
     except TypeError:
         raise TypeError(f"amp.initialize: num_losses={num_losses!r} is not a number of losses.") from None
+    if count < 0:
+        raise ValueError(f"amp.initialize: num_losses={num_losses!r} is less than none.")
+    return count
 
 
 def _arguments(models: Any, optimizers: Any) -> Arguments:

@@ -7,11 +7,11 @@ The names and messages are Apex's interface: scripts print, parse and catch them
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from xamp._log import say
 from xamp.apex._state import state
+from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,7 @@ class Properties:
 
     Raises:
         RuntimeError: on setting what contradicts the level. AssertionError: a ``keep_batchnorm_fp32`` that is neither a
-            boolean nor the name of one. ValueError: a ``loss_scale`` that is no number, or 0, inf or nan.
+            boolean nor the name of one. ValueError: a ``loss_scale`` that is no number, or none that fp32 can hold.
     """
 
     options: dict[str, Any]
@@ -205,9 +205,10 @@ def _loss_scale(_: str | None, value: Any) -> Any:
     if value == "dynamic":
         return value
     scale = float(value)
-    if scale == 0.0 or not math.isfinite(scale):
+    if not SMALLEST_SCALE <= abs(scale) <= LARGEST_SCALE:  # nan compares as False
         raise ValueError(
-            f"amp.initialize: loss_scale={value!r} would make every weight nan: give 'dynamic' or a number."
+            f"amp.initialize: loss_scale={value!r} would make every weight nan or inf: give 'dynamic' or a number from "
+            f"{SMALLEST_SCALE:g} to {LARGEST_SCALE:g}."
         )
     return scale
 
