@@ -55,7 +55,7 @@ def make_wrapper(original: _Call, name: str, kinds: tuple[str, ...], message: st
 
 def _lowering(original: _Call, name: str, change: Change) -> _Call:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
+        for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 if value.dtype is FLOAT:
@@ -65,19 +65,7 @@ def _lowering(original: _Call, name: str, change: Change) -> _Call:
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            if not kwargs:
-                return original(*args)
-            for value in kwargs.values():
-                kind = type(value)
-                if kind is Tensor or kind is Parameter:
-                    if value.dtype is FLOAT:
-                        break
-                elif kind is int or value is None or kind is float or kind is bool or kind is str:
-                    continue
-                elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
-                    break
-            else:
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
         casting = here()
         if casting is None or not casting.active:
             return original(*args, **kwargs)
@@ -89,7 +77,7 @@ def _lowering(original: _Call, name: str, change: Change) -> _Call:
 
 def _lifting(original: _Call, name: str, change: Change, always: bool = False) -> _Call:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
+        for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 dtype = value.dtype
@@ -100,20 +88,7 @@ def _lifting(original: _Call, name: str, change: Change, always: bool = False) -
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            if not kwargs:
-                return original(*args)
-            for value in kwargs.values():
-                kind = type(value)
-                if kind is Tensor or kind is Parameter:
-                    dtype = value.dtype
-                    if dtype is HALF or dtype is BFLOAT16:
-                        break
-                elif kind is int or value is None or kind is float or kind is bool or kind is str:
-                    continue
-                elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
-                    break
-            else:
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
         casting = here()
         if casting is None or not (casting.active or always):
             return original(*args, **kwargs)
@@ -126,7 +101,7 @@ def _lifting(original: _Call, name: str, change: Change, always: bool = False) -
 def _promoting(original: _Call, name: str, change: Change) -> _Call:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         first = None
-        for value in args:
+        for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 if first is None:
@@ -138,21 +113,7 @@ def _promoting(original: _Call, name: str, change: Change) -> _Call:
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            if not kwargs:
-                return original(*args)
-            for value in kwargs.values():
-                kind = type(value)
-                if kind is Tensor or kind is Parameter:
-                    if first is None:
-                        first = value.dtype
-                    elif value.dtype is not first:
-                        break
-                elif kind is int or value is None or kind is float or kind is bool or kind is str:
-                    continue
-                elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
-                    break
-            else:
-                return original(*args, **kwargs)
+            return original(*args, **kwargs)
         casting = here()
         if casting is None or not casting.active:
             return original(*args, **kwargs)
