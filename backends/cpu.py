@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from xamp._findings import environment_settings
+from xamp.backend_kit import environment_settings
 from xamp.backends import fp32, host
 from xamp.backends.native import NativeBackend
 from xamp.contract import Setting

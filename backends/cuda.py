@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from xamp._causes import first_line
-from xamp._findings import environment_settings
+from xamp.backend_kit import environment_settings, first_line
 from xamp.backends import fp32
 from xamp.backends.native import ModuleBackend
 from xamp.contract import Setting

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from xamp._accel.neutral import (
+from xamp.accel.neutral import (
     can_device_access_peer,
     current_device,
     device,
@@ -25,8 +25,8 @@ from xamp._accel.neutral import (
     is_tf32_supported,
     set_device,
 )
-from xamp._accel.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
-from xamp._accel.use import Device
+from xamp.accel.streams import Event, Stream, StreamContext, current_stream, default_stream, set_stream, stream
+from xamp.accel.use import Device
 from xamp.backends import host_memory
 from xamp.errors import CheckpointError, PolicyError
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from xamp._causes import masked
-from xamp._trial import defect_of
+from xamp.backend_kit import defect_of, masked
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable
 from xamp.policy import LEVELS

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 DEVICES = {"cuda", "npu", "xpu", "mps"}
 NAMES = DEVICES | {"hccl", "nccl", "xccl"}
 # The table of built-in backends, the backends, and what exists to speak of devices: the drop-in, the codemod, commands.
-EXEMPT = ("_registry.py", "apex", "backends", "cli", "port")
+EXEMPT = ("registry/registry.py", "apex", "backends", "cli", "port")
 
 
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from cards import counts
+from emulated_cards import counts
 from lanes import Lane, needs_dtype, usable_lanes
 
 import xamp
-from xamp import _active
+from xamp.casting import active
 from xamp.policy import LEVELS
 
 
@@ -108,4 +108,4 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     assert (torch.get_default_dtype(), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()) == before
     assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
-    assert _active.standing() == (None, None), "a region was left open"
+    assert active.standing() == (None, None), "a region was left open"

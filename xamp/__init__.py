@@ -19,26 +19,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xamp import _accel as accel
-    from xamp._autocast import autocast
-    from xamp._custom_function import custom_bwd, custom_fwd
-    from xamp._device import device, device_type, distributed_backend, is_available
-    from xamp._exact_fp32 import exact_fp32
-    from xamp._functions import disable_casts, float_function, half_function, promote_function
-    from xamp._grad_scaler import GradScaler
-    from xamp._initialize import initialize
-    from xamp._registered import register_float_function, register_half_function, register_promote_function
-    from xamp._registry import available_backends, register_backend
-    from xamp._session import (
-        StepOutcome,
-        clip_grad_norm_,
-        load_state_dict,
-        loss_scale,
-        master_params,
-        scale_loss,
-        session,
-        state_dict,
-    )
+    from xamp import accel
+    from xamp.casting.autocast import autocast
+    from xamp.casting.custom_function import custom_bwd, custom_fwd
+    from xamp.casting.exact_fp32 import exact_fp32
+    from xamp.casting.functions import disable_casts, float_function, half_function, promote_function
+    from xamp.casting.registered import register_float_function, register_half_function, register_promote_function
     from xamp.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -48,21 +34,34 @@ if TYPE_CHECKING:
         UnsupportedPolicy,
         XampError,
     )
-
-__version__ = "0.1.0"
+    from xamp.ground.version import __version__
+    from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
+    from xamp.registry.registry import available_backends, register_backend
+    from xamp.sessions.grad_scaler import GradScaler
+    from xamp.sessions.initialize import initialize
+    from xamp.sessions.session import (
+        StepOutcome,
+        clip_grad_norm_,
+        load_state_dict,
+        loss_scale,
+        master_params,
+        scale_loss,
+        session,
+        state_dict,
+    )
 
 _HOMES = {
-    "_accel": ("accel",),
-    "_autocast": ("autocast",),
-    "_custom_function": ("custom_bwd", "custom_fwd"),
-    "_device": ("device", "device_type", "distributed_backend", "is_available"),
-    "_exact_fp32": ("exact_fp32",),
-    "_functions": ("disable_casts", "float_function", "half_function", "promote_function"),
-    "_grad_scaler": ("GradScaler",),
-    "_initialize": ("initialize",),
-    "_registered": ("register_float_function", "register_half_function", "register_promote_function"),
-    "_registry": ("available_backends", "register_backend"),
-    "_session": (
+    "accel": ("accel",),
+    "casting.autocast": ("autocast",),
+    "casting.custom_function": ("custom_bwd", "custom_fwd"),
+    "registry.device_in_use": ("device", "device_type", "distributed_backend", "is_available"),
+    "casting.exact_fp32": ("exact_fp32",),
+    "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
+    "sessions.grad_scaler": ("GradScaler",),
+    "sessions.initialize": ("initialize",),
+    "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
+    "registry.registry": ("available_backends", "register_backend"),
+    "sessions.session": (
         "StepOutcome",
         "clip_grad_norm_",
         "load_state_dict",
@@ -83,7 +82,7 @@ _HOMES = {
     ),
 }
 _MODULES = ("accel",)  # names whose home is what they stand for
-_WITHOUT_TORCH = ("_registry", "errors")
+_WITHOUT_TORCH = ("registry.registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -127,11 +126,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("xamp.ground.version").__version__
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'xamp' has no attribute {name!r}")
     if home not in _WITHOUT_TORCH:
-        from xamp._torch import require_torch
+        from xamp.registry.registry import require_torch
 
         require_torch(f"xamp.{name}")  # a typed error that says what to install, in place of an ImportError
     module = importlib.import_module(f"xamp.{home}")

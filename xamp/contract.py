@@ -20,13 +20,13 @@ This module imports no torch, so that a spec can be read where torch is missing 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xamp._causes import Cause, Failure
-from xamp._findings import Setting
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import LEVELS
 
@@ -35,7 +35,18 @@ if TYPE_CHECKING:
 
     from xamp.policy import Policy
 
-__all__ = ["Backend", "BackendReport", "BackendSpec", "Capabilities", "Cause", "Failure", "Setting"]
+__all__ = [
+    "Backend",
+    "BackendReport",
+    "BackendSpec",
+    "Capabilities",
+    "Cause",
+    "Diagnosis",
+    "Explanation",
+    "Failure",
+    "Setting",
+    "masked",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +111,103 @@ class Capabilities:
     delegates: bool = False
 
 
+class Diagnosis(NamedTuple):
+    """What is wrong and what to do about it, one line each."""
+
+    cause: str
+    cure: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How importing torch, or a backend's probe, failed.
+
+    Attributes:
+        kind: ``"exception"``, ``"crash"`` (it ended its process) or ``"timeout"`` (it did not finish). The latter two
+            are seen by ``doctor`` alone, which looks from another process.
+        text: of an exception its type and text and those of every error behind it, one a line; else what the process
+            printed last.
+        during: ``"torch"`` while importing torch, ``"probe"`` afterwards.
+        environment: the environment variables of that process.
+        masks: those of :attr:`BackendSpec.masks` that are set, with their values.
+    """
+
+    kind: str
+    text: str
+    during: str = "probe"
+    environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    masks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+Explanation = Callable[[Failure], "tuple[str, str] | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    r"""One known way to fail: a row of a table. Where it takes more, a function of :class:`Failure` does as a row too.
+
+    Attributes:
+        pattern: a regular expression, searched in :attr:`Failure.text`.
+        cause: what is wrong, one line; ``\1`` and ``\g<name>`` stand for groups of the pattern.
+        cure: what to do about it, likewise.
+        kinds: the kinds of failure it applies to.
+        during: when it applies.
+        masked: it says that there is no device, so that a mask variable that is set is the likelier cause.
+    """
+
+    pattern: str
+    cause: str
+    cure: str
+    kinds: tuple[str, ...] = ("exception", "crash", "timeout")
+    during: tuple[str, ...] = ("torch", "probe")
+    masked: bool = False
+
+    def __call__(self, failure: Failure) -> tuple[str, str] | None:
+        """Cause and cure, where this row applies to ``failure``."""
+        found = re.search(self.pattern, failure.text)
+        if found is None or failure.kind not in self.kinds or failure.during not in self.during:
+            return None
+        behind_mask = masked(failure.masks) if self.masked else None
+        return behind_mask or (found.expand(self.cause), found.expand(self.cure))
+
+
+def masked(masks: Mapping[str, str]) -> Diagnosis | None:
+    """What to say where there is no device while ``masks`` are set; None where none is."""
+    if not masks:
+        return None
+    shown = " ".join(f"{name}={value!r}" for name, value in masks.items())
+    return Diagnosis(f"no device is visible under {shown}", f"unset {next(iter(masks))}, or name devices in it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A switch or an environment variable that changes how a device computes.
+
+    Attributes:
+        name: what it is called where it is set.
+        value: its present value.
+        effect: what it changes, one line.
+        undo: how to set it back.
+        expected: it is torch's default, or changes no result for the worse: a note, and no warning.
+        narrows_fp32: it takes so many digits from float32 that ``initialize`` warns of it at level O0, expected or not.
+        exact: sets it so that float32 keeps its digits, and returns what sets it back as it was: what
+            ``xamp.exact_fp32`` calls. None where it takes none, or where a program cannot change it.
+    """
+
+    name: str
+    value: str
+    effect: str
+    undo: str
+    expected: bool = False
+    narrows_fp32: bool = False
+    exact: Callable[[], Callable[[], object]] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def severity(self) -> str:
+        """How it is shown: ``"note"`` or ``"warning"``."""
+        return "note" if self.expected else "warning"
+
+
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
     """What is known of one registered backend after its probe.
@@ -139,10 +247,11 @@ class Backend:
     Attributes:
         spec: the record it was registered with; set when the registry makes the object.
         op_policy: which one it uses where none is asked for; None: ``"portable"``.
-        op_rules: what the device's own autocast does with operator overloads of :data:`xamp.ops.table.RULES` where that
-            differs from what its registrations tell: overload -> ``"same"`` where the results are the table's without
-            an entry, or where the device has no kernel for them; else the kind of the device's own rule, which differs.
-            An overload that is not listed here follows the table if it is registered, and is added if it is not.
+        op_rules: what the device's own autocast does with operator overloads of :data:`xamp.casting.ops.table.RULES`
+            where that differs from what its registrations tell: overload -> ``"same"`` where the results are the
+            table's without an entry, or where the device has no kernel for them; else the kind of the device's own
+            rule, which differs. An overload that is not listed here follows the table if it is registered, and is added
+            if it is not.
     """
 
     spec: BackendSpec
@@ -214,7 +323,8 @@ class Backend:
         Args:
             policy: complete and checked.
             device: of the first parameter.
-            arguments: :class:`xamp._initialize.Arguments`: models, optimizers, what else ``initialize`` was given.
+            arguments: :class:`xamp.sessions.initialize.Arguments`: models, optimizers, what else ``initialize`` was
+                given.
 
         Returns:
             The engine of the session, registered.

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xamp import _arguments
 from xamp.errors import PolicyError
+from xamp.ground import arguments
 
 if TYPE_CHECKING:
     import torch
@@ -231,22 +231,22 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
         input_dtype=None if autocast else dtype,
         master_weights=masters,
         keep_batchnorm_fp32=keep_bn,
-        keep_fp32=_arguments.keep_fp32(request.keep_fp32),
-        output_dtype=_arguments.output_dtype(request.cast_model_outputs),
-        methods=_arguments.methods(request.methods),
+        keep_fp32=arguments.keep_fp32(request.keep_fp32),
+        output_dtype=arguments.output_dtype(request.cast_model_outputs),
+        methods=arguments.methods(request.methods),
         dynamic=dynamic,
         static_scale=static_scale,
         checks=_checks(request.on_static_overflow, dynamic, static_scale),
-        op_policy=_arguments.choice("op_policy", request.op_policy, tuple(op_policies)),
-        fused=_arguments.fused(request.fused),
+        op_policy=arguments.choice("op_policy", request.op_policy, tuple(op_policies)),
+        fused=arguments.fused(request.fused),
         **_scaler_numbers(request),
     )
 
 
 def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | None]:
     """``master_weights`` and ``keep_batchnorm_fp32`` of the policy."""
-    masters = _arguments.boolean("master_weights", request.master_weights)
-    keep_bn = _arguments.boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
+    masters = arguments.boolean("master_weights", request.master_weights)
+    keep_bn = arguments.boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
     if masters and not level.casts_parameters:
         raise PolicyError(
             f"initialize(level={level.name!r}, master_weights=True): at {level.name} the parameters are fp32, so there "
@@ -271,7 +271,7 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
 
     if value is None:
         return torch.float32 if level.dtype is None else getattr(torch, level.dtype)
-    dtype = _arguments.dtype("dtype", value)
+    dtype = arguments.dtype("dtype", value)
     if level.dtype is None and dtype != torch.float32:
         raise PolicyError(
             f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level "
@@ -292,7 +292,7 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
     if isinstance(value, str) and value.strip().lower() == "dynamic":
         return True, 1.0
     try:
-        scale = _arguments.number("loss_scale", value)
+        scale = arguments.number("loss_scale", value)
     except PolicyError:
         scale = math.nan
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
@@ -307,7 +307,7 @@ def _checks(on_static_overflow: object, dynamic: bool, static_scale: float) -> b
     """Whether gradients are checked: always under a dynamic scale, else as asked, else where there is a scale."""
     if on_static_overflow is None:
         return dynamic or static_scale != 1.0
-    return _arguments.choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW) == "skip" or dynamic
+    return arguments.choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW) == "skip" or dynamic
 
 
 def _scaler_numbers(request: Request) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def _scaler_numbers(request: Request) -> dict[str, Any]:
     if request.max_loss_scale is None:
         request = dataclasses.replace(request, max_loss_scale=Request.max_loss_scale)
     numbers = {
-        name: _arguments.number_between(name, getattr(request, name), low, high, whole=whole)
+        name: arguments.number_between(name, getattr(request, name), low, high, whole=whole)
         for name, (low, high, whole) in SCALER_RANGES.items()
     }
     if numbers["min_loss_scale"] > numbers["max_loss_scale"]:

@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from xamp._causes import first_line
-from xamp._findings import environment_settings
-from xamp._fused import is_right
-from xamp._trial import defect_of
+from xamp.backend_kit import defect_of, environment_settings, first_line, fused_is_right
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
 from xamp.backends.npu import chips, own
 from xamp.contract import BackendSpec, Capabilities, Setting
@@ -95,7 +92,7 @@ class NpuBackend(ModuleBackend):
         return tuple(name for name in claimed if not defect_of(device, name, self.keeps_inf(device)))
 
     def _try_fused(self, device: torch.device) -> tuple[str, ...]:
-        return tuple(name for name in _FUSED if is_right(getattr(torch.optim, name), device, torch.float32))
+        return tuple(name for name in _FUSED if fused_is_right(getattr(torch.optim, name), device, torch.float32))
 
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
         """See :meth:`xamp.contract.Backend.capabilities`."""

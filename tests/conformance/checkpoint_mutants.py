@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from mutants import Mutant, patched
 
-from xamp import GradScaler, _checkpoint, _formats, _masters
+from xamp import GradScaler
+from xamp.scaling import masters
+from xamp.sessions import checkpoint, formats
 
-write, write_foreign, read = _formats.write, _formats.write_foreign, _formats.read
-matched, load, scale_of = _checkpoint._matched, _checkpoint.load, _checkpoint._scale_of
-load_masters, load_scaler = _masters._load_masters, GradScaler.load_state_dict
+write, write_foreign, read = formats.write, formats.write_foreign, formats.read
+matched, load, scale_of = checkpoint._matched, checkpoint.load, checkpoint._scale_of
+load_masters, load_scaler = masters._load_masters, GradScaler.load_state_dict
 
 
 def writes_no_tracker(saved: Any) -> Any:
@@ -58,7 +60,7 @@ def writes_as_it_goes(saved: Any, params: Any, where: str, absent: str) -> Any:
     writes: list[Any] = []
     for name, value in saved.items():
         writes += matched({name: value}, params, where, absent)
-        _checkpoint._write(writes[-1:])
+        checkpoint._write(writes[-1:])
     return writes
 
 
@@ -87,7 +89,7 @@ def reads_no_runs(call: str, state: object) -> Any:
 
 
 def reads_apex_as_it_comes(self: Any, state: Any) -> Any:
-    return [_formats.SavedScale(each["loss_scale"], each["unskipped"], None) for each in state.values()]
+    return [formats.SavedScale(each["loss_scale"], each["unskipped"], None) for each in state.values()]
 
 
 def forgets_the_tracker(self: Any, state: Any) -> None:
@@ -98,71 +100,71 @@ MUTANTS = [
     Mutant(
         "forgets the growth tracker",
         "checkpoint.resume_is_bit_identical",
-        patched(_formats, "write", writes_no_tracker),
+        patched(formats, "write", writes_no_tracker),
     ),
-    Mutant("saves lowered masters", "checkpoint.resume_is_bit_identical", patched(_checkpoint, "_copy", lowered)),
+    Mutant("saves lowered masters", "checkpoint.resume_is_bit_identical", patched(checkpoint, "_copy", lowered)),
     Mutant(
         "the model's state brings rounded masters",
         "checkpoint.load_order_is_free",
-        patched(_masters, "_load_masters", loads_rounded_masters),
+        patched(masters, "_load_masters", loads_rounded_masters),
     ),
     Mutant(
         "leaves the scale on the device",
         "checkpoint.state_is_plain",
-        patched(_checkpoint, "_scale_of", scale_on_device),
+        patched(checkpoint, "_scale_of", scale_on_device),
     ),
-    Mutant("hands out the masters themselves", "checkpoint.state_is_plain", patched(_checkpoint, "_copy", shared)),
+    Mutant("hands out the masters themselves", "checkpoint.state_is_plain", patched(checkpoint, "_copy", shared)),
     Mutant(
         "starts the scale anew on another device",
         "checkpoint.state_moves_between_devices",
-        patched(_checkpoint, "_moving_scales", takes_no_scale),
+        patched(checkpoint, "_moving_scales", takes_no_scale),
     ),
     Mutant(
         "wants torch_npu's key of every state",
         "checkpoint.recorded_states_load",
-        patched(_formats, "_TORCH", {*_formats._TORCH, "dynamic"}),
+        patched(formats, "_TORCH", {*formats._TORCH, "dynamic"}),
         error="xamp.errors.CheckpointError: load_state_dict(state): the key 'dynamic' is missing",
     ),
     Mutant(
         "gives losses each other's scales",
         "checkpoint.recorded_states_load",
-        patched(_formats._Reader, "_apex", reads_apex_as_it_comes),
+        patched(formats._Reader, "_apex", reads_apex_as_it_comes),
     ),
     Mutant(
         "writes factors of 1 for torch",
         "checkpoint.grad_scaler_of_torch_goes_on",
-        patched(_formats, "write_foreign", writes_static_factors),
+        patched(formats, "write_foreign", writes_static_factors),
     ),
-    Mutant("loses masters", "checkpoint.model_state_is_exact", patched(_masters, "_save_masters", saves_parameters)),
+    Mutant("loses masters", "checkpoint.model_state_is_exact", patched(masters, "_save_masters", saves_parameters)),
     Mutant(
         "writes parameters and no masters",
         "checkpoint.model_state_writes_the_masters",
-        patched(_masters, "_load_masters", loads_no_masters),
+        patched(masters, "_load_masters", loads_no_masters),
     ),
     Mutant(
         "takes a static scale for a dynamic one",
         "checkpoint.other_level",
-        patched(_checkpoint, "_moving_scales", takes_static_scales),
+        patched(checkpoint, "_moving_scales", takes_static_scales),
     ),
     Mutant(
         "leaves half of it loaded",
         "checkpoint.bad_state_changes_nothing",
-        patched(_checkpoint, "_matched", writes_as_it_goes),
+        patched(checkpoint, "_matched", writes_as_it_goes),
     ),
     Mutant(
         "loads a scale of nan",
         "checkpoint.bad_state_changes_nothing",
-        patched(_formats._Reader, "_scale", takes_any_number),
+        patched(formats._Reader, "_scale", takes_any_number),
     ),
     Mutant(
         "forgets overflows in a row",
         "checkpoint.overflows_in_a_row_are_remembered",
-        patched(_formats, "read", reads_no_runs),
+        patched(formats, "read", reads_no_runs),
     ),
     Mutant(
         "loads where it is disabled",
         "checkpoint.disabled_does_nothing",
-        patched(_checkpoint, "load", loads_where_disabled),
+        patched(checkpoint, "load", loads_where_disabled),
     ),
     Mutant(
         "GradScaler forgets its growth tracker",

@@ -10,8 +10,10 @@ from unittest import mock
 import torch
 from mutants import Mutant, patched, registered
 
-from xamp import _active, _casting, _engine, _forward
 from xamp.backends.cpu import CpuBackend
+from xamp.casting import active, forward
+from xamp.scaling import engine
+from xamp.sessions import lowering
 
 
 class SeesNoOverflow(CpuBackend):
@@ -52,19 +54,19 @@ def counting(mark: Any, function: Callable[..., Any], *args: Any, **kwargs: Any)
     )
 
 
-run_traced = _active.run_traced
+run_traced = active.run_traced
 
 
 @contextlib.contextmanager
 def step_in_the_graph() -> Iterator[None]:
     """The number of the step is a constant of the graph, as a loss scale would be that the host reads."""
-    leave = _engine.Engine.leave
+    leave = engine.Engine.leave
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         _steps[0] += 1
         leave(self, *args, **kwargs)
 
-    with mock.patch.object(_engine.Engine, "leave", counted), mock.patch.object(_active, "run_traced", counting):
+    with mock.patch.object(engine.Engine, "leave", counted), mock.patch.object(active, "run_traced", counting):
         yield
 
 
@@ -74,18 +76,18 @@ def never_left(module: Any, region: Any) -> Callable[[], None]:
     return lambda: None
 
 
-enter_policy = _forward.enter_policy
+enter_policy = forward.enter_policy
 
 MUTANTS = [
-    Mutant("compiled in fp32", "compiled.trains_like_eager", patched(_active, "run_traced", without_region)),
-    Mutant("compiled by the native list", "compiled.result_dtypes", patched(_active, "run_traced", without_op_policy)),
+    Mutant("compiled in fp32", "compiled.trains_like_eager", patched(active, "run_traced", without_region)),
+    Mutant("compiled by the native list", "compiled.result_dtypes", patched(active, "run_traced", without_op_policy)),
     Mutant("compiled anew at each step", "compiled.compiled_once", step_in_the_graph),
-    Mutant("close leaves the region", "compiled.closed_session", patched(_casting, "enter_policy", never_left)),
+    Mutant("close leaves the region", "compiled.closed_session", patched(lowering, "enter_policy", never_left)),
     Mutant("sees no overflow", "compiled.overflow_is_skipped", registered(f"{__name__}:SeesNoOverflow"), "mutant"),
     Mutant(
         "a graph break",
         "compiled.default_compiler",
-        patched(_active, "run_traced", breaking),
+        patched(active, "run_traced", breaking),
         error="torch._dynamo.exc.Unsupported: Call to `torch._dynamo.graph_break()`",
     ),
 ]

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from mutants import Mutant, registered
 
-from xamp import _checkpoint, _checks, _distributed, _log
-from xamp._manual import ManualEngine
-from xamp._scale import LossScaler
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, BackendSpec
+from xamp.ground import log
+from xamp.scaling import distributed
+from xamp.scaling.scale import LossScaler
+from xamp.sessions import checkpoint, checks
+from xamp.sessions.manual_engine import ManualEngine
 
-update, moving_scales, agree = LossScaler.update, _checkpoint._moving_scales, _distributed.Wrappers.agree
+update, moving_scales, agree = LossScaler.update, checkpoint._moving_scales, distributed.Wrappers.agree
 
 
 class InRanks(CpuBackend):
@@ -42,7 +44,7 @@ class TellsNobody(InRanks):
     """Each rank knows of its own overflows only."""
 
     def sabotage(self, rank: int) -> None:
-        _distributed.share_overflow = lambda flags, group: None
+        distributed.share_overflow = lambda flags, group: None
 
 
 class ScalesApart(InRanks):
@@ -62,50 +64,50 @@ class TrustsTheReduction(InRanks):
         def trusting(self: Any, flags: torch.Tensor, params: Iterable[torch.Tensor], saturates: bool) -> None:
             agree(self, flags, params, False)
 
-        _distributed.Wrappers.agree = trusting  # type: ignore[method-assign]
+        distributed.Wrappers.agree = trusting  # type: ignore[method-assign]
 
 
 class KnowsOneGroup(InRanks):
     """All ranks decide together, whatever the process_group."""
 
     def sabotage(self, rank: int) -> None:
-        _distributed.world_size = lambda group: dist.get_world_size()
-        _distributed.share_overflow = lambda flags, group: dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        distributed.world_size = lambda group: dist.get_world_size()
+        distributed.share_overflow = lambda flags, group: dist.all_reduce(flags, op=dist.ReduceOp.MAX)
 
 
 class UnscalesEarly(InRanks):
     """Does not see that a reduction is postponed."""
 
     def sabotage(self, rank: int) -> None:
-        _distributed.Wrappers.postponed = lambda self, params: False  # type: ignore[method-assign]
+        distributed.Wrappers.postponed = lambda self, params: False  # type: ignore[method-assign]
 
 
 class MastersOfTheirOwn(InRanks):
     """Masters are not what rank 0 has."""
 
     def sabotage(self, rank: int) -> None:
-        _distributed.share_from_rank_zero = lambda tensors, group: None
+        distributed.share_from_rank_zero = lambda tensors, group: None
 
 
 class LogsEverywhere(InRanks):
     """Every rank says what happened."""
 
     def sabotage(self, rank: int) -> None:
-        _log.is_rank_zero = lambda: True  # type: ignore[attr-defined]
+        log.is_rank_zero = lambda: True
 
 
 class LoadsOnRankZero(InRanks):
     """The scale is where the file was written."""
 
     def sabotage(self, rank: int) -> None:
-        _checkpoint._moving_scales = lambda engine, saved: moving_scales(engine, saved) if rank == 0 else ()
+        checkpoint._moving_scales = lambda engine, saved: moving_scales(engine, saved) if rank == 0 else ()
 
 
 class CastsUnderWrappers(InRanks):
     """Casts what a wrapper has laid out."""
 
     def sabotage(self, rank: int) -> None:
-        _checks._check_castable = lambda model, outer, level: None
+        checks._check_castable = lambda model, outer, level: None
 
 
 class ByHandAlone(InRanks):

@@ -11,12 +11,16 @@ import torch
 from mutants import Mutant, patched
 
 import xamp
-from xamp import _active, _autocast, _casting, _containers, _forward, _functions, _initialize, policy
-from xamp._engine import Engine
+from xamp import policy
+from xamp.casting import active, autocast, forward, functions
+from xamp.casting.mark import Mark
+from xamp.ground import containers
 from xamp.policy import compile_policy
+from xamp.scaling.engine import Engine
+from xamp.sessions import initialize, lowering
 
 
-def _downgraded(self: _casting.Plan, kept_whole: bool) -> Any:
+def _downgraded(self: lowering.Plan, kept_whole: bool) -> Any:
     """fp16 asked for is fp32 in silence."""
     return _region(self, True)
 
@@ -39,7 +43,7 @@ def _for_all(*args: Any, **kwargs: Any) -> Any:
 def _main_thread_only(mark: Any, number: int, cached: Any = True) -> Any:
     """Sets the state of the thread in which it was first used."""
     if threading.current_thread() is not threading.main_thread():
-        mark = _active.Inside(None, None)
+        mark = Mark(None, None)
     return _enter(mark, number, cached)
 
 
@@ -74,29 +78,29 @@ def _apply_for_good(self: Any, undo: contextlib.ExitStack) -> None:
 
 
 def _of_another_device(device_type: str | None, dtype: Any, portable: bool = False, *_: Any) -> Any:
-    return _active.Inside(None if device_type is None else "xpu", dtype, portable=portable)
+    return Mark(None if device_type is None else "xpu", dtype, portable=portable)
 
 
 def _bf16_by_default(on: bool, dtype: Any) -> Any:
     return _in_use(on, dtype or torch.bfloat16)
 
 
-_enter_policy = _forward.enter_policy
-_leave, _enter = _active.leave, _active.enter
-_apply, _region, _in_use = _casting.Plan.apply, _casting.Plan._region, _autocast._in_use
-_initialize_it = _initialize.initialize
-_cast_floats = _containers.cast_floats
+_enter_policy = forward.enter_policy
+_leave, _enter = active.leave, active.enter
+_apply, _region, _in_use = lowering.Plan.apply, lowering.Plan._region, autocast._in_use
+_initialize_it = initialize.initialize
+_cast_floats = containers.cast_floats
 
 MUTANTS = [
-    Mutant("downgrades in silence", "levels.effective", patched(_casting.Plan, "_region", _downgraded)),
+    Mutant("downgrades in silence", "levels.effective", patched(lowering.Plan, "_region", _downgraded)),
     Mutant("knows one dtype a level", "levels.dtype_asked_for", patched(policy, "_lower_dtype", _own_dtype)),
-    Mutant("scripted code runs without the policy", "levels.script_module", patched(_casting, "enter_policy", _eager)),
-    Mutant("leaks autocast state", "levels.state_after_forward", patched(_active, "leave", _leave_it_on)),
+    Mutant("scripted code runs without the policy", "levels.script_module", patched(lowering, "enter_policy", _eager)),
+    Mutant("leaks autocast state", "levels.state_after_forward", patched(active, "leave", _leave_it_on)),
     Mutant("casts for the whole process", "levels.plain_code_beside", patched(xamp, "initialize", _for_all)),
-    Mutant("casts in one thread", "levels.threads", patched(_active, "enter", _main_thread_only)),
+    Mutant("casts in one thread", "levels.threads", patched(active, "enter", _main_thread_only)),
     Mutant("casts float64", "levels.float64_stays", patched(Engine, "cast", staticmethod(_cast_every_float))),
-    Mutant("keeps nothing in fp32", "levels.keep_fp32", patched(_initialize, "compile_policy", _keeps_nothing)),
-    Mutant("undoes nothing", "levels.all_or_nothing", patched(_casting.Plan, "apply", _apply_for_good)),
+    Mutant("keeps nothing in fp32", "levels.keep_fp32", patched(initialize, "compile_policy", _keeps_nothing)),
+    Mutant("undoes nothing", "levels.all_or_nothing", patched(lowering.Plan, "apply", _apply_for_good)),
     Mutant(
         "casts where it is told not to",
         "levels.disabled_inside",
@@ -105,8 +109,8 @@ MUTANTS = [
     Mutant(
         "promotes to the lower dtype",
         "levels.registered_function",
-        patched(_functions, "_widest", lambda *_: torch.float16),
+        patched(functions, "_widest", lambda *_: torch.float16),
     ),
-    Mutant("sets another device's autocast", "levels.custom_operator", patched(_active, "inside", _of_another_device)),
-    Mutant("another default dtype", "levels.autocast", patched(_autocast, "_in_use", _bf16_by_default)),
+    Mutant("sets another device's autocast", "levels.custom_operator", patched(active, "inside", _of_another_device)),
+    Mutant("another default dtype", "levels.autocast", patched(autocast, "_in_use", _bf16_by_default)),
 ]

@@ -11,9 +11,12 @@ from unittest import mock
 import torch
 from mutants import Breaks, Mutant, patched, registered
 
-from xamp import _active, _arguments, _engine, _forward, _masters, _numbers, policy
-from xamp._containers import cast_floats
+from xamp import policy
 from xamp.backends.cpu import CpuBackend
+from xamp.casting import active, forward, node_numbers
+from xamp.ground import arguments
+from xamp.ground.containers import cast_floats
+from xamp.scaling import engine, masters
 
 
 class ForgetsTheLast(CpuBackend):
@@ -66,9 +69,9 @@ def shallow(value: Any, dtype: torch.dtype) -> Any:
 def recomputed_outside_of_the_region() -> Iterator[None]:
     """What backward runs again does not find the region that it ran in."""
     with (
-        mock.patch.object(_active, "replay", return_value=None),
-        mock.patch.object(_active, "restore", return_value=None),
-        mock.patch.object(_numbers, "find", return_value=None),
+        mock.patch.object(active, "replay", return_value=None),
+        mock.patch.object(active, "restore", return_value=None),
+        mock.patch.object(node_numbers, "find", return_value=None),
     ):
         yield
 
@@ -84,7 +87,7 @@ def unscaled(self: Any) -> torch.Tensor:
     return self._loss  # type: ignore[no-any-return]
 
 
-enter = _engine.ScaledLoss.__enter__
+enter = engine.ScaledLoss.__enter__
 
 
 def broken(name: str) -> Breaks:
@@ -100,7 +103,7 @@ MUTANTS = [
     Mutant(
         "masters do not reach the parameters",
         "numerics.training_follows_fp32",
-        patched(_masters, "copy_back", lambda pairs: None),
+        patched(masters, "copy_back", lambda pairs: None),
     ),
     Mutant("O0 has a loss scale", "numerics.o0_is_plain_torch", another_level("O0", loss_scale=1000.0)),
     Mutant(
@@ -114,18 +117,18 @@ MUTANTS = [
     Mutant(
         "containers are not looked into",
         "numerics.outputs_are_fp32",
-        patched(_engine.Engine, "cast", staticmethod(shallow)),
+        patched(engine.Engine, "cast", staticmethod(shallow)),
     ),
     Mutant(
         "outputs are always fp32",
         "numerics.outputs_as_asked",
-        patched(_arguments, "output_dtype", lambda value: torch.float32),
+        patched(arguments, "output_dtype", lambda value: torch.float32),
     ),
-    Mutant("forward alone", "numerics.more_methods", patched(_arguments, "methods", lambda value: ("forward",))),
-    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(_forward, "_rebuild", without_policy)),
+    Mutant("forward alone", "numerics.more_methods", patched(arguments, "methods", lambda value: ("forward",))),
+    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "_rebuild", without_policy)),
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",
-        patched(_engine.ScaledLoss, "__enter__", unscaled),
+        patched(engine.ScaledLoss, "__enter__", unscaled),
     ),
 ]

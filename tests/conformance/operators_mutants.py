@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import torch
 from mutants import Breaks, Mutant, also, patched, registered
 
-from xamp import _active, ops
-from xamp._forward import Region
 from xamp.backends.cpu import CpuBackend
+from xamp.casting import active, ops
+from xamp.casting.forward import Region
+from xamp.casting.mark import mark_of
+from xamp.casting.ops import portable
 from xamp.contract import Backend
-from xamp.ops import portable
 
 
 class KeepsSoftmax(CpuBackend):
@@ -59,7 +60,7 @@ def _patched_entries(target: object, name: str, new: object) -> Breaks:
 
 
 _EVERY_FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ALWAYS_PORTABLE = property(lambda self: _active.inside(self.device_type, self.autocast_dtype, True))
+_ALWAYS_PORTABLE = property(lambda self: mark_of(self.device_type, self.autocast_dtype, True))
 
 
 def _install_portable(_: str, device_type: str, backend: Backend) -> None:
@@ -78,6 +79,6 @@ MUTANTS = [
     Mutant(
         "acts in foreign regions",
         "operators.foreign_code_is_untouched",
-        _patched_entries(_active, "is_portable", lambda: True),
+        _patched_entries(active, "is_portable", lambda: True),
     ),
 ]

@@ -12,21 +12,22 @@ import torch
 from mutants import Mutant, also, patched
 
 import xamp
-from xamp import _checks, _foreach, _fused, _masters, _optimizer
-from xamp._engine import Engine, ScaledLoss
-from xamp._fused import FusedForm
-from xamp._gradients import Gradients
-from xamp._scale import DeviceState
-from xamp._session import Session
-from xamp._step import OptimizerState, StepOutcome
+from xamp.scaling import foreach, fused, masters, optimizer
+from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.fused import FusedForm
+from xamp.scaling.gradients import Gradients
+from xamp.scaling.scale import DeviceState
+from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.sessions import checks
+from xamp.sessions.session import Session
 
 _leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
 _step_on_host, _step_unchecked = OptimizerState._step_on_host, OptimizerState._step_unchecked
 _unscale, _exit, _close = Gradients.unscale, ScaledLoss.__exit__, Session.close
 _step_of, _zero_grad_of, _unscale_by_group_ = (
-    _optimizer._step_of,
-    _optimizer._zero_grad_of,
-    _foreach.unscale_by_group_,
+    optimizer._step_of,
+    optimizer._zero_grad_of,
+    foreach.unscale_by_group_,
 )
 
 
@@ -50,7 +51,7 @@ def _kernel_without_found_inf() -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "_fused_adamw_", ignores),
-        mock.patch.object(_fused, "is_right", return_value=True),
+        mock.patch.object(fused, "is_right", return_value=True),
     ):
         yield
 
@@ -59,7 +60,7 @@ def _unscales_the_second_again(self: Engine, states: Any, scaler: Any, *rest: An
     """As accelerate and Fabric do when each optimizer's step updates the one scaler."""
     _leave(self, states, scaler, *rest)
     for state in states[1:]:
-        _foreach.multiply_([p.grad for p in state.gradients.stepped if p.grad is not None], scaler.inverse)
+        foreach.multiply_([p.grad for p in state.gradients.stepped if p.grad is not None], scaler.inverse)
 
 
 def _one_flag_for_all(self: Engine, states: Any, *rest: Any) -> torch.Tensor:
@@ -79,7 +80,7 @@ def _unscales_by_the_new_scale(self: Engine, states: Any, scaler: Any, *rest: An
     _leave(self, states, scaler, *rest)
     for state in states:
         grads = [p.grad for p in state.gradients.stepped if p.grad is not None]
-        _foreach.multiply_(grads, before / scaler.scale)
+        foreach.multiply_(grads, before / scaler.scale)
 
 
 def _clips_each_by_itself(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -146,8 +147,8 @@ def _not_the_masters(base: Any) -> Callable[..., Any]:
 def _fresh_classes(name: str, new: Any) -> Any:
     """Breaks a method of the managed optimizers, whose classes are made once."""
     return also(
-        patched(_optimizer, name, new),
-        lambda: mock.patch.object(_optimizer, "_subclasses", weakref.WeakValueDictionary()),
+        patched(optimizer, name, new),
+        lambda: mock.patch.object(optimizer, "_subclasses", weakref.WeakValueDictionary()),
     )
 
 
@@ -158,7 +159,7 @@ def _copies_of_sparse(grad: torch.Tensor) -> torch.Tensor:
 
 def _blind_to_sparse(grads: Any, found_inf: torch.Tensor, inverse: torch.Tensor, unscale_: Any) -> None:
     _unscale_by_group_([g for g in grads if not g.is_sparse], found_inf, inverse, unscale_)
-    _foreach.multiply_([g for g in grads if g.is_sparse], inverse)
+    foreach.multiply_([g for g in grads if g.is_sparse], inverse)
 
 
 def _as_if_all_went_well(self: ScaledLoss, *_: object) -> None:
@@ -174,7 +175,7 @@ def _rounds(self: Session) -> None:
 
 
 MUTANTS = [
-    Mutant("masters are not written back", "optimizers.update_equals_plain", patched(_masters, "copy_back", print)),
+    Mutant("masters are not written back", "optimizers.update_equals_plain", patched(masters, "copy_back", print)),
     Mutant(
         "steps with zeros on an overflow",
         "optimizers.skipped_step_changes_nothing",
@@ -236,7 +237,7 @@ MUTANTS = [
     Mutant(
         "divides by an eps of zero",
         "optimizers.eps_that_rounds_to_zero",
-        patched(_checks, "_check_eps", lambda *_: None),
+        patched(checks, "_check_eps", lambda *_: None),
     ),
     Mutant(
         "step(closure) loses the loss",
@@ -257,12 +258,12 @@ MUTANTS = [
     Mutant(
         "sparse gradients stay scaled",
         "optimizers.sparse_gradients",
-        patched(_foreach, "values", _copies_of_sparse),
+        patched(foreach, "values", _copies_of_sparse),
     ),
     Mutant(
         "sparse gradients are not looked at",
         "optimizers.sparse_overflow",
-        patched(_foreach, "unscale_by_group_", _blind_to_sparse),
+        patched(foreach, "unscale_by_group_", _blind_to_sparse),
     ),
     Mutant(
         "an exception is taken for a finished backward",

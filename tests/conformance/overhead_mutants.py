@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from mutants import Mutant, patched, registered
 
-from xamp import _active, _masters
 from xamp.backends.cpu import CpuBackend
+from xamp.casting import active
+from xamp.scaling import masters
 
 
 class OneByOne(CpuBackend):
@@ -40,15 +41,15 @@ def slowly(mark: Any, number: int, cached: bool | None = True) -> Any:
     return enter(mark, number, cached)
 
 
-enter = _active.enter
+enter = active.enter
 
 MUTANTS = [
     Mutant("unscales one by one", "overhead.step", registered(f"{__name__}:OneByOne"), "mutant"),
-    Mutant("enters regions slowly", "overhead.forward", patched(_active, "enter", slowly)),
+    Mutant("enters regions slowly", "overhead.forward", patched(active, "enter", slowly)),
     Mutant("keeps copies of gradients", "overhead.peak_memory", registered(f"{__name__}:KeepsCopies"), "mutant"),
     Mutant(
         "all gradients go to masters at once",
         "overhead.memory_of_masters",
-        patched(_masters, "_chunks", lambda pairs: [pairs] if pairs else []),
+        patched(masters, "_chunks", lambda pairs: [pairs] if pairs else []),
     ),
 ]

@@ -13,12 +13,12 @@ import torch
 from mutants import Mutant, also, patched, registered
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xamp import _checks, _initialize
-from xamp._registry import Registry
-from xamp._session import Session
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import Capabilities
 from xamp.policy import LEVELS
+from xamp.registry.registry import Registry
+from xamp.sessions import checks, initialize
+from xamp.sessions.session import Session
 
 
 class SeesNoOverflow(CpuBackend):
@@ -186,13 +186,13 @@ MUTANTS = [
     Mutant(
         "takes levels that are not declared",
         "probe.undeclared_level_is_refused",
-        also(registered(f"{__name__}:RunsTwoLevels"), patched(_checks, "check_capabilities", lambda *_: None)),
+        also(registered(f"{__name__}:RunsTwoLevels"), patched(checks, "check_capabilities", lambda *_: None)),
         "mutant",
     ),
     Mutant(
         "takes O1 for auto",
         "probe.auto_is_declared",
-        also(registered(f"{__name__}:IsFastInBf16"), patched(_initialize, "_best_level", lambda *_: LEVELS["O1"])),
+        also(registered(f"{__name__}:IsFastInBf16"), patched(initialize, "_best_level", lambda *_: LEVELS["O1"])),
         "mutant",
     ),
     _mutant("lists a device twice", "runtime", CountsTwice),

@@ -11,15 +11,17 @@ import torch
 from chips import SaturatingBackend
 from mutants import Mutant, also, patched, registered
 
-from xamp import _session, _step, policy
-from xamp._engine import Engine
-from xamp._grad_scaler import GradScaler
-from xamp._gradients import Gradients
-from xamp._manual import ManualEngine, Stage
-from xamp._overflow_flag import FlagWatch
-from xamp._scale import CollapseWatch, LossScaler, ScaleRules
-from xamp._step import OptimizerState, StepOutcome
+from xamp import policy
 from xamp.policy import Policy
+from xamp.scaling import step
+from xamp.scaling.engine import Engine
+from xamp.scaling.gradients import Gradients
+from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.scale import CollapseWatch, LossScaler, ScaleRules
+from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.sessions import session
+from xamp.sessions.grad_scaler import GradScaler
+from xamp.sessions.manual_engine import ManualEngine, Stage
 
 _update, _enter_block = LossScaler.update, Engine.enter
 _leave, _finish, _prepare_state = Engine.leave, OptimizerState._finish, Engine.prepare_state
@@ -217,7 +219,7 @@ MUTANTS = [
         "scaling.outcomes_can_be_read",
         patched(OptimizerState, "known_outcome", _always_applied),
     ),
-    Mutant("prints", "scaling.overflow_is_logged", patched(_step, "say", _prints)),
+    Mutant("prints", "scaling.overflow_is_logged", patched(step, "say", _prints)),
     Mutant(
         "what is accumulated is unscaled again",
         "scaling.accumulation_equals_one_batch",
@@ -241,7 +243,7 @@ MUTANTS = [
         "mutant",
     ),
     Mutant(
-        "one scale for all losses", "scaling.losses_with_own_scales", patched(_session, "_scaler_of", _the_first_scaler)
+        "one scale for all losses", "scaling.losses_with_own_scales", patched(session, "_scaler_of", _the_first_scaler)
     ),
     Mutant(
         "a chip's flag is not cleared",
@@ -264,7 +266,7 @@ MUTANTS = [
     Mutant(
         "scales for two sessions by one",
         "scaling.two_sessions_in_one_scale_loss",
-        patched(_session, "_states_of", _whatever_session),
+        patched(session, "_states_of", _whatever_session),
     ),
     Mutant("unscales twice", "scaling.grad_scaler", patched(ManualEngine, "unscale", _forgets_that_it_unscaled)),
     Mutant(

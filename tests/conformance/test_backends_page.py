@@ -9,19 +9,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import docs_blocks
 import operators_mutants
-import page
 import pytest
 
 import xamp
-from xamp._registry import REGISTRY, register_backend
 from xamp.contract import Backend, BackendSpec, Capabilities
+from xamp.registry.registry import REGISTRY, register_backend
 from xamp.testing import TIERS
 from xamp.testing.lane import open_lane
 from xamp.testing.ledger import read_ledger
 from xamp.testing.run import OUTCOMES, run
 
-TEXT = (page.DOCS / "backends.md").read_text(encoding="utf-8")
+TEXT = (docs_blocks.DOCS / "backends.md").read_text(encoding="utf-8")
 FLAG = """
 import torch
 _flag = []
@@ -47,7 +47,9 @@ class Chip(SaturatingBackend):
 @pytest.fixture
 def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BackendSpec]]:
     """The page's module with its two classes, written to a file that can be imported; a spec for each."""
-    first, saturating = (code for code in page.blocks("backends.md") if "class" in code and "Conformance" not in code)
+    first, saturating = (
+        code for code in docs_blocks.blocks("backends.md") if "class" in code and "Conformance" not in code
+    )
     code = first.replace('DEVICE = "mydevice"', 'DEVICE = "cpu"').replace("priority=60", "priority=-1")
     (tmp_path / "xamp_mydevice.py").write_text(code + saturating + FLAG, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -76,12 +78,12 @@ def test_the_backends_pass(specs: list[BackendSpec]) -> None:
 
 def test_the_script_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
-    names = page.run("backends.md", {}, "xamp.scale_loss")
+    names = docs_blocks.run("backends.md", {}, "xamp.scale_loss")
     assert xamp.session(names["model"]).stats.applied == 10
 
 
 def test_the_module_imports_nothing_heavy() -> None:
-    tree = ast.parse(next(code for code in page.blocks("backends.md") if "SPEC =" in code))
+    tree = ast.parse(next(code for code in docs_blocks.blocks("backends.md") if "SPEC =" in code))
     imported = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
     assert imported == {"xamp.contract", "xamp.errors"}
     assert not [node for node in tree.body if isinstance(node, ast.Import)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sites import plain_environment
+from site_packages import plain_environment
 
 WHEEL = Path(__file__).resolve().parent.parent / "outside" / "abacus"
 INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import page
+import docs_blocks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,13 +57,13 @@ def main(mode: str, level: str, folder: Path) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
     xamp.initialize(model, optimizer, level, init_scale=1024.0, growth_interval=2, verbosity=0)
     names = {"model": model, "optimizer": optimizer, "folder": str(folder / "checkpoint"), "torch": torch, "xamp": xamp}
-    page.run("checkpoints.md", names, "class Whole")
+    docs_blocks.run("checkpoints.md", names, "class Whole")
     if mode == "load":
-        page.run("checkpoints.md", names, "dcp.load")
+        docs_blocks.run("checkpoints.md", names, "dcp.load")
     ddp = DistributedDataParallel(model)
     if mode == "save":
         train(ddp, optimizer, range(STEPS))
-        page.run("checkpoints.md", names, "dcp.save")
+        docs_blocks.run("checkpoints.md", names, "dcp.save")
     found = {"there": standing(model, optimizer)}
     train(ddp, optimizer, range(STEPS, 2 * STEPS))
     found["end"] = standing(model, optimizer)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 from chips import SATURATING
 
 import xamp
-from xamp import _registry
+from xamp.registry import registry
 
 STEPS, AT = 4, 1
 
@@ -100,14 +100,14 @@ def alone(kind: str, rank: int) -> dict[str, Any]:
 
 def chip(rank: int, group: Any, wrapped: bool) -> dict[str, Any]:
     """On chips that saturate the other ranks are not told by the gradients."""
-    before, _registry.REGISTRY = _registry.REGISTRY, _registry.Registry((SATURATING,), group=None)
+    before, registry.REGISTRY = registry.REGISTRY, registry.Registry((SATURATING,), group=None)
     model = make()
-    backend = _registry.resolve("auto", "cpu")
+    backend = registry.resolve("auto", "cpu")
     scaler = scaler_of("xamp")
     scaler.process_group = group
     wrapper = DistributedDataParallel(model) if wrapped else model
     found = train(scaler, wrapper, list(model.parameters()), rank, backend.make_overflow_)
-    _registry.REGISTRY = before
+    registry.REGISTRY = before
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import page
+import docs_blocks
 import pytest
 import torch
 from checkpoints import everything, start, train
@@ -26,7 +26,7 @@ in_one_process = pytest.mark.filterwarnings("ignore:torch.distributed is disable
 
 def names_for(run: Any, folder: Path) -> dict[str, Any]:
     names = {"model": run.model, "optimizer": run.optimizer, "folder": str(folder), "torch": torch, "xamp": xamp}
-    return page.run("checkpoints.md", names, "class Whole")
+    return docs_blocks.run("checkpoints.md", names, "class Whole")
 
 
 @in_one_process
@@ -35,10 +35,10 @@ def names_for(run: Any, folder: Path) -> dict[str, Any]:
 def test_in_one_process(lane: Lane, variant: str, optimizer: str, tmp_path: Path) -> None:
     run = start(lane, variant, optimizer=optimizer)
     train(run, lane, range(6), overflows=[4])
-    page.run("checkpoints.md", names_for(run, tmp_path), "dcp.save")
+    docs_blocks.run("checkpoints.md", names_for(run, tmp_path), "dcp.save")
     train(run, lane, range(6, 12), overflows=[8])
     resumed = start(lane, variant, seed=2, optimizer=optimizer)
-    page.run("checkpoints.md", names_for(resumed, tmp_path), "dcp.load")
+    docs_blocks.run("checkpoints.md", names_for(resumed, tmp_path), "dcp.load")
     train(resumed, lane, range(6, 12), overflows=[8])
     assert_same(everything(resumed), everything(run))
 
@@ -52,7 +52,7 @@ def test_at_another_level_the_session_goes_in_one_piece(lane: Lane, levels: tupl
     for part, block in ((run, "dcp.save"), (other, "dcp.load")):
         names = names_for(part, tmp_path)
         names["parts"]["xamp"] = names["Whole"](xamp.session(part.optimizer))
-        page.run("checkpoints.md", names, block)
+        docs_blocks.run("checkpoints.md", names, block)
     exact = run.model.state_dict()
     names_of = [name for name, _ in run.model.named_parameters()]
     for name, master in zip(names_of, xamp.master_params(other.optimizer), strict=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import CHIPS, INSIDE, emulate, emulated_pytest, need_emulation
+from emulated_cards import CHIPS, INSIDE, emulate, emulated_pytest, need_emulation
 
 from xamp.backends.npu import chips, emulation
 from xamp.backends.npu.emulation import library, wheel
@@ -182,7 +182,7 @@ def test_a_figure_after_910b_makes_another_chip(name: str, number: int, bf16: bo
 
 def test_saturation_that_was_asked_for_is_taken_and_shown() -> None:
     ask = (
-        "import torch; from xamp import _registry; backend = _registry.resolve('npu', 'npu'); "
+        "import torch; from xamp.registry.registry import resolve; backend = resolve('npu', 'npu'); "
         "device = torch.device('npu', 0); print(backend.capabilities(device).overflow); "
         "print(*(row.name for row in backend.precision_settings(device)), sep='\\n')"
     )

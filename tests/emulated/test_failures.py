@@ -3,8 +3,8 @@
 The real torch_npu meets a CANN that is missing, damaged or broken: the emulation's stand-in, less something. What xamp
 says is asked in a process of its own for each, two at a time.
 
-Texts alone are held, in tests/unit/test_npu_causes.py, of what takes a machine that this is not: CANN's EZ1001 in its
-own words, no room for static TLS on aarch64, memory that is used up.
+Texts alone are held, in tests/unit/registry/test_npu_causes.py, of what takes a machine that this is not: CANN's EZ1001
+in its own words, no room for static TLS on aarch64, memory that is used up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cards import need_emulation
+from emulated_cards import need_emulation
 
 from xamp.backends.npu import emulation
 from xamp.backends.npu.emulation import library, wheel
@@ -40,8 +40,8 @@ print(json.dumps({"usable": row.usable, "cause": row.reason, "cure": row.hint, "
 """
 EXPLAIN = """
 import json
-from xamp._causes import Failure, explain, full_text
-from xamp._registry import BUILT_INS
+from xamp.registry.causes import Failure, explain, full_text
+from xamp.registry.registry import BUILT_INS
 spec = next(spec for spec in BUILT_INS if spec.name == "npu")
 try:
     fail()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from cards import CHIPS, INSIDE, counts, emulate, emulated_pytest, last, need_emulation
+from emulated_cards import CHIPS, INSIDE, counts, emulate, emulated_pytest, last, need_emulation
 
 from xamp.backends.npu import emulation
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import docs_blocks
 import faults
-import page
 import torch
 from lanes import Lane, usable_lanes
 from torch import nn
@@ -96,7 +96,7 @@ def work(spec: faults.Spec) -> None:
     lane = next(lane for lane in usable_lanes() if str(lane) == spec["device"])
     folder = Path(spec["folder"])
     path = folder / faults.CHECKPOINT
-    files = page.recipe()
+    files = docs_blocks.recipe()
     saved = files["load_checkpoint"](path) if path.exists() else None
     torch.manual_seed(spec["seed"] if saved else 0)  # a life that resumes starts with other weights: none may be left
     run = build(spec, lane)

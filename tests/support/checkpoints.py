@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from nets import LEVELS, Net
+from managed_models import LEVELS, Net
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp

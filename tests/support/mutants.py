@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from xamp import _registry
 from xamp.contract import BackendSpec
+from xamp.registry import registry as backends
 
 Breaks = Callable[[], "contextlib.AbstractContextManager[Any]"]
 
@@ -63,11 +63,11 @@ def registered(target: str, **fields: Any) -> Breaks:
     @contextlib.contextmanager
     def breaks() -> Any:
         spec = BackendSpec(**{"name": "mutant", "device_types": ("cpu",), "target": target, "priority": -1, **fields})
-        _registry.register_backend(spec, override=True)
+        backends.register_backend(spec, override=True)
         try:
             yield
         finally:
-            registry = _registry.REGISTRY
+            registry = backends.REGISTRY
             registry._specs.pop("mutant", None)
             registry._sources.pop("mutant", None)
             registry._outcomes.pop(spec, None)

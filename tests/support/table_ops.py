@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xamp
-from xamp import _recompute
+from xamp.casting import recompute
 
 torch.set_num_threads(1)  # kernels this small lose by a second thread
 
@@ -90,7 +90,7 @@ CHECKPOINTING = ["torch's", "another's"]
 
 def checkpointing(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave torch's checkpointing as xamp has it; or make it such as xamp does not know, like other libraries' own."""
-    _recompute.watch()
+    recompute.watch()
     if whose == "another's":
         module, reentrant = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
         known: Any = module._checkpoint_without_reentrant_generator

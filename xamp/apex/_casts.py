@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp import _active
-from xamp._log import say
+from xamp.casting import active
+from xamp.casting.mark import APART, REPLACED
+from xamp.ground.log import say
 
 __all__ = [
     "ALL",
@@ -114,14 +115,14 @@ class Casting:
         self._pause(1)
         mine = _thread.open
         mine.blocks += 1
-        if _active.get_slot() is None:
-            _active.set_slot(_active.APART)  # what this thread compiled with casts is not for this block
+        if active.get_slot() is None:
+            active.set_slot(APART)  # what this thread compiled with casts is not for this block
         try:
             yield
         finally:
             mine.blocks -= 1
-            if not mine.blocks and mine is _thread.open and _active.get_slot() is _active.APART:
-                _active.set_slot(None)
+            if not mine.blocks and mine is _thread.open and active.get_slot() is APART:
+                active.set_slot(None)
             self._pause(-1)
 
     def _pause(self, more: int) -> None:
@@ -247,11 +248,11 @@ regions: dict[tuple[str, torch.dtype], Casting] = {}
 
 def here() -> Casting | None:
     """What casts where the caller runs: nothing in a region of xamp's, unless that brings its own."""
-    mark = _active.surrounding()
+    mark = active.surrounding()
     if mark is not None:
         casting: Casting | None = mark.casting
         return casting
-    if _active.get_slot() is not _active.REPLACED:
+    if active.get_slot() is not REPLACED:
         return process.casting
     # A region in a compiled graph, told by the autocast state that the graph sets.
     for (device_type, lower), casting in regions.items():

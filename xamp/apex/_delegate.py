@@ -19,16 +19,16 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp import _masters
-from xamp._engine import Engine, Stats
-from xamp._initialize import Arguments
-from xamp._scale import ScaleRules
-from xamp._session import register
-from xamp._step import StepOutcome
 from xamp.apex import _real
 from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, Policy, Request
+from xamp.scaling import masters
+from xamp.scaling.engine import Engine
+from xamp.scaling.scale import ScaleRules
+from xamp.scaling.step import Stats, StepOutcome
+from xamp.sessions.initialize import Arguments
+from xamp.sessions.session import register
 
 __all__ = ["hand_over", "real_amp"]
 
@@ -120,7 +120,7 @@ def _options(amp: Any, policy: Policy, arguments: Arguments) -> dict[str, Any]:
 
 
 class _Scale:
-    """One of Apex's loss scales under the names of :class:`xamp._scale.LossScaler`."""
+    """One of Apex's loss scales under the names of :class:`xamp.scaling.scale.LossScaler`."""
 
     def __init__(self, scaler: Any, policy: Policy) -> None:
         self._scaler = scaler
@@ -222,9 +222,9 @@ class DelegatedEngine(Engine):
             if not stash.lazy_init_called:
                 optimizer._amp_lazy_init()  # type: ignore[attr-defined]
             for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-                if _masters.master_of(param) is not master:
-                    _masters.set_lowered(param, master)
-                    _masters.use([(param, master)])
+                if masters.master_of(param) is not master:
+                    masters.set_lowered(param, master)
+                    masters.use([(param, master)])
 
 
 def _will_skip(optimizer: Any) -> bool:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp._containers import cast_any
-from xamp._engine import Engine, ScaledLoss
-from xamp._fused import FusedForm
-from xamp._gradients import Gradients
-from xamp._log import say
-from xamp._masters import Pair
-from xamp._scale import LossScaler
-from xamp._step import OptimizerState, StepOutcome
 from xamp.apex._properties import tell
+from xamp.ground.containers import cast_any
+from xamp.ground.log import say
 from xamp.policy import Policy
+from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.fused import FusedForm
+from xamp.scaling.gradients import Gradients
+from xamp.scaling.masters import Pair
+from xamp.scaling.scale import LossScaler
+from xamp.scaling.step import OptimizerState, StepOutcome
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 

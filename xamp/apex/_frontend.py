@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import weakref
 from typing import Any
@@ -12,19 +11,17 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from xamp import _checks, _device, _registry
-from xamp._forward import is_under_policy
-from xamp._initialize import Arguments, set_up
-from xamp._log import say
-from xamp._optimizer import state_of
-from xamp._session import find_session
-from xamp.apex import _handle
-from xamp.apex._engine import ApexEngine, ApexPolicy
+from xamp.apex import _casts_handle, _handle
+from xamp.apex._engine import ApexEngine
 from xamp.apex._properties import LEVELS, OVERRIDES, Properties, tell, warn_or_err
 from xamp.apex._scaler import LossScaler
+from xamp.apex._start import Scaling, start_engine
 from xamp.apex._state import state
 from xamp.errors import StateError
-from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
+from xamp.ground.log import say
+from xamp.scaling.optimizer import state_of
+from xamp.sessions.initialize import Arguments
+from xamp.sessions.session import find_session
 
 __all__ = ["Scaling", "initialize", "start_engine"]
 
@@ -252,97 +249,9 @@ def _returned(models: Any, optimizers: Any) -> Any:
     return models if optimizers is None else (models, optimizers)
 
 
-# ---------------------------------------------------------------- the engine
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaling:
-    """The numbers of the loss scales."""
-
-    num_losses: int = 1
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_loss_scale: float = SMALLEST_SCALE
-    max_loss_scale: float = 2.0**24
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Scaling:
-        return cls(
-            given["num_losses"],
-            given["dynamic_init_scale"],
-            given["scale_growth_factor"],
-            given["scale_backoff_factor"],
-            given["scale_window"],
-            given["min_loss_scale"] or SMALLEST_SCALE,
-            given["max_loss_scale"] or LARGEST_SCALE,
-        )
-
-
-def start_engine(
-    arguments: Arguments, properties: Properties, scaling: Scaling, output_dtype: torch.dtype | None = None
-) -> ApexEngine:
-    """Put models and optimizers under ``properties``: all of them or nothing."""
-    device = _checks.device_of(arguments.models, arguments.optimizers) or _device.device()
-    backend = _registry.resolve("auto", device.type)
-    policy = _policy(properties, scaling, output_dtype)
-    _checks.check_capabilities(backend, device, policy, False)
-    arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _has_it_already(m, policy)])
-    engine = set_up(policy, backend, device, arguments, ApexEngine)
-    assert isinstance(engine, ApexEngine)
-    return engine
-
-
-def _has_it_already(model: nn.Module, policy: ApexPolicy) -> bool:
-    """Whether an earlier call put ``model`` under just this policy.
-
-    Raises:
-        StateError: under another, or it is a copy of a model that is under one.
-    """
-    if not is_under_policy(model):
-        return False
-    found = find_session(model)
-    if found is None or found.policy != policy:
-        raise StateError(
-            f"amp.initialize(opt_level={policy.level!r}): this {type(model).__name__} was given to amp.initialize "
-            "before, or is a copy of a model that was, and runs under another policy. Call xamp.session(model).close() "
-            "first, or pass a plain model."
-        )
-    return True
-
-
-def _policy(properties: Properties, scaling: Scaling, output_dtype: torch.dtype | None) -> ApexPolicy:
-    cast: torch.dtype | None = properties.cast_model_type or None
-    lower = cast in (torch.float16, torch.bfloat16)
-    patched = properties.patch_type if properties.patch_torch_functions else torch.float32
-    dynamic = properties.loss_scale == "dynamic"
-    if cast is not None and output_dtype is None:
-        output_dtype = torch.float32
-    return ApexPolicy(
-        level=properties.opt_level,
-        dtype=cast if cast is not None and lower else patched,
-        casts_parameters=lower,
-        autocast=False,
-        input_dtype=cast,
-        master_weights=bool(properties.master_weights),
-        keep_batchnorm_fp32="affine" if properties.keep_batchnorm_fp32 else False,
-        keep_fp32=(),
-        output_dtype=output_dtype,
-        methods=("forward",),
-        dynamic=dynamic,
-        static_scale=1.0 if dynamic else properties.loss_scale,
-        checks=dynamic,
-        op_policy="native",
-        fused=False,
-        patches=bool(properties.patch_torch_functions),
-        **dataclasses.asdict(scaling),
-    )
-
-
 def _hold(engine: ApexEngine, handle: _handle.AmpHandle) -> None:
     """Patches for as long as the models live; the engine's steps run without their casts."""
-    engine.around_step, engine.after_backward = _handle.disable_casts, _handle.clear_caches
+    engine.around_step, engine.after_backward = _casts_handle.disable_casts, _casts_handle.clear_caches
     engine.undo.callback(handle._deactivate)
     _patched.append((weakref.ref(engine), handle))
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from xamp._initialize import Arguments
-from xamp._optimizer import state_of
-from xamp.apex import _handle
+from xamp.apex import _casts_handle
 from xamp.apex._engine import ApexEngine, ApexLoss
-from xamp.apex._frontend import Scaling, start_engine
 from xamp.apex._properties import Properties
 from xamp.apex._scale_loss import scale_loss
+from xamp.apex._start import Scaling, start_engine
 from xamp.apex._state import state
-
-if TYPE_CHECKING:
-    from xamp.apex._handle import AmpHandle, NoOpHandle
+from xamp.scaling.optimizer import state_of
+from xamp.sessions.initialize import Arguments
 
 __all__ = ["OptimWrapper", "scale_by_handle"]
+
+
+class Handle(Protocol):
+    """What a wrapper asks of the handle that made it."""
+
+    def is_active(self) -> bool:
+        """Whether losses are scaled."""
 
 
 class OptimWrapper:
@@ -32,7 +36,7 @@ class OptimWrapper:
         num_loss: how many losses there are between two steps, each with a scale of its own, in their order.
     """
 
-    def __init__(self, optimizer: Optimizer, handle: AmpHandle | NoOpHandle, num_loss: int = 1) -> None:
+    def __init__(self, optimizer: Optimizer, handle: Handle, num_loss: int = 1) -> None:
         self._optimizer = optimizer
         self._amp_handle = handle
         self._num_loss = num_loss
@@ -75,7 +79,7 @@ class OptimWrapper:
 
 
 def scale_by_handle(
-    handle: AmpHandle, loss: torch.Tensor, optimizer: Optimizer
+    handle: Handle, loss: torch.Tensor, optimizer: Optimizer
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
     """``handle.scale_loss``: with one loss scale for the optimizer, made at its first loss."""
     if not handle.is_active():
@@ -90,7 +94,7 @@ def _engine_for(optimizer: Optimizer, num_loss: int) -> ApexEngine:
     properties.take("O1")
     arguments = Arguments([], [optimizer], "auto", None, False, state.verbosity)
     engine = start_engine(arguments, properties, Scaling(num_losses=num_loss))
-    engine.around_step, engine.after_backward = _handle.disable_casts, _handle.clear_caches
+    engine.around_step, engine.after_backward = _casts_handle.disable_casts, _casts_handle.clear_caches
     return engine
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from xamp import _active
-from xamp._script import forget_script, tell_script
 from xamp.apex import _rnn
 from xamp.apex._lists import LISTS, in_place
 from xamp.apex._wrappers import make_wrapper
+from xamp.casting.needs import needs
+from xamp.casting.script import forget_script, tell_script
 
 __all__ = ["Registration", "Wanted", "hold", "is_installed", "release"]
 
@@ -163,9 +163,7 @@ def _apply() -> None:
             _patches[key] = patch
         elif patch.place != place:
             patch.install(place)
-    _active.outsiders = bool(_wanted)
-    if _wanted:
-        _active.is_asked_for = True
+    needs.set_replaced_outside(bool(_wanted))
     _forget()
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from xamp._log import say
 from xamp.apex._state import state
+from xamp.ground.log import say
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
 
 if TYPE_CHECKING:

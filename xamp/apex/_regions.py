@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from xamp import _active, _recompute
 from xamp.apex import _patches
+from xamp.casting import recompute
+from xamp.casting.needs import needs
 
 __all__ = ["hold", "prepare"]
 
 
 def prepare() -> None:
     """What has to be known of regions before the first one opens: what backward recomputes runs as it ran."""
-    _active.is_asked_for = True
-    _recompute.watch()
+    needs.ask_for_marks()
+    recompute.watch()
 
 
 def hold() -> Callable[[], None]:

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp import _session
-from xamp._log import say
-from xamp._optimizer import state_of
-from xamp._step import OptimizerState
 from xamp.apex._engine import ApexEngine, ApexLoss
 from xamp.apex._state import state
 from xamp.errors import StateError
+from xamp.ground.log import say
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.step import OptimizerState
+from xamp.sessions import session
 
 __all__ = ["load_state_dict", "master_params", "scale_loss", "state_dict"]
 
@@ -58,7 +58,7 @@ def scale_loss(
         return contextlib.nullcontext(loss)
     engine = _engine_of(states)
     if not isinstance(engine, ApexEngine):  # of xamp.initialize
-        return _session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+        return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
     scaler = engine.scalers[loss_id]
     if not engine.has_work(scaler):
         return _Unscaled(engine, loss.float())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from xamp.apex._handle import AmpHandle, NoOpHandle
+from typing import Any
 
 __all__ = ["AmpState", "state"]
 
@@ -30,7 +27,7 @@ class AmpState:
         self.verbosity = 1
         self.hard_override = False
         self.allow_incoming_model_not_fp32 = False
-        self.handle: AmpHandle | NoOpHandle | None = None
+        self.handle: Any = None
         self.min_loss_scale: float | None = None
         self.max_loss_scale: float | None = 2.0**24
 

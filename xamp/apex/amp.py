@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xamp.apex._casts_handle import disable_casts
 from xamp.apex._frontend import initialize
 from xamp.apex._functions import (
     bfloat16_function,
@@ -13,7 +14,7 @@ from xamp.apex._functions import (
     register_half_function,
     register_promote_function,
 )
-from xamp.apex._handle import disable_casts, init
+from xamp.apex._handle import init
 from xamp.apex._scale_loss import load_state_dict, master_params, scale_loss, state_dict
 from xamp.apex._state import state as _amp_state
 

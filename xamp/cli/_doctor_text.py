@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xamp._findings import DEFECT
+from xamp.registry.findings import DEFECT
 
 __all__ = ["render", "report"]
 

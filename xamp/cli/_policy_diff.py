@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.casting.ops import UNKNOWN
 from xamp.cli._policy_file import Saved
-from xamp.ops import UNKNOWN
 
 __all__ = ["Diff", "compare"]
 

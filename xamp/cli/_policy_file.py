@@ -9,9 +9,9 @@ One JSON object, whose keys are added to and never taken away while its ``schema
 * ``rows``: one object for each overload of the table, in the alphabet's order.
 * ``device_only``: the overloads in the device's own list that are not in the table, in the alphabet's order.
 
-A row has the fields of :class:`xamp.ops.survey.Row`, which says what they mean: ``overload``, ``rule``, ``reason``,
-``registered``, ``native``, ``added``, ``results`` (an object of ``fp32``, ``lower``, ``mixed``, ``named``), ``source``,
-``agrees``, ``cannot``.
+A row has the fields of :class:`xamp.casting.ops.survey.Row`, which says what they mean: ``overload``, ``rule``,
+``reason``, ``registered``, ``native``, ``added``, ``results`` (an object of ``fp32``, ``lower``, ``mixed``, ``named``),
+``source``, ``agrees``, ``cannot``.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from xamp.casting.ops import UNKNOWN
 from xamp.cli._policy_diff import Diff
 from xamp.cli._policy_file import Saved
-from xamp.ops import UNKNOWN
 
 __all__ = ["WIDTH", "render_diff", "render_show"]
 

@@ -117,7 +117,7 @@ def _lanes(args: argparse.Namespace) -> list[Lane]:
 
 def _is_known(args: argparse.Namespace) -> bool:
     """Whether what is asked for exists, though it cannot be used."""
-    from xamp._registry import REGISTRY
+    from xamp.registry.registry import REGISTRY
 
     specs = [spec for spec in REGISTRY.specs() if args.backend in ("auto", spec.name)]
     types = {kind for spec in specs for kind in spec.device_types}

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import xamp
-from xamp._doctor.survey import LIMIT, examine_machine
-from xamp._findings import DEFECT
-from xamp._registry import BUILT_INS
 from xamp.apex._real import find as find_apex
 from xamp.cli._doctor_text import render, report
+from xamp.doctor.survey import LIMIT, examine_machine
+from xamp.registry.findings import DEFECT
+from xamp.registry.registry import BUILT_INS
 
 __all__ = ["add_arguments", "examine", "run"]
 

@@ -60,7 +60,7 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _emulations() -> dict[str, str]:
     """Where the functions are, by what they emulate."""
-    from xamp._registry import REGISTRY
+    from xamp.registry.registry import REGISTRY
 
     return {name: target for spec in REGISTRY.specs() for name, target in spec.emulations}
 

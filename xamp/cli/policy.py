@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import xamp
-from xamp._causes import one_line
-from xamp._registry import REGISTRY
-from xamp._torch import require_torch
 from xamp.cli._policy_diff import compare
 from xamp.cli._policy_file import SCHEMA, WHAT, Saved, read
 from xamp.cli._policy_text import WIDTH, render_diff, render_show
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.registry.causes import one_line
+from xamp.registry.registry import REGISTRY, require_torch
 
 __all__ = ["add_arguments", "run", "show"]
 
@@ -81,7 +80,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
         BackendUnavailable: torch, or the module of the device's backend, cannot be imported.
     """
     torch, op_rules = _torch(), _op_rules(device_type)
-    from xamp.ops.survey import survey
+    from xamp.casting.ops.survey import survey
 
     try:
         torch.device(device_type)

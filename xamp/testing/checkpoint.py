@@ -11,8 +11,8 @@ import torch
 from torch.optim import SGD
 
 import xamp
-from xamp._registry import HOST
 from xamp.errors import CheckpointError, LossScaleCollapsed
+from xamp.registry.registry import HOST
 from xamp.testing.exact import Dot, assert_same, inputs
 from xamp.testing.lane import Lane, usable_lanes
 from xamp.testing.runs import (

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from xamp import _registry
 from xamp.contract import Backend, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.policy import LEVELS
+from xamp.registry import registry
 
 __all__ = ["CAPABILITIES", "SKIPPED", "UNDECLARED", "Lane", "open_lane", "parse_requirements", "usable_lanes"]
 
@@ -151,9 +151,9 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
     """
     required = parse_requirements(require)
     if not device:
-        specs = [spec for spec in _registry.REGISTRY.specs() if spec.name == backend]
-        device = specs[0].device_types[0] if specs else _registry.HOST
-    found = _registry.resolve(backend, device.partition(":")[0])
+        specs = [spec for spec in registry.REGISTRY.specs() if spec.name == backend]
+        device = specs[0].device_types[0] if specs else registry.HOST
+    found = registry.resolve(backend, device.partition(":")[0])
     return Lane(found, _device(found, device), required)
 
 
@@ -172,7 +172,7 @@ def _device(backend: Backend, name: str) -> torch.device:
 def usable_lanes(require: Iterable[str] = ()) -> list[Lane]:
     """A lane for each backend whose probe passed, on its first device type; each device type once."""
     lanes: dict[str, Lane] = {}
-    for report in _registry.available_backends():
+    for report in registry.available_backends():
         if report.usable and report.device_types[0] not in lanes:
             kind = report.device_types[0]
             lanes[kind] = open_lane(report.name, kind, require)

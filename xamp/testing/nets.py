@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from xamp._registry import HOST
+from xamp.registry.registry import HOST
 
 __all__ = ["COPIES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "ran_in"]
 

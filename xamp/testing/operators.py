@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import xamp
-from xamp.ops.observe import attempt, expected
-from xamp.ops.samples import Call, Sample, operator, samples
-from xamp.ops.table import RULES
+from xamp.casting.ops.observe import attempt, expected
+from xamp.casting.ops.samples import Call, Sample, operator, samples
+from xamp.casting.ops.table import RULES
 from xamp.testing import foreign
 from xamp.testing.lane import Lane
 from xamp.testing.processes import command, environment

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import xamp
-from xamp import _registry
-from xamp._trial import lies_of
+from xamp.doctor.trial import lies_of
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import LEVELS
+from xamp.registry import registry
 from xamp.testing.exact import Dot, assert_same, picture, sgd, start
 from xamp.testing.lane import Lane
 from xamp.testing.ledger import read_ledger
@@ -212,6 +212,6 @@ class Probe(Tier):
 
     def test_registered(self, lane: Lane) -> None:
         """It is found by its name, and by its device's type where none of higher priority serves that."""
-        assert _registry.resolve(str(lane), lane.kind) is lane.backend
-        serving = [spec for spec in _registry.REGISTRY.specs() if lane.kind in spec.device_types]
+        assert registry.resolve(str(lane), lane.kind) is lane.backend
+        serving = [spec for spec in registry.REGISTRY.specs() if lane.kind in spec.device_types]
         assert lane.backend.spec in serving

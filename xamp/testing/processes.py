@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Mapping
 
-from xamp import _registry
-from xamp._plugins import spec_of
+from xamp.registry import registry
+from xamp.registry.plugins import spec_of
 from xamp.testing.lane import Lane, open_lane
 
 __all__ = ["command", "environment", "main"]
@@ -34,8 +34,8 @@ def main(described: str, module: str, *arguments: str) -> None:
     """What the child does."""
     found = json.loads(described)
     spec = spec_of(found["spec"])
-    if spec not in _registry.REGISTRY.specs():
-        _registry.register_backend(spec, override=True)
+    if spec not in registry.REGISTRY.specs():
+        registry.register_backend(spec, override=True)
     importlib.import_module(module).main(open_lane(spec.name, found["device"]), *arguments)
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from xamp._registry import HOST
+from xamp.registry.registry import HOST
 from xamp.testing.exact import inputs
 from xamp.testing.lane import Lane
 from xamp.testing.processes import command, environment

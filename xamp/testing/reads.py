@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xamp import _registry, _step
-from xamp._scale import DeviceState, History
+from xamp.registry import registry
+from xamp.scaling import step
+from xamp.scaling.scale import DeviceState, History
 from xamp.testing.lane import Lane
 
 __all__ = ["HostReads", "host_as_device", "no_waiting"]
@@ -33,7 +34,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        self._on_host = device.type == _registry.HOST
+        self._on_host = device.type == registry.HOST
         self._inside = False
         self._patches = contextlib.ExitStack()
 
@@ -86,7 +87,7 @@ def _read_by(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | Non
         read = args[0]
     elif func is torch.ops.aten._to_copy.default:
         target = kwargs.get("device")
-        if target is not None and torch.device(target).type == _registry.HOST and not kwargs.get("non_blocking"):
+        if target is not None and torch.device(target).type == registry.HOST and not kwargs.get("non_blocking"):
             read = None if args[0].is_cpu else args[0]
     elif func is torch.ops.aten.copy_.default and args[0].is_cpu and not args[1].is_cpu:
         read = None if (args[2] if len(args) > 2 else kwargs.get("non_blocking")) else args[1]
@@ -135,8 +136,8 @@ def host_as_device(device: torch.device) -> Iterator[None]:
 
     The host's own memory is read at once, for that waits for nothing; so the way that a device takes would not run.
     """
-    if device.type != _registry.HOST:
+    if device.type != registry.HOST:
         yield
         return
-    with mock.patch.object(_step, "History", _LateHistory):
+    with mock.patch.object(step, "History", _LateHistory):
         yield

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import xamp
-from xamp._registry import HOST
-from xamp._scale import HISTORY_LAG, copies_without_waiting
 from xamp.errors import LossScaleCollapsed
+from xamp.registry.registry import HOST
+from xamp.scaling.scale import HISTORY_LAG, copies_without_waiting
 from xamp.testing.exact import (
     Pair,
     assert_follows,

@@ -8,19 +8,15 @@ are the real ones.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic
+from xamp.backends.npu.emulation import arithmetic, sparse, strided
+from xamp.backends.npu.emulation.strided import CPU, dense
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
-
-CPU = torch.device("cpu")
-_DEVICES = tuple(torch.device("npu", index) for index in range(64))
-_storage_over = torch._C._construct_storage_from_data_pointer
 
 # The user's modes, autograd and a CPU autocast that is on have had their turn, or have none, on what a kernel computes.
 NOT_HERE = (
@@ -39,46 +35,12 @@ def aside() -> Iterator[None]:
 
 def over(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the memory of ``tensor``, valid as long as that lives."""
-    storage = tensor.untyped_storage()
-    shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
-    shared.set_(
-        _storage_over(storage.data_ptr(), CPU, storage.nbytes()),
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
-    )
-    if tensor.is_conj():
-        shared = torch._conj(shared)
-    return torch._neg_view(shared) if tensor.is_neg() else shared
+    return strided.over(tensor) if tensor.layout is torch.strided else sparse.over(tensor)
 
 
 def give(made: torch.Tensor, index: int) -> torch.Tensor:
     """What a kernel made on the CPU, on card ``index``: a copy with the same strides."""
-    if made.layout is not torch.strided:
-        from xamp.backends.npu.emulation import sparse
-
-        return sparse.give(made, index)
-    if made.is_conj() or made.is_neg():
-        made = made.resolve_conj().resolve_neg()
-    if not dense(made):
-        made = made.contiguous()
-    given = torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=_DEVICES[index])
-    if bytes_ := made.numel() * made.element_size():
-        ctypes.memmove(given.data_ptr(), made.data_ptr(), bytes_)
-    return given
-
-
-def dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill their stretch of memory, each place once, in whatever order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return strided.give(made, index) if made.layout is torch.strided else sparse.give(made, index)
 
 
 def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,10 +95,6 @@ class Crossing:
                     self._mixed(f"npu:{index}", value)
                 if self.index < 0:
                     self.index = index
-            if value.layout is not torch.strided:
-                from xamp.backends.npu.emulation import sparse
-
-                return sparse.over(value)
             return over(value)
         if type(value) is list or type(value) is tuple:
             return [self.over(each) for each in value]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import crossing
+from xamp.backends.npu.emulation import strided
 
 __all__ = ["STAYS", "give", "over", "put_back", "writable"]
 
@@ -28,10 +28,10 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError(f"{tensor.layout} is not served on an emulated Ascend card")
     seen: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         *(tensor.sparse_dim(), tensor.dense_dim(), tensor.size()),
-        *(crossing.over(tensor._indices()), crossing.over(tensor._values())),
+        *(strided.over(tensor._indices()), strided.over(tensor._values())),
         dtype=tensor.dtype,
         layout=torch.sparse_coo,
-        device=crossing.CPU,
+        device=strided.CPU,
         is_coalesced=tensor.is_coalesced(),
     )
     return seen
@@ -41,7 +41,7 @@ def give(made: torch.Tensor, index: int) -> torch.Tensor:
     """The sparse CPU tensor ``made``, on card ``index``."""
     if made.layout is not torch.sparse_coo:
         raise NotImplementedError(f"{made.layout} is not served on an emulated Ascend card")
-    indices, values = crossing.give(made._indices(), index), crossing.give(made._values(), index)
+    indices, values = strided.give(made._indices(), index), strided.give(made._values(), index)
     given: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         *(made.sparse_dim(), made.dense_dim(), made.size(), indices, values),
         dtype=made.dtype,

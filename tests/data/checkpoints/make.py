@@ -1,6 +1,7 @@
 """Wrote the files beside it, each named after its schema and its level: to be run once after SCHEMA was raised.
 
-It refuses to overwrite one. Files of older schemas stay: tests/unit/test_checkpoint_files.py loads every one of them.
+It refuses to overwrite one. Files of older schemas stay: tests/unit/sessions/test_checkpoint_files.py
+loads every one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp._formats import SCHEMA
+from xamp.sessions.formats import SCHEMA
 
 HERE = Path(__file__).parent
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xamp import _registry
 from xamp.backends.npu.chips import Chip, find
 from xamp.contract import Backend
+from xamp.registry import registry
 
 
 @pytest.fixture
@@ -19,4 +19,4 @@ def chip() -> Chip:
 
 @pytest.fixture
 def backend() -> Backend:
-    return _registry.resolve("npu", "npu")
+    return registry.resolve("npu", "npu")

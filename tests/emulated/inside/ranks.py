@@ -22,12 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
-from xamp import _registry
+from xamp.registry import registry
 
 npu: Any = torch.get_device_module("npu")
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 NPU = torch.device("npu", int(os.environ["LOCAL_RANK"]))
-SATURATES = _registry.resolve("npu", "npu").capabilities(NPU).overflow == "flag"
+SATURATES = registry.resolve("npu", "npu").capabilities(NPU).overflow == "flag"
 
 
 def full(value: float) -> torch.Tensor:
@@ -205,7 +205,7 @@ class Overflowing(nn.Module):
 
 def ranks_skip_together(where: str) -> None:
     """Rank 1 alone overflows, at the second of four steps."""
-    backend = _registry.resolve("npu", "npu")
+    backend = registry.resolve("npu", "npu")
     inner = Overflowing().to(NPU)
     optimizer = torch.optim.Adam(inner.parameters(), lr=0.01)
     xamp.initialize(inner, optimizer, "O1", init_scale=64.0, verbosity=0)

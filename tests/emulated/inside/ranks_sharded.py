@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
-from xamp import _registry
+from xamp.registry import registry
 
 RANKS = list(range(1, WORLD + 1))
 TOTAL = sum(RANKS)
@@ -158,7 +158,7 @@ def fsdp1_at_o1() -> None:
             scaled.backward()
             if step == 1 and RANK == 1:
                 grad = next(p.grad for p in model.parameters() if p.grad is not None)
-                _registry.resolve("npu", "npu").make_overflow_(grad)
+                registry.resolve("npu", "npu").make_overflow_(grad)
         optimizer.step()
         applied.append(xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED)
     assert applied == [True, False, True]

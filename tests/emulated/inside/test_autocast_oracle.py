@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from xamp.backends.npu.chips import Chip
-from xamp.ops.observe import observe
-from xamp.ops.table import RULES
+from xamp.casting.ops.observe import observe
+from xamp.casting.ops.table import RULES
 
 # What CUDA's list has and torch_npu's has not.
 ONLY_CUDA = {

@@ -1,0 +1,53 @@
+"""Dense tensors of an emulated card: the CPU tensor over the memory of one, and one made from a CPU tensor."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+__all__ = ["CPU", "dense", "give", "over"]
+
+CPU = torch.device("cpu")
+_DEVICES = tuple(torch.device("npu", index) for index in range(64))
+_storage_over = torch._C._construct_storage_from_data_pointer
+
+
+def over(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor over the memory of ``tensor``, valid as long as that lives."""
+    storage = tensor.untyped_storage()
+    shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
+    shared.set_(
+        _storage_over(storage.data_ptr(), CPU, storage.nbytes()),
+        tensor.storage_offset(),
+        tensor.size(),
+        tensor.stride(),
+    )
+    if tensor.is_conj():
+        shared = torch._conj(shared)
+    return torch._neg_view(shared) if tensor.is_neg() else shared
+
+
+def give(made: torch.Tensor, index: int) -> torch.Tensor:
+    """What a kernel made on the CPU, on card ``index``: a copy with the same strides."""
+    if made.is_conj() or made.is_neg():
+        made = made.resolve_conj().resolve_neg()
+    if not dense(made):
+        made = made.contiguous()
+    given = torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=_DEVICES[index])
+    if bytes_ := made.numel() * made.element_size():
+        ctypes.memmove(given.data_ptr(), made.data_ptr(), bytes_)
+    return given
+
+
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` fill their stretch of memory, each place once, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,47 @@
+"""Casts around torch's functions for the length of a block, and what stands in torch's places before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp.apex import _casts_handle
+from xamp.apex._handle import AmpHandle, init
+
+__all__ = ["BF16", "FP16", "FP32", "FP64", "attributes", "casts", "stop"]
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@contextlib.contextmanager
+def casts(patch_type: torch.dtype = FP16, **options: Any) -> Iterator[AmpHandle]:
+    """A handle, and none is left afterwards."""
+    handle = init(patch_type=patch_type, **options)
+    assert isinstance(handle, AmpHandle)
+    try:
+        yield handle
+    finally:
+        stop()
+
+
+def stop() -> None:
+    """Deactivate every handle."""
+    for handle in reversed(list(_casts_handle._handles)):
+        handle._deactivate()
+
+
+def attributes() -> dict[tuple[int, str], Any]:
+    """What stands in each loaded module of torch, in Tensor and in what recurrent modules use: owner, name -> value."""
+    owners: list[Any] = [torch.Tensor, torch._C.TensorBase, nn.RNNBase, nn.LSTM, nn.Module, nn.Parameter, torch._VF]
+    owners += [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
+    return {
+        (id(owner), name): value
+        for owner in owners
+        for name, value in list(getattr(owner, "__dict__", {}).items())
+        if name not in ("__warningregistry__", "COMPILE_COUNTER")
+    }

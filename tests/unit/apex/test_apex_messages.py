@@ -1,0 +1,92 @@
+"""``xamp.apex.amp`` says what the last ``apex.amp`` said: each refusal, warning and answer, but for the defects.
+
+``tests/data/apex/messages.json`` holds what the real one answered to the cases of ``apex_messages``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import apex_messages
+import pytest
+
+from xamp.apex import amp
+
+DATA = Path(__file__).parents[2] / "data" / "apex" / "messages.json"
+RECORDED: dict[str, dict[str, Any]] = {
+    name: {key: row[key] for key in ("raised", "printed", "returned") if key in row}
+    for name, row in json.loads(DATA.read_text(encoding="utf-8"))["cases"].items()
+}
+ON_CUDA = ("half_parameter", "half_parameter_inside", "half_buffer", "second_initialize_at_o2")
+"""Cases whose text names what the device should have; Apex knew one device."""
+
+_FIRST = "loss scaler 0 reducing loss scale to 32768.0"
+INTENDED: dict[str, tuple[dict[str, Any], str]] = {
+    "cpu_parameter": ({}, "models train on any device"),
+    "cpu_buffer": ({}, "models train on any device"),
+    "unscale_of_fp16_gradients": ({}, "what Apex printed once in a process"),
+    "disable_casts_before_initialize": ({}, "defect 10"),
+    "fp16_optimizer": ({"absent": True}, "FP16_Optimizer is no part of amp"),
+    "name_clash": ({}, "nothing is put into an optimizer under such names"),
+    "double_model_at_o1": ({}, "float64 parameters train as they are"),
+    "bf16_group_added_at_o2": ({}, "bfloat16 parameters get masters too"),
+    "double_group_added_at_o0": ({}, "float64 parameters train as they are"),
+    "group_no_dict": ({"raised": ["TypeError", "param_group must be a dict, but got <class 'list'>"]}, "torch's words"),
+    "output_ordered_dict": ({"returned": "OrderedDict"}, "defect 8"),
+    "output_named_tuple": ({"returned": "Pair"}, "defect 8"),
+    "groups_before_and_after": ({"returned": ["float32", "float32"]}, "masters are there at once"),
+    "promote_double": ({"returned": "float64"}, "defect 10: float64 is left to torch"),
+    "disable_casts_and_an_error": ({"returned": "float16"}, "defect 10"),
+    "cache_counts": ({"returned": [0, 2, 0]}, "an evaluation leaves no casts behind"),
+    "handle_scale_loss": ({}, "defect 11"),
+    "wrapped_optimizer": ({"printed": [f"Gradient overflow.  Skipping step, {_FIRST}"]}, "defect 11"),
+    "zero_grad_set_to_none": ({}, "defect 9"),
+    "step_before_backward": ({}, "masters are there at once"),
+    "scale_slides_to_nothing": ({"returned": 2.0**-126}, "defect 5"),
+    "switched_off_state_dict": ({"returned": {}}, "defect 9"),
+}
+"""What xamp answers where it means to differ, and why."""
+
+
+def expected(name: str) -> dict[str, Any]:
+    if name in INTENDED:
+        return INTENDED[name][0]
+    found: dict[str, Any] = json.loads(json.dumps(RECORDED[name]))
+    if "printed" in found:  # there are no kernels to miss
+        found["printed"] = [line for line in found["printed"] if "multi_tensor_applier" not in line]
+    if name in ON_CUDA:
+        found["raised"][1] = found["raised"][1].replace("expected torch.cuda.", "expected torch.")
+    return found
+
+
+def test_every_case_is_recorded() -> None:
+    assert set(apex_messages.CASES) == set(RECORDED)
+    assert set(INTENDED) < set(RECORDED)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
+@pytest.mark.parametrize("name", [*apex_messages.names(alone=False)])
+def test_as_apex(name: str) -> None:
+    found = apex_messages.run(amp, name)
+    if name in INTENDED:
+        assert found != RECORDED[name], "it is as Apex's: no exception"
+    if name in INTENDED and "returned" not in INTENDED[name][0]:
+        found.pop("returned", None)
+    assert found == expected(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*apex_messages.names(alone=True)])
+def test_as_apex_in_a_fresh_process(name: str) -> None:
+    script = (
+        "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); import apex_messages; from xamp.apex import amp; "
+        "print('ANSWER', json.dumps(apex_messages.run(amp, sys.argv[2])))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(sys.path), name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.rpartition("ANSWER ")[2])
+    assert found == expected(name)

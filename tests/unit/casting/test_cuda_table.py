@@ -1,0 +1,210 @@
+"""The cast table of CUDA's autocast inside xamp's regions, on fake tensors where there is no GPU.
+
+``torch.autocast("cuda")`` switches itself off on a build without CUDA. xamp's regions set the state directly, so the
+dispatcher's own CUDA table decides here what each operator computes in, as it does on the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from xamp.casting.forward import Region, enter_policy
+
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+REGIONS = {"O1": HALF, "O4": BF16}
+Op = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Runs(nn.Module):
+    """Runs one operator on (4, 4, 4, 4) of the dtype it is given."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = op
+        self.made: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.op(x)
+        self.made = made.dtype
+        return made
+
+
+def ran_in(op: Op, given: torch.dtype, region: Region) -> torch.dtype:
+    """The dtype of the result of ``op`` on a fake CUDA tensor of dtype ``given``, in ``region``."""
+    module = Runs(op)
+    leave = enter_policy(module, region)
+    try:
+        with FakeTensorMode():
+            out = module(torch.ones(4, 4, 4, 4, device="cuda", dtype=given))
+    finally:
+        leave()
+    assert out.device.type == "cuda"
+    assert not torch.is_autocast_enabled("cuda"), "the region left autocast on"
+    if region.output_dtype is not None and given != torch.float64:
+        assert out.dtype == region.output_dtype
+    assert module.made is not None
+    return module.made
+
+
+def region(level: str, **changes: Any) -> Region:
+    return Region("cuda", REGIONS[level], None, changes.get("output_dtype", FP32))
+
+
+def like(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Taking a slice of a fake CUDA tensor needs a CUDA build."""
+    return torch.ones(shape, device=x.device, dtype=x.dtype)
+
+
+def vector(x: torch.Tensor) -> torch.Tensor:
+    return like(x, 4)
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    return like(x, 4, 4)
+
+
+def batched(x: torch.Tensor) -> torch.Tensor:
+    return like(x, 4, 4, 4)
+
+
+LOWER: dict[str, Op] = {
+    "matmul": lambda x: x @ x,
+    "mm": lambda x: torch.mm(matrix(x), matrix(x)),
+    "bmm": lambda x: torch.bmm(batched(x), batched(x)),
+    "baddbmm": lambda x: torch.baddbmm(batched(x), batched(x), batched(x)),
+    "addmm": lambda x: torch.addmm(matrix(x), matrix(x), matrix(x)),
+    "mv": lambda x: torch.mv(matrix(x), vector(x)),
+    "linear": lambda x: F.linear(x, matrix(x)),
+    "conv1d": lambda x: F.conv1d(batched(x), batched(x)),
+    "conv2d": lambda x: F.conv2d(x, x),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x, x),
+    "einsum": lambda x: torch.einsum("abcd,abce->abde", x, x),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "prelu": lambda x: F.prelu(x, vector(x)),
+}
+SINGLE: dict[str, Op] = {
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "sum": lambda x: x.sum(),
+    "sum over a dimension": lambda x: x.sum(-1),
+    "prod": lambda x: x.prod(),
+    "cumsum": lambda x: x.cumsum(0),
+    "exp": lambda x: x.exp(),
+    "log": lambda x: x.log(),
+    "pow": lambda x: x.pow(2.0),
+    "rsqrt": lambda x: x.rsqrt(),
+    "norm": lambda x: x.norm(),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "l1_loss": lambda x: F.l1_loss(x, x),
+    "nll_loss": lambda x: F.nll_loss(matrix(x), torch.zeros(4, dtype=torch.int64, device=x.device)),
+    "cross_entropy": lambda x: F.cross_entropy(matrix(x), torch.zeros(4, dtype=torch.int64, device=x.device)),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "softplus": lambda x: F.softplus(x),
+    "cdist": lambda x: torch.cdist(batched(x), batched(x)),
+}
+AS_GIVEN: dict[str, Op] = {
+    "relu": lambda x: x.relu(),
+    "add": lambda x: x + x,
+    "mul": lambda x: x * 2.0,
+    "mean": lambda x: x.mean(),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "gelu": lambda x: F.gelu(x),
+    "tanh": lambda x: x.tanh(),
+}
+PROMOTING: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "dot": lambda a, b: torch.dot(vector(a), vector(b)),
+    "index_put": lambda a, b: a.index_put((torch.zeros(4, dtype=torch.int64, device=a.device),), b),
+    "bilinear": lambda a, b: F.bilinear(matrix(a), matrix(b), batched(a)),
+}
+
+
+@pytest.mark.parametrize("level", REGIONS)
+@pytest.mark.parametrize("name", LOWER)
+def test_runs_in_the_lower_dtype(name: str, level: str) -> None:
+    for given in (FP32, HALF, BF16):
+        assert ran_in(LOWER[name], given, region(level)) == REGIONS[level]
+
+
+@pytest.mark.parametrize("level", REGIONS)
+@pytest.mark.parametrize("name", SINGLE)
+def test_runs_in_fp32(name: str, level: str) -> None:
+    for given in (FP32, REGIONS[level]):
+        assert ran_in(SINGLE[name], given, region(level)) == FP32
+
+
+@pytest.mark.parametrize("level", REGIONS)
+@pytest.mark.parametrize("name", AS_GIVEN)
+def test_runs_in_the_dtype_it_is_given(name: str, level: str) -> None:
+    for given in (FP32, REGIONS[level]):
+        assert ran_in(AS_GIVEN[name], given, region(level)) == given
+
+
+@pytest.mark.parametrize("level", REGIONS)
+@pytest.mark.parametrize("name", PROMOTING)
+def test_mixed_inputs_run_in_the_widest(name: str, level: str) -> None:
+    op, lower = PROMOTING[name], REGIONS[level]
+    assert ran_in(lambda x: op(x, x.to(lower)), FP32, region(level)) == FP32
+    assert ran_in(lambda x: op(x.float(), x), lower, region(level)) == FP32
+    assert ran_in(lambda x: op(x, x), lower, region(level)) == lower
+
+
+@pytest.mark.parametrize("level", REGIONS)
+def test_fp64_is_never_cast(level: str) -> None:
+    for op in (*LOWER.values(), *SINGLE.values()):
+        assert ran_in(op, torch.float64, region(level)) == torch.float64
+
+
+@pytest.mark.parametrize("level", REGIONS)
+def test_binary_cross_entropy_is_refused_as_on_the_card(level: str) -> None:
+    with pytest.raises(RuntimeError, match="unsafe to autocast"):
+        ran_in(lambda x: F.binary_cross_entropy(x, x), FP32, region(level))
+    assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("output", [HALF, BF16, FP32, None])
+def test_results_leave_in_the_regions_output_dtype(output: torch.dtype | None) -> None:
+    module = Runs(lambda x: x @ x)
+    leave = enter_policy(module, region("O1", output_dtype=output))
+    with FakeTensorMode():
+        assert module(torch.ones(2, 2, device="cuda")).dtype == (output or HALF)
+    leave()
+
+
+def test_a_region_that_casts_nothing_switches_a_foreign_one_off() -> None:
+    """As O0, O2 and kept modules do."""
+    module = Runs(lambda x: x @ x)
+    leave = enter_policy(module, Region("cuda", None, FP32, FP32))
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            x = torch.ones(2, 2, device="cuda")
+            assert (x @ x).dtype == before
+            module(x.half())
+            assert module.made == FP32
+            assert (x @ x).dtype == before
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == before
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        leave()
+
+
+def test_without_a_region_nothing_is_cast() -> None:
+    with FakeTensorMode():
+        x = torch.ones(4, 4, 4, 4, device="cuda")
+        for op in LOWER.values():
+            assert op(x).dtype == FP32

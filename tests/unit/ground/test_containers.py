@@ -1,0 +1,223 @@
+"""Containers in and out of ``forward``: each keeps its type, and nothing but fp16, bf16 and fp32 tensors changes."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from containers import (
+    MAKERS,
+    ClassifierOutput,
+    Encoding,
+    Frozen,
+    MyDict,
+    MyList,
+    MyTuple,
+    Plain,
+    Point,
+    Slotted,
+    floats,
+    leaves,
+    shape,
+    with_attributes,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lanes import Lane
+from managed_models import start
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from xamp.ground.containers import cast_floats
+
+HALF, FP32 = torch.float16, torch.float32
+CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_container_keeps_its_type_and_the_callers_stays_as_it_was(make: Callable[[torch.Tensor], Any]) -> None:
+    given = make(floats())
+    before = leaves(given)
+    values = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in before]
+    result = cast_floats(given, HALF)
+    assert result is not given
+    assert shape(result) == shape(given)
+    for old, new, kept, value in zip(before, leaves(result), leaves(given), values, strict=True):
+        assert kept is old, "the caller's container was written to"
+        if isinstance(old, torch.Tensor) and old.dtype in CASTABLE:
+            assert new.dtype == HALF
+            assert torch.equal(new.float(), value)
+            assert torch.equal(old, value)
+        else:
+            assert new is old
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_container_in_which_nothing_changes_is_the_same_object(make: Callable[[torch.Tensor], Any]) -> None:
+    given = make(floats())
+    assert cast_floats(given, FP32) is given
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.tensor = floats()
+
+
+UNTOUCHED: list[Any] = [
+    3,
+    2.5,
+    1j,
+    True,
+    None,
+    "text",
+    b"bytes",
+    torch.float32,
+    torch.device("cpu"),
+    np.ones(2, dtype=np.float32),
+    np.float32(1.0),
+    torch.ones(2, dtype=torch.float64),
+    torch.ones(2, dtype=torch.complex64),
+    torch.ones(2, dtype=torch.int64),
+    torch.ones(2, dtype=torch.bool),
+    torch.ones(2).to(torch.float8_e4m3fn),
+    torch.Size([2, 3]),
+    range(3),
+    {1, 2},
+    Plain,
+    Opaque(),
+]
+
+
+@pytest.mark.parametrize("value", UNTOUCHED, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
+def test_what_is_no_lower_or_single_float_passes_as_the_same_object(value: Any) -> None:
+    assert cast_floats(value, HALF) is value
+    result = cast_floats([value, {"x": value, "t": floats()}], HALF)
+    assert result[0] is value
+    assert result[1]["x"] is value
+    assert result[1]["t"].dtype == HALF
+
+
+def test_a_model_output_answers_by_attribute_key_and_index() -> None:
+    given = ClassifierOutput(loss=floats(), hidden_states=(floats(),))
+    result = cast_floats(given, HALF)
+    assert result.loss is result["loss"] is result[0]
+    assert result.loss.dtype == result.hidden_states[0].dtype == HALF
+    assert result.logits is None
+    assert list(result) == ["loss", "hidden_states"]
+    assert given.loss is given["loss"]
+    assert given.loss.dtype == FP32
+
+
+def test_a_packed_sequence_keeps_its_order() -> None:
+    padded = torch.arange(6.0).reshape(2, 3, 1)
+    packed = pack_padded_sequence(padded, torch.tensor([2, 3]), batch_first=True, enforce_sorted=False)
+    result = cast_floats(packed, HALF)
+    assert isinstance(result, PackedSequence)
+    assert result.data.dtype == HALF
+    assert torch.equal(result.batch_sizes, packed.batch_sizes)
+    assert result.sorted_indices is packed.sorted_indices
+    assert result.unsorted_indices is packed.unsorted_indices
+
+
+def test_gradients_flow_back_through_the_cast() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    cast_floats({"x": [leaf]}, HALF)["x"][0].sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == FP32
+    assert torch.equal(leaf.grad, torch.ones(2))
+
+
+class Tagged(torch.Tensor):
+    """A tensor of somebody's own type."""
+
+
+def test_a_tensor_subclass_keeps_its_type() -> None:
+    given = torch.ones(2).as_subclass(Tagged)
+    result = cast_floats(given, HALF)
+    assert type(result) is Tagged
+    assert result.dtype == HALF
+    assert cast_floats(given, FP32) is given
+
+
+# ---------------------------------------------------------------- any nesting
+
+TENSORS = st.sampled_from(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32, torch.bool)
+).map(lambda dtype: torch.ones(2, dtype=dtype))
+LEAVES = st.one_of(TENSORS, st.integers(), st.text(max_size=3), st.none(), st.just(np.ones(2, dtype=np.float32)))
+
+
+def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(children, max_size=3)
+    dicts = st.dictionaries(st.text(max_size=2), children, max_size=3)
+    return st.one_of(
+        lists,
+        lists.map(tuple),
+        lists.map(MyList),
+        lists.map(lambda items: with_attributes(MyTuple(items))),
+        dicts,
+        dicts.map(OrderedDict),
+        dicts.map(lambda items: defaultdict(list, items)),
+        dicts.map(MyDict),
+        dicts.map(Encoding),
+        st.builds(Point, children, children),
+        st.builds(Plain, children, children),
+        st.builds(Frozen, children, children),
+        st.builds(Slotted, children, children),
+        st.builds(ClassifierOutput, children, children),
+    )
+
+
+@given(st.recursive(LEAVES, _containers, max_leaves=12), st.sampled_from(CASTABLE))
+@settings(max_examples=200, deadline=None)
+def test_any_nesting_keeps_its_types_and_only_castable_tensors_change(value: Any, dtype: torch.dtype) -> None:
+    before, form = leaves(value), shape(value)
+    result = cast_floats(value, dtype)
+    assert shape(result) == form
+    assert shape(value) == form
+    changed = False
+    for old, new, kept in zip(before, leaves(result), leaves(value), strict=True):
+        assert kept is old
+        if isinstance(old, torch.Tensor) and old.dtype in CASTABLE and old.dtype != dtype:
+            assert new.dtype == dtype
+            changed = True
+        else:
+            assert new is old
+    assert changed or result is value
+
+
+# ---------------------------------------------------------------- through a model
+
+
+class Echo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.inside: list[Any] = []
+
+    def forward(self, batch: Any, *, extra: Any = None) -> Any:
+        self.inside = [shape(batch), [leaf.dtype for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]]
+        return batch if extra is None else (batch, extra)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_batch_goes_in_lowered_and_comes_out_fp32_in_the_same_containers(level: str, lane: Lane) -> None:
+    model = start(Echo().to(lane.device), level, lane)
+    lower = model.weight.dtype
+    for name in ("nested", "ModelOutput", "UserDict subclass", "frozen dataclass"):
+        given = MAKERS[name](floats().to(lane.device))
+        form = shape(copy.copy(given))
+        result = model(given)
+        assert model.inside[0] == form
+        assert set(model.inside[1]) == {lower}
+        assert shape(result) == form
+        assert {leaf.dtype for leaf in leaves(result) if isinstance(leaf, torch.Tensor)} == {FP32}
+    double = torch.ones(2, dtype=torch.float64, device=lane.device)
+    out, extra = model({"x": double, "n": 3}, extra="label")
+    assert out["x"] is double
+    assert (out["n"], extra) == (3, "label")

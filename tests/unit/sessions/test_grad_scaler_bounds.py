@@ -1,0 +1,313 @@
+"""GradScaler beyond torch's: floor and ceiling, the end of a run that no scale cures, what became of a step."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane, needs_values
+from scaling import FORMS, data, net
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+import xamp
+from xamp.errors import LossScaleCollapsed, PolicyError
+from xamp.scaling.scale import HISTORY_LAG
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Loop:
+    """One weight per optimizer, and an iteration in which some of them overflow."""
+
+    def __init__(self, scaler: Any, lane: Lane, count: int = 1, fused: bool | None = None) -> None:
+        self.scaler = scaler
+        self.lane = lane
+        self.weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(count)]
+        self.optimizers: list[Optimizer] = [Adam([w], lr=0.125, fused=fused) for w in self.weights]
+
+    def __call__(self, overflows: tuple[int, ...] = ()) -> float:
+        """The scale afterwards."""
+        self.backward(overflows)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return float(self.scaler.get_scale())
+
+    def backward(self, overflows: tuple[int, ...] = ()) -> None:
+        for index, (weight, optimizer) in enumerate(zip(self.weights, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            self.scaler.scale(weight.sum()).backward()
+            if index in overflows:
+                assert weight.grad is not None
+                self.lane.overflow_(weight.grad)
+
+
+def test_the_scale_stops_at_one(lane: Lane) -> None:
+    loop = Loop(xamp.GradScaler(init_scale=4.0), lane)
+    assert [loop((0,)) for _ in range(4)] == [2.0, 1.0, 1.0, 1.0]
+
+
+def test_a_floor_that_was_set_holds_from_then_on(lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=64.0)
+    scaler.min_loss_scale = 16
+    loop = Loop(scaler, lane)
+    assert [loop((0,)) for _ in range(3)] == [32.0, 16.0, 16.0]
+    scaler.min_loss_scale = 0.25
+    assert [loop((0,)) for _ in range(7)] == [8.0, 4.0, 2.0, 1.0, 0.5, 0.25, 0.25]
+    scaler.min_loss_scale = 2.0
+    assert loop() == 2.0, "up to the new floor"
+
+
+def test_a_start_below_the_floor_is_the_floor(lane: Lane) -> None:
+    loop = Loop(xamp.GradScaler(init_scale=0.25, growth_interval=2), lane)
+    assert [loop((0,)), loop(), loop(), loop((0,)), loop((0,))] == [0.25, 0.25, 0.5, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.tensor([0.5])])
+def test_a_scale_set_below_the_floor_lowers_it(value: Any, lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=8.0)
+    loop = Loop(scaler, lane)
+    loop()
+    scaler.update(value)
+    assert scaler.get_scale() == 0.5
+    assert [loop(), loop((0,))] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("value", [640.0, 640, "640", torch.tensor(640), torch.tensor([[640.0]])])
+def test_what_a_scale_may_be_set_to(value: Any, lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=8.0)
+    Loop(scaler, lane)()
+    scaler.update(value)
+    assert scaler.get_scale() == 640.0
+    assert scaler._get_growth_tracker() == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0.0, -1.0, float("inf"), float("nan"), 1e39, 1e-40, True, "much", torch.ones(2), torch.tensor(float("nan"))],
+)
+def test_what_it_may_not_be_set_to(value: Any, lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=8.0)
+    loop = Loop(scaler, lane)
+    loop.backward()
+    scaler.step(loop.optimizers[0])
+    with pytest.raises(PolicyError, match=r"GradScaler(\.update)?\(new_scale"):
+        scaler.update(value)
+    with pytest.raises(PolicyError, match="needs no gradient"):
+        scaler.update(torch.ones((), requires_grad=True))
+    assert scaler.get_scale() == 8.0
+    scaler.update()
+    assert scaler._get_growth_tracker() == 1, "the iteration went on"
+
+
+def test_a_ceiling_that_was_set(lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=64.0, growth_interval=1)
+    scaler.max_loss_scale = 200.0
+    loop = Loop(scaler, lane)
+    assert [loop() for _ in range(3)] == [128.0, 200.0, 200.0]
+    scaler.max_loss_scale = 32.0
+    assert [loop(), loop()] == [32.0, 32.0]
+    scaler.update(1024.0)
+    assert scaler.get_scale() == 32.0
+    assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, 32.0)
+
+
+def test_a_start_above_the_ceiling_is_the_ceiling(lane: Lane) -> None:
+    scaler = xamp.GradScaler()
+    scaler.max_loss_scale = 1024.0
+    assert scaler.get_scale() == 1024.0
+    assert float(scaler.scale(torch.ones((), device=lane.device))) == 1024.0
+    scaler.load_state_dict({**xamp.GradScaler().state_dict(), "scale": 4096.0})
+    assert scaler.get_scale() == 1024.0
+
+
+def test_growth_never_makes_the_scale_inf(lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=1e38, growth_interval=1)
+    loop = Loop(scaler, lane)
+    found = [loop() for _ in range(4)]
+    assert found == pytest.approx([2e38] * 4, rel=1e-6)
+    assert scaler.last_step.name == "APPLIED"
+    assert all(bool(w.isfinite().all()) for w in loop.weights)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_fifty_overflows_in_a_row_at_the_floor_raise_and_every_fifty_after(fused: bool | None, lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=2.0)
+    loop = Loop(scaler, lane, fused=fused)
+    assert loop() == 2.0
+    loop((0,))  # at 2: a smaller scale is left to try
+    raised = []
+    for index in range(1, 126):
+        loop.backward((0,))
+        try:
+            scaler.step(loop.optimizers[0])
+        except LossScaleCollapsed as error:
+            raised.append((index, str(error)))
+        scaler.update()
+    late = 0 if lane.device.type == "cpu" or fused is None else HISTORY_LAG
+    assert [index for index, _ in raised] == [50 + late, 100 + late]
+    assert "50 overflows in a row with the loss scale 1, at its floor" in raised[0][1]
+    named = "a parameter of shape (2,)" if lane.can.overflow == "inf" else "unknown, for this chip tells"
+    assert f"Gradients that are not finite: {named}" in raised[0][1]
+    assert scaler.stats.skipped == 126
+    before = loop.weights[0].detach().clone()
+    assert loop() == 1.0
+    assert not torch.equal(loop.weights[0].detach(), before), "and training may go on"
+
+
+def test_a_clean_step_and_a_scale_above_the_floor_start_the_count_again(lane: Lane) -> None:
+    loop = Loop(xamp.GradScaler(init_scale=1.0), lane)
+    for _ in range(3):
+        for _ in range(49):
+            loop((0,))
+        loop()
+    for _ in range(49):
+        loop((0,))
+    loop.scaler.update(4.0)
+    loop((0,))  # at 4
+    for _ in range(50):
+        loop((0,))  # at 2, then 49 at the floor
+    with pytest.raises(LossScaleCollapsed):
+        loop((0,))
+
+
+def test_of_several_optimizers_the_one_that_collapses_raises(lane: Lane) -> None:
+    needs_values(lane)
+    loop = Loop(xamp.GradScaler(init_scale=1.0), lane, count=2)
+    for _ in range(49):
+        loop((1,))
+    loop.backward((1,))
+    loop.scaler.step(loop.optimizers[0])
+    with pytest.raises(LossScaleCollapsed):
+        loop.scaler.step(loop.optimizers[1])
+    loop.scaler.update()
+    assert (loop.scaler.stats.applied, loop.scaler.stats.skipped) == (50, 50)
+
+
+def test_what_the_last_step_did(lane: Lane) -> None:
+    scaler: Any = xamp.GradScaler()
+    assert [scaler.last_step] == [None]
+    assert (scaler.stats.applied, scaler.stats.skipped) == (0, 0)
+    loop = Loop(scaler, lane)
+    loop((0,))
+    assert scaler.last_step == xamp.StepOutcome("skipped")
+    loop()
+    assert scaler.last_step == xamp.StepOutcome("applied")
+    two = Loop(scaler, lane, count=2)
+    two((1,))
+    names = {found: outcome.name for found, outcome in scaler.last_step.items()}
+    # Where a flag tells of an overflow it does not say whose gradient it was, and both skip.
+    first = "APPLIED" if lane.can.overflow == "inf" else "SKIPPED"
+    assert names == dict(zip([*loop.optimizers, *two.optimizers], ["APPLIED", first, "SKIPPED"], strict=True))
+    assert (scaler.stats.applied, scaler.stats.skipped) == ((2, 2) if first == "APPLIED" else (1, 3))
+
+
+def test_an_overflow_is_logged(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="xamp"):
+        Loop(xamp.GradScaler(init_scale=8.0), lane)((0,))
+    assert any("gradient overflow: step skipped" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("form", ["SGD", "Adam-fused"])
+@pytest.mark.parametrize("off", [False, 0, None, "False"])
+def test_disabled_everything_passes_through(form: str, off: Any, lane: Lane) -> None:
+    scaler = xamp.GradScaler(enabled=off)
+    model, plain = net(device=lane.device), net(device=lane.device)
+    plain.load_state_dict(model.state_dict())
+    optimizer, reference = FORMS[form](model.parameters()), FORMS[form](plain.parameters())
+    outputs = [torch.ones(2), {"any": "thing"}]
+    assert scaler.scale(outputs) is outputs
+    for index in range(3):
+        for net_, opt in ((model, optimizer), (plain, reference)):
+            opt.zero_grad()
+            loss = net_(data(index, lane.device)).square().mean()
+            (scaler.scale(loss) if net_ is model else loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.update(2.0)
+        reference.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({})
+    assert scaler.get_scale() == 1.0
+    assert not scaler.is_enabled()
+    assert scaler._scale is None
+    assert scaler.last_step is None
+    assert scaler.step(SGD([nn.Parameter(torch.ones(1))], lr=1.0), lambda: 3.0) == 3.0, "closures too"
+
+
+@pytest.mark.parametrize("on", [True, 1, "true"])
+def test_enabled(on: Any) -> None:
+    assert xamp.GradScaler(enabled=on).is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "as_torch"),
+    [
+        ({"growth_factor": 1.0}, "GradScaler(growth_factor=1.0): must be a number above 1.", AssertionError),
+        (
+            {"backoff_factor": 1.0},
+            "GradScaler(backoff_factor=1.0): must be a number above 0 and below 1.",
+            AssertionError,
+        ),
+        ({"backoff_factor": 0}, "GradScaler(backoff_factor=0): must be a number above 0 and below 1.", ValueError),
+        ({"growth_interval": 0}, "GradScaler(growth_interval=0): must be a whole number above 0", ValueError),
+        ({"growth_interval": 1.5}, "GradScaler(growth_interval=1.5): must be a whole number", ValueError),
+        ({"init_scale": 0}, "GradScaler(init_scale=0): must be a number above 1.17549e-38", ValueError),
+        ({"init_scale": 1e300}, "GradScaler(init_scale=1e+300): must be a number above", ValueError),
+        ({"init_scale": 1e-300}, "GradScaler(init_scale=1e-300): must be a number above", ValueError),
+        ({"init_scale": "cuda"}, "GradScaler(init_scale='cuda'): must be a number.", ValueError),
+        ({"enabled": "yes"}, "GradScaler(enabled='yes'): must be True or False.", ValueError),
+    ],
+)
+def test_arguments_out_of_range(arguments: dict[str, Any], text: str, as_torch: type[Exception]) -> None:
+    with pytest.raises(PolicyError, match=re.escape(text)) as caught:
+        xamp.GradScaler(**arguments)
+    assert isinstance(caught.value, as_torch)
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        ("growth_factor", 0.0),
+        ("growth_factor", float("inf")),
+        ("backoff_factor", -0.5),
+        ("growth_interval", 0),
+        ("growth_interval", 2**31),
+    ],
+)
+def test_setters_out_of_range(call: str, value: float) -> None:
+    scaler: Any = xamp.GradScaler()
+    before = getattr(scaler, f"get_{call}")()
+    with pytest.raises(PolicyError, match=re.escape(f"GradScaler({call}={value!r}): must be a")):
+        getattr(scaler, f"set_{call}")(value)
+    assert getattr(scaler, f"get_{call}")() == before
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
+@pytest.mark.parametrize("value", [0, None, float("inf"), float("nan"), "low"])
+def test_bounds_out_of_range(name: str, value: Any) -> None:
+    scaler = xamp.GradScaler()
+    with pytest.raises(PolicyError, match=re.escape(f"GradScaler({name}={value!r}): must be a number")):
+        setattr(scaler, name, value)
+    assert (scaler.min_loss_scale, scaler.max_loss_scale) == (1.0, LARGEST)
+
+
+def test_what_is_set_counts_at_the_next_update(lane: Lane) -> None:
+    scaler = xamp.GradScaler(init_scale=8.0)
+    loop = Loop(scaler, lane)
+    scaler.set_growth_interval(1)
+    scaler.set_growth_factor(4)
+    assert loop() == 32.0
+    scaler.set_growth_factor(1)
+    assert [loop(), loop()] == [32.0, 32.0]
+    scaler.set_backoff_factor(0.25)
+    assert loop((0,)) == 8.0
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (1.0, 0.25, 1)

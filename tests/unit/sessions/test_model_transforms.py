@@ -1,0 +1,252 @@
+"""torch.compile, export, fx and TorchScript on a model under a policy: right or a typed error, never silently fp32."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane, needs_dtype
+from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
+from torch import nn
+
+import xamp
+from xamp.errors import StateError, UnsupportedPolicy
+
+BACKENDS = ("eager", "aot_eager")
+SCRIPT_LEVELS = ("O0", "O1", "O4")
+
+jit = pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def agrees(compiled: Any, eager: nn.Module, level: str, lane: Lane) -> None:
+    """Twice the same, in the level's dtype, and what the eager model gives."""
+    expected, hidden = eager(batch(lane))
+    for _ in range(2):
+        out, inside = compiled(batch(lane))
+        assert out.dtype == torch.float32
+        assert ran_in(inside) == INSIDE[level]
+        torch.testing.assert_close(inside, hidden, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+
+
+def sealed(lane: Lane) -> Net:
+    """In evaluation mode, so that each call gives the same."""
+    return net(lane).eval()
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_compiled_after_initialize_is_one_graph_under_the_policy(level: str, compiler: str, lane: Lane) -> None:
+    model = start(sealed(lane), level, lane)
+    agrees(torch.compile(model, fullgraph=True, backend=compiler), start(sealed(lane), level, lane), level, lane)
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_compiled_before_initialize_is_one_graph_under_the_policy(
+    level: str, compiler: str, lane: Lane
+) -> None:
+    compiled: Any = torch.compile(sealed(lane), fullgraph=True, backend=compiler)
+    assert ran_in(compiled(batch(lane))[1]) == torch.float32  # compiled for fp32 already
+    assert start(compiled, level, lane) is compiled
+    agrees(compiled, start(sealed(lane), level, lane), level, lane)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_that_compiles_itself_is_one_graph_under_the_policy(level: str, before: bool, lane: Lane) -> None:
+    model = sealed(lane)
+    if before:
+        model.compile(fullgraph=True, backend="aot_eager")
+        assert ran_in(model(batch(lane))[1]) == torch.float32
+    start(model, level, lane)
+    if not before:
+        model.compile(fullgraph=True, backend="aot_eager")
+    agrees(model, start(sealed(lane), level, lane), level, lane)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_model_trains(level: str, lane: Lane) -> None:
+    if level not in lane.can.levels:
+        pytest.skip(f"{lane} cannot run {level}")
+    model = net(lane)
+    optimizer = sgd(model)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    xamp.initialize(compiled, optimizer, level=level, init_scale=256.0, verbosity=0)
+    before = model.head.weight.detach().clone(), model.inner.weight.detach().clone()
+    train(compiled, optimizer, batch(lane), steps=2)
+    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
+    assert not torch.equal(model.head.weight, before[0])
+    assert not torch.equal(model.inner.weight, before[1])
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_compiled_forward_leaves_the_users_own_autocast_as_it_was(level: str, lane: Lane) -> None:
+    other = torch.bfloat16 if INSIDE[level] == torch.float16 else torch.float16
+    needs_dtype(lane, other)
+    compiled: Any = torch.compile(start(sealed(lane), level, lane), fullgraph=True, backend="eager")
+    x = batch(lane)
+    with torch.autocast(lane.device.type, dtype=other):
+        assert ran_in(compiled(x)[1]) == INSIDE[level]
+        assert (x @ x.T).dtype == other
+    assert (x @ x.T).dtype == torch.float32
+
+
+@dataclasses.dataclass
+class Result:
+    logits: torch.Tensor
+    inside: torch.Tensor
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> Result:
+        hidden = self.inner(inputs["x"])
+        return Result(hidden, hidden.double())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_containers_go_through_one_graph(level: str, lane: Lane) -> None:
+    model = start(Structured().to(lane.device), level, lane)
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    result = compiled({"x": batch(lane)})
+    assert type(result) is Result
+    assert result.logits.dtype == torch.float32
+    assert ran_in(result.inside) == INSIDE[level]
+
+
+# ---------------------------------------------------------------- export and fx
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exported_program_computes_as_the_model_does(level: str, lane: Lane) -> None:
+    model = start(sealed(lane), level, lane)
+    program = torch.export.export(model, (batch(lane),))
+    agrees(program.module(), model, level, lane)
+
+
+class Plainest(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.inner(x)
+        return hidden, hidden.double()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_symbolic_trace_raises_rather_than_lose_the_policy(level: str, lane: Lane) -> None:
+    with pytest.raises(StateError, match=r"symbolic_trace on a model that xamp\.initialize manages.*torch\.export"):
+        torch.fx.symbolic_trace(start(Plainest().to(lane.device), level, lane))
+    # torch hands xamp's wrapper a proxy for its *args where forward has keyword-only arguments: torch's own error
+    with pytest.raises((StateError, torch.fx.proxy.TraceError)):
+        torch.fx.symbolic_trace(start(sealed(lane), level, lane))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_module_is_taken(level: str, lane: Lane) -> None:
+    traced = torch.fx.symbolic_trace(sealed(lane))
+    model = start(traced, level, lane)
+    assert model is traced
+    agrees(model, start(sealed(lane), level, lane), level, lane)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_graph_module_that_is_recompiled_stays_under_the_policy(level: str, lane: Lane) -> None:
+    model = torch.fx.symbolic_trace(sealed(lane))
+    start(model, level, lane)
+    try:
+        model.recompile()
+    except StateError:
+        return  # a typed error is right too
+    agrees(model, start(sealed(lane), level, lane), level, lane)
+
+
+# ---------------------------------------------------------------- TorchScript
+
+
+class Scriptable(Net):
+    """TorchScript takes no keyword-only arguments."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        hidden = self.inner(x)
+        return self.head(self.norm(hidden)), hidden.double()
+
+
+def scripted(lane: Lane) -> nn.Module:
+    torch.manual_seed(1)
+    made: nn.Module = torch.jit.script(Scriptable().eval().to(lane.device))
+    return made
+
+
+def traced(lane: Lane) -> nn.Module:
+    made: nn.Module = torch.jit.trace(sealed(lane), (batch(lane),))
+    return made
+
+
+@jit
+@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("level", SCRIPT_LEVELS)
+def test_a_script_module_runs_under_the_policy(level: str, make: Callable[[Lane], nn.Module], lane: Lane) -> None:
+    model = make(lane)
+    assert start(model, level, lane) is model
+    agrees(model, start(sealed(lane), level, lane), level, lane)
+    xamp.session(model).close()
+    assert ran_in(model(batch(lane))[1]) == torch.float32
+
+
+@jit
+@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_script_module_whose_parameters_would_be_cast_is_refused(
+    level: str, make: Callable[[Lane], nn.Module], lane: Lane
+) -> None:
+    with pytest.raises(UnsupportedPolicy, match=r"is a ScriptModule, whose parameters cannot be cast.*O0, O1, O4"):
+        start(make(lane), level, lane)
+
+
+@jit
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_jit_trace_of_a_model_under_a_policy_computes_as_it_does(level: str, lane: Lane) -> None:
+    model = start(sealed(lane), level, lane)
+    agrees(torch.jit.trace(model, (batch(lane),)), model, level, lane)
+
+
+@jit
+@pytest.mark.parametrize("level", SCRIPT_LEVELS)
+def test_a_script_module_inside_a_model_runs_under_the_policy(level: str, lane: Lane) -> None:
+    model = start(nn.Sequential(scripted(lane)), level, lane)
+    assert ran_in(model(batch(lane))[1]) == INSIDE[level]
+
+
+@jit
+@pytest.mark.parametrize("make", [scripted, traced])
+@pytest.mark.parametrize("level", SCRIPT_LEVELS)
+def test_a_deepcopy_of_a_script_module_runs_under_the_policy(
+    level: str, make: Callable[[Lane], nn.Module], lane: Lane
+) -> None:
+    model = start(make(lane), level, lane)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    assert ran_in(twin(batch(lane))[1]) == INSIDE[level]
+    xamp.session(model).close()
+    assert ran_in(model(batch(lane))[1]) == torch.float32
+    assert ran_in(twin(batch(lane))[1]) == INSIDE[level]
+    assert ran_in(copy.deepcopy(model)(batch(lane))[1]) == torch.float32

@@ -1,0 +1,264 @@
+"""``xamp.accel``: the names of torch.cuda, on the device in use, so that a script is ported by renaming.
+
+The device in use is :func:`xamp.device`: what ``XAMP_DEVICE`` names, else the best accelerator that works, else the
+CPU. Names, arguments and results are torch.cuda's. What a CPU makes of each stands in its docstring. An accelerator
+whose module in torch lacks a name gets a neutral answer where that cannot be wrong (``Stream`` on a device with one
+queue of work); else using it raises ``UnsupportedPolicy``. A name that is not listed here is looked up in the device's
+own module (``CUDAGraph``).
+
+These are classes of the device in use, to make, to subclass and to ask ``isinstance`` of::
+
+    Stream, Event, StreamContext   queues of work and points in them; on a CPU everything is done in order, at once
+    device(index), device_of(obj)  blocks in which that device is the current one; on a CPU it always is
+
+A device is an index, a ``torch.device``, a string, or None for the current one. One of another type is a
+``PolicyError``, one that is not there ``BackendUnavailable``; on a CPU every index is the one device. Where
+``XAMP_DEVICE`` has an index, the first use makes that device torch's current one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xamp.accel import memory, nvtx, random
+from xamp.accel.dispatch import attribute, call, call_on
+from xamp.accel.memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_cached,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_cached,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_max_memory_cached,
+    reset_peak_memory_stats,
+    set_per_process_memory_fraction,
+)
+from xamp.accel.random import (
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
+from xamp.accel.use import Device, check_device, in_use
+from xamp.registry.device_in_use import is_available
+
+if TYPE_CHECKING:  # at run time they are those of the device in use, see __getattr__
+    from types import ModuleType
+
+    from xamp.accel.neutral import device, device_of
+    from xamp.accel.streams import Event, Stream, StreamContext
+
+    amp: ModuleType
+
+__all__ = [
+    "Event",
+    "OutOfMemoryError",
+    "Stream",
+    "StreamContext",
+    "amp",
+    "can_device_access_peer",
+    "cudart",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_arch_list",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "init",
+    "initial_seed",
+    "ipc_collect",
+    "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
+    "is_initialized",
+    "is_tf32_supported",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_snapshot",
+    "memory_stats",
+    "memory_summary",
+    "nvtx",
+    "random",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_per_process_memory_fraction",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+OutOfMemoryError = torch.OutOfMemoryError
+
+
+def device_count() -> int:
+    """How many devices of the type in use there are; 1 on a CPU, where a rank modulo this must be right too."""
+    return int(call("device_count"))
+
+
+def current_device() -> int:
+    """The index of the current device; 0 on a CPU."""
+    return int(call("current_device"))
+
+
+def set_device(device: Device) -> None:
+    """Make ``device`` the current one; a CPU only checks that it is a device.
+
+    None and a device without an index stand for the current one, and change nothing.
+    """
+    if check_device("set_device", device) is not None:
+        call("set_device", device)
+
+
+def synchronize(device: Device = None) -> None:
+    """Wait for all work given to ``device``; a CPU has done it already."""
+    call_on("synchronize", device)
+
+
+def init() -> None:
+    """Begin to use the device; a CPU needs no beginning."""
+    call("init")
+
+
+def is_initialized() -> bool:
+    """Whether the device is in use already; always on a CPU."""
+    return bool(call("is_initialized"))
+
+
+def get_device_name(device: Device = None) -> str:
+    """What the device is called; on a CPU the processor's name."""
+    return str(call_on("get_device_name", device))
+
+
+def get_device_properties(device: Device = None) -> Any:
+    """An object with ``name``, ``total_memory`` in bytes, ``multi_processor_count`` and more, as the device has it.
+
+    On a CPU the memory is the machine's (or the container's), the processors are those that this process may run on,
+    and ``major`` and ``minor`` are 0.
+    """
+    return call_on("get_device_properties", device)
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """The CUDA compute capability; (0, 0) on every device that has none, so that no test for a feature passes there."""
+    found = call_on("get_device_capability", device)
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        return int(found[0]), int(found[1])
+    return 0, 0  # others' capabilities are a dict, or None
+
+
+def get_arch_list() -> list[str]:
+    """The chips that torch was built for; empty on a CPU."""
+    return list(call("get_arch_list"))
+
+
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Whether one device reads the other's memory; False on a CPU, which has no peer."""
+    check_device("can_device_access_peer", device)
+    check_device("can_device_access_peer", peer_device)
+    return bool(call("can_device_access_peer", device, peer_device))
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Whether the device computes in bf16, as its backend declares.
+
+    Args:
+        including_emulation: False asks whether its hardware does so natively.
+    """
+    declared = in_use().backend.capabilities()
+    return "bfloat16" in (declared.dtypes if including_emulation else declared.fast_dtypes)
+
+
+def is_tf32_supported() -> bool:
+    """Whether the device computes in TF32; False on a CPU."""
+    return bool(call("is_tf32_supported"))
+
+
+def ipc_collect() -> None:
+    """Free memory that other processes of the machine have let go; nothing on a CPU."""
+    call("ipc_collect")
+
+
+def cudart() -> Any:
+    """The CUDA runtime's own interface.
+
+    Raises:
+        UnsupportedPolicy: the device has none.
+    """
+    return call(
+        "cudart", instead="To start and stop a profile, use torch.profiler.profile(); to wait, accel.synchronize()."
+    )
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """A block in which ``stream`` is the current one of this thread; None changes nothing."""
+    context: StreamContext = call("stream", stream)
+    return context
+
+
+def current_stream(device: Device = None) -> Stream:
+    """The current stream of this thread; tensors take it in ``record_stream`` on a CPU too."""
+    found: Stream = call_on("current_stream", device)
+    return found
+
+
+def default_stream(device: Device = None) -> Stream:
+    """The stream that is current where none was chosen."""
+    found: Stream = call_on("default_stream", device)
+    return found
+
+
+def set_stream(stream: Stream) -> None:
+    """Make ``stream`` the current one of this thread, for good."""
+    call("set_stream", stream)
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether a graph is being captured; False on a CPU."""
+    return bool(call("is_current_stream_capturing"))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "amp":  # torch.cuda.amp; not imported above, since xamp stands above this module
+        return importlib.import_module("xamp")
+    return attribute(name, __all__)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

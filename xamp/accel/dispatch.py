@@ -1,0 +1,78 @@
+"""The way from a name of ``xamp.accel`` to the function of the device in use that carries it."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from xamp.accel import neutral, streams
+from xamp.accel.use import Device, check_device, count, in_use, missing
+
+__all__ = ["attribute", "call", "call_on", "find", "takes_indices"]
+
+
+def find(name: str) -> Any:
+    """What carries ``name`` on the device in use: its runtime, else the neutral answer; None where neither does."""
+    runtime = in_use().runtime
+    if name in streams.__all__:  # all from one of the two
+        return getattr(runtime if hasattr(runtime, "Stream") else streams, name, None)
+    found = getattr(runtime, name, None)
+    if found is not None or name not in neutral.__all__:
+        return found
+    if name in neutral.INDEX_NAMES and takes_indices() and count() != 1:
+        return None
+    return getattr(neutral, name)
+
+
+def call(name: str, *args: Any, instead: str = "") -> Any:
+    """Call ``name`` on the device in use.
+
+    Raises:
+        UnsupportedPolicy: neither has it; ``instead`` is what to do, see :func:`missing`.
+    """
+    found = find(name)
+    if found is None:
+        raise missing(name, instead)
+    return found(*args)
+
+
+def call_on(name: str, device: Device) -> Any:
+    """Call ``name`` with a device, unchanged but for None, and a device without indices: these go without.
+
+    Raises:
+        PolicyError, BackendUnavailable: see :func:`check_device`.
+        UnsupportedPolicy: as :func:`call`.
+    """
+    check_device(name, device)
+    if device is None or not takes_indices():
+        return call(name)
+    return call(name, device)
+
+
+def takes_indices() -> bool:
+    """Whether the functions of the device in use know of indices."""
+    return hasattr(in_use().runtime, "set_device")
+
+
+def attribute(name: str, own: list[str], part: str = "") -> Any:
+    """Any other attribute that the device in use has.
+
+    Args:
+        name: as written after ``xamp.accel.``, or after the part of it.
+        own: the names that this part has on every device.
+        part: ``"memory"`` for ``xamp.accel.memory``; empty for all of it.
+
+    Raises:
+        AttributeError: it has none of that name; lists names like it.
+    """
+    where = f"xamp.accel.{part}" if part else "xamp.accel"
+    if name.startswith("__"):  # asked by inspect, pickle and the like, of any module
+        raise AttributeError(f"module {where!r} has no attribute {name!r}")
+    used = in_use()
+    holder = getattr(used.runtime, part, None) if part else used.runtime
+    found = getattr(holder, name, None) if part else find(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(name, {*own, *dir(holder)}, n=3)
+    guess = f" Did you mean {', '.join(close)}?" if close else ""
+    raise AttributeError(f"{where} has no {name!r} on the device in use, of type {used.device_type!r}.{guess}")

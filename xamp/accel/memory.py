@@ -1,0 +1,145 @@
+"""``xamp.accel.memory``: the memory functions of torch.cuda, in bytes.
+
+On a CPU the figures are those of the process: its resident set, now and at its peak, whoever asked for the memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.accel.dispatch import attribute, call, call_on, find, takes_indices
+from xamp.accel.use import Device, check_device
+
+__all__ = [
+    "empty_cache",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_snapshot",
+    "memory_stats",
+    "memory_summary",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+]
+
+
+def empty_cache() -> None:
+    """Give unused memory back to the device's driver; nothing on a CPU."""
+    call("empty_cache")
+
+
+def memory_allocated(device: Device = None) -> int:
+    """Bytes that tensors take up; on a CPU, the resident set of the process."""
+    return int(call_on("memory_allocated", device))
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """The highest :func:`memory_allocated` since the start, or since :func:`reset_peak_memory_stats`, in bytes."""
+    return int(call_on("max_memory_allocated", device))
+
+
+def memory_reserved(device: Device = None) -> int:
+    """Bytes that torch's allocator holds, in use or not; on a CPU, the resident set of the process."""
+    return int(call_on("memory_reserved", device))
+
+
+def max_memory_reserved(device: Device = None) -> int:
+    """The highest :func:`memory_reserved` since the start, or since :func:`reset_peak_memory_stats`, in bytes."""
+    return int(call_on("max_memory_reserved", device))
+
+
+def memory_cached(device: Device = None) -> int:
+    """The old name of :func:`memory_reserved`."""
+    return memory_reserved(device)
+
+
+def max_memory_cached(device: Device = None) -> int:
+    """The old name of :func:`max_memory_reserved`."""
+    return max_memory_reserved(device)
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """Let both peaks begin anew; on a CPU as far as the system can, which beside Linux is not at all."""
+    call_on("reset_peak_memory_stats", device)
+
+
+def reset_max_memory_allocated(device: Device = None) -> None:
+    """The old name of :func:`reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+def reset_max_memory_cached(device: Device = None) -> None:
+    """Another old name of :func:`reset_peak_memory_stats`."""
+    reset_peak_memory_stats(device)
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Let the counts in :func:`memory_stats` begin anew; a CPU keeps none."""
+    call_on("reset_accumulated_memory_stats", device)
+
+
+def memory_stats(device: Device = None) -> dict[str, Any]:
+    """Figures of torch's allocator, by name; on a CPU those four that can be told, under the same names."""
+    found: dict[str, Any] = call_on("memory_stats", device)
+    return found
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    """A text for people."""
+    check_device("memory_summary", device)
+    native = find("memory_summary")
+    if native is None:
+        return _summary(device)
+    place: Device = device if takes_indices() else None
+    return str(native(place, abbreviated))
+
+
+def memory_snapshot(mempool_id: Any = None, include_traces: bool = True) -> Any:
+    """The allocator's segments; a CPU has none.
+
+    Args:
+        mempool_id: passed on where it is not None.
+        include_traces: passed on where it is not True.
+    """
+    if include_traces:
+        return call("memory_snapshot", *(() if mempool_id is None else (mempool_id,)))
+    return call("memory_snapshot", mempool_id, include_traces)
+
+
+def mem_get_info(device: Device = None) -> tuple[int, int]:
+    """Bytes free and bytes in all; on a CPU of the machine, or of the container where that has less.
+
+    Raises:
+        UnsupportedPolicy: the system does not tell.
+    """
+    free, total = call_on("mem_get_info", device)
+    return int(free), int(total)
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    """Bound torch's allocator to a part, 0 to 1, of the device's memory; a CPU's has no bound.
+
+    Raises:
+        PolicyError: on a CPU, ``fraction`` is not a number from 0 to 1.
+    """
+    check_device("set_per_process_memory_fraction", device)
+    place = () if device is None or not takes_indices() else (device,)
+    call("set_per_process_memory_fraction", fraction, *place)
+
+
+def _summary(device: Device) -> str:
+    rows = [("in use", memory_allocated, max_memory_allocated), ("held", memory_reserved, max_memory_reserved)]
+    lines = [f"{'MiB':8} {'now':>12} {'peak':>12}"]
+    lines += [f"{name:8} {now(device) / 2**20:12.1f} {peak(device) / 2**20:12.1f}" for name, now, peak in rows]
+    return "\n".join(lines)
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(name, __all__, "memory")

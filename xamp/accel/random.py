@@ -1,0 +1,91 @@
+"""``xamp.accel.random``: the names of torch.cuda.random, on the generator that the device in use draws from.
+
+On a CPU that is torch's default generator, the one of ``torch.manual_seed``: seeding, saving and restoring here is
+seeding, saving and restoring there. A script that seeds both alike, one after the other, draws what it always drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from xamp.accel.dispatch import call, takes_indices
+from xamp.accel.use import Device, check_device
+
+__all__ = [
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+]
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the generator of the current device."""
+    call("manual_seed", seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the generators of all devices of the type in use alike."""
+    call("manual_seed_all", seed)
+
+
+def seed() -> None:
+    """Seed the generator of the current device at random."""
+    call("seed")
+
+
+def seed_all() -> None:
+    """Seed the generators of all devices of the type in use at random."""
+    call("seed_all")
+
+
+def initial_seed() -> int:
+    """What the generator of the current device was seeded with."""
+    return int(call("initial_seed"))
+
+
+def get_rng_state(device: Device = None) -> torch.Tensor:
+    """The state of a device's generator.
+
+    Returns:
+        A uint8 tensor on the CPU, of a length of the device type's own: it fits no other.
+    """
+    check_device("get_rng_state", device)
+    state: torch.Tensor = call("get_rng_state", *_place(device))
+    return state
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The states of all devices' generators, in index order; see :func:`get_rng_state`."""
+    states: list[torch.Tensor] = call("get_rng_state_all")
+    return states
+
+
+def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
+    """Set the state of a device's generator to what :func:`get_rng_state` returned.
+
+    Raises:
+        CheckpointError: on a CPU, a state that was taken on another kind of device.
+    """
+    check_device("set_rng_state", device)
+    call("set_rng_state", new_state, *_place(device))
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Set the states of all devices' generators to what :func:`get_rng_state_all` returned.
+
+    Raises:
+        CheckpointError: as :func:`set_rng_state`, or the states of several devices.
+    """
+    call("set_rng_state_all", new_states)
+
+
+def _place(device: Device) -> tuple[Device, ...]:
+    return () if device is None or not takes_indices() else (device,)

@@ -1,0 +1,142 @@
+"""Which device ``xamp.accel`` speaks to, and what may be passed to it as a device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from xamp.contract import Backend
+from xamp.errors import BackendUnavailable, PolicyError, UnsupportedPolicy
+from xamp.registry import device_in_use
+from xamp.registry.registry import BACKEND_VARIABLE, HOST, REGISTRY
+
+__all__ = ["Device", "InUse", "check_device", "count", "in_use", "index_of", "missing"]
+
+Device: TypeAlias = torch.device | str | int | None
+
+
+class InUse(NamedTuple):
+    """The device in use.
+
+    Attributes:
+        device_type: the type of :func:`xamp.device`.
+        backend: what serves it.
+        runtime: see :meth:`xamp.contract.Backend.runtime`.
+    """
+
+    device_type: str
+    backend: Backend
+    runtime: Any
+
+
+_last: tuple[tuple[object, ...], InUse] | None = None
+_made_current: str | None = None  # the value of XAMP_DEVICE whose index was made torch's current one
+
+
+def in_use() -> InUse:
+    """The device in use, found again whenever the environment or the registered backends have changed.
+
+    Every call of ``xamp.accel`` passes here, hence the remembered answer: 2 us, where finding it takes 20.
+
+    Raises:
+        BackendUnavailable: as :func:`xamp.device` and :func:`xamp.distributed_backend`, or torch has no module for the
+            device.
+    """
+    global _last
+    key = (os.environ.get(device_in_use.DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE), *REGISTRY.specs())
+    if _last is None or _last[0] != key:
+        _last = key, _resolve()
+    return _last[1]
+
+
+def _resolve() -> InUse:
+    global _made_current
+    chosen = device_in_use.device()
+    backend = REGISTRY.resolve("auto", chosen.type)
+    try:
+        runtime = backend.runtime(chosen.type)
+    except Exception as error:
+        raise BackendUnavailable(
+            f"xamp.accel on device type {chosen.type!r}: backend {backend.name!r} has no runtime: {error}\n"
+            "Its class must override Backend.runtime, see xamp.contract."
+        ) from error
+    wanted, index = os.environ.get(device_in_use.DEVICE_VARIABLE), index_of(chosen)
+    # Else XAMP_DEVICE=type:1 would put tensors on 1 while every figure and wait below is about 0. Once a value, so that
+    # a script's own set_device stays in force.
+    if index is not None and wanted != _made_current and hasattr(runtime, "set_device"):
+        runtime.set_device(index)
+    _made_current = wanted
+    return InUse(chosen.type, backend, runtime)
+
+
+def count() -> int:
+    """How many indices the device in use has: 1 on a CPU."""
+    used = in_use()
+    if hasattr(used.runtime, "device_count"):
+        return int(used.runtime.device_count())
+    return len(used.backend.devices())
+
+
+def index_of(device: torch.device) -> int | None:
+    """Its index; torch's annotations know of no None."""
+    return device.index
+
+
+def check_device(name: str, device: Device) -> int | None:
+    """Refuse what is no device of the type in use; on a CPU, whose index means nothing, any index is right.
+
+    Args:
+        name: the function of ``xamp.accel`` it was passed to.
+        device: as torch.cuda takes it. Negative indices are left to that function.
+
+    Returns:
+        Its index; None for the current device.
+
+    Raises:
+        PolicyError: it is no device, or one of another type.
+        BackendUnavailable: there is none of that index.
+    """
+    if device is None:
+        return None
+    call, used = f"accel.{name}({device!r})", in_use()
+    index = _index(call, device, used.device_type)
+    if index is not None and used.device_type != HOST and index >= count():
+        device_in_use.require_index(used.device_type, index, used.backend, call)
+    return index
+
+
+def _index(call: str, device: object, in_use_type: str) -> int | None:
+    take = f"Pass an index (int), None for the current device, or a device of type {in_use_type!r}: xamp.device(index)"
+    if isinstance(device, int) and not isinstance(device, bool):
+        return device
+    if isinstance(device, str):
+        try:
+            device = torch.device(device)
+        except RuntimeError:
+            raise PolicyError(f"{call}: this is no device. {take}; make an int of an environment variable.") from None
+    if not isinstance(device, torch.device):
+        raise PolicyError(f"{call}: must be an int, a torch.device, a str or None. {take}.")
+    if device.type != in_use_type:
+        raise PolicyError(
+            f"{call}: the device in use is of type {in_use_type!r}. {take}; or have the whole process use the other "
+            f"one: {device_in_use.DEVICE_VARIABLE}={device.type}."
+        )
+    return index_of(device)
+
+
+def missing(name: str, instead: str = "") -> UnsupportedPolicy:
+    """The error for a name of torch.cuda that the device in use cannot follow.
+
+    Args:
+        name: the function of ``xamp.accel``.
+        instead: what to do; empty names the guard.
+    """
+    used = in_use()
+    has = getattr(used.runtime, "__name__", type(used.runtime).__name__)
+    instead = instead or f'Guard the call: if xamp.device_type() != "{used.device_type}".'
+    return UnsupportedPolicy(
+        f"accel.{name}(): the device in use is of type {used.device_type!r}, {has} has no {name}, and no neutral "
+        f"answer would be right. {instead}"
+    )

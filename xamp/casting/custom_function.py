@@ -1,0 +1,133 @@
+"""``custom_fwd`` and ``custom_bwd`` of ``torch.cuda.amp``, on the device that the arguments are on."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from xamp.errors import StateError
+from xamp.ground.containers import cast_floats
+from xamp.registry import device_in_use
+from xamp.registry.registry import HOST
+
+__all__ = ["custom_bwd", "custom_fwd"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_DEVICE_TYPE = "_xamp_device_type"
+_WATCHED = "_xamp_watched"
+
+
+_State = tuple[str, bool, "torch.dtype"]  # of a forward: device type, whether autocast was on inside, its dtype
+
+
+class _Last(threading.local):
+    state: _State | None = None
+
+
+_last = _Last()
+
+
+@overload
+def custom_fwd(fwd: _Function, *, cast_inputs: torch.dtype | None = None) -> _Function: ...
+@overload
+def custom_fwd(fwd: None = None, *, cast_inputs: torch.dtype | None = None) -> Callable[[_Function], _Function]: ...
+def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorate ``forward`` of a ``torch.autograd.Function``, as ``torch.cuda.amp.custom_fwd`` does.
+
+    The device is that of the first tensor among the arguments that is on an accelerator, else of the first tensor, else
+    the device in use. Both styles of forward are taken: with a context, and without one beside a ``setup_context``
+    (which sees the inputs as they were before ``cast_inputs``).
+
+    Args:
+        fwd: the function; None returns the decorator.
+        cast_inputs: where autocast is on, floating tensors among the arguments (on that device, not float64) are cast
+            to this and autocast is off inside. None leaves both as they are.
+    """
+    if fwd is None:
+        return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kind = _device_type((*args, *kwargs.values()))
+        on, dtype = torch._C.is_autocast_enabled(kind), torch._C.get_autocast_dtype(kind)
+        state = kind, on and cast_inputs is None, dtype
+        dtype_inside = cast_inputs if on else None
+        if args and isinstance(args[0], FunctionCtx):
+            _note(args[0], state)
+            return _run(fwd, kind, dtype_inside, args, kwargs)
+        if not torch.compiler.is_compiling():
+            _watch_setup_context(sys._getframe(1).f_locals.get("cls"))
+        result = _run(fwd, kind, dtype_inside, args, kwargs)
+        _last.state = state  # and not before: the forward may have run another one
+        return result
+
+    return forward
+
+
+def _run(fwd: Callable[..., Any], kind: str, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
+    if dtype is None:
+        return fwd(*args, **kwargs)
+    args, kwargs = cast_floats(args, dtype, kind), cast_floats(kwargs, dtype, kind)
+    with torch.autocast(kind, enabled=False):
+        return fwd(*args, **kwargs)
+
+
+def custom_bwd(bwd: _Function) -> _Function:
+    """Decorate ``backward`` of a ``torch.autograd.Function``: it runs under the autocast state of its forward.
+
+    As ``torch.cuda.amp.custom_bwd``; the forward must be decorated with :func:`custom_fwd` or torch's.
+
+    Raises:
+        StateError: in backward, where the forward's state is not known.
+    """
+
+    @functools.wraps(bwd)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        ctx = args[0]
+        if not hasattr(ctx, "_fwd_used_autocast"):
+            raise StateError(
+                f"custom_bwd({bwd.__qualname__}): the autocast state of its forward is not known. Decorate the forward "
+                "with @xamp.custom_fwd, and give it ctx as its first argument."
+            )
+        kind = getattr(ctx, _DEVICE_TYPE, None) or _device_type(args)
+        with torch.autocast(kind, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
+            return bwd(*args, **kwargs)
+
+    return backward  # type: ignore[return-value]
+
+
+def _device_type(values: tuple[Any, ...]) -> str:
+    kinds = [value.device.type for value in values if isinstance(value, torch.Tensor)]
+    return next((kind for kind in kinds if kind != HOST), HOST) if kinds else device_in_use.device_type()
+
+
+def _watch_setup_context(cls: Any) -> None:
+    """Have ``setup_context`` of ``cls`` note the state of the forward that ran just before it, on the same thread.
+
+    Between the two nothing is handed on but inputs and outputs, and nothing else of a backward's context is known.
+    """
+    setup = getattr(cls, "setup_context", None)
+    if setup is None or not issubclass(cls, torch.autograd.Function) or hasattr(setup, _WATCHED):
+        return
+
+    @functools.wraps(setup)
+    def setup_context(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        if _last.state is not None:
+            _note(ctx, _last.state)
+        _last.state = None
+        return setup(ctx, *args, **kwargs)
+
+    setattr(setup_context, _WATCHED, True)
+    cls.setup_context = staticmethod(setup_context)
+
+
+def _note(ctx: Any, state: _State) -> None:
+    """Under torch's names, so that its decorators and these may be mixed."""
+    kind, ctx._fwd_used_autocast, ctx._dtype = state
+    setattr(ctx, _DEVICE_TYPE, kind)

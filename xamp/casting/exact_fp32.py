@@ -1,0 +1,92 @@
+"""``exact_fp32``: float32 that keeps its digits, on devices that compute it in fewer unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from xamp.contract import Backend, Setting
+from xamp.errors import PolicyError, UnsupportedPolicy
+from xamp.registry import device_in_use, registry
+
+__all__ = ["ExactFp32", "exact_fp32"]
+
+
+class ExactFp32:
+    """What :func:`exact_fp32` did. A context manager: leaving it does what :meth:`close` does.
+
+    Attributes:
+        changed: the names of the settings that it changed; empty where float32 kept its digits already.
+    """
+
+    def __init__(self, changed: tuple[str, ...], undo: contextlib.ExitStack) -> None:
+        self.changed = changed
+        self._undo = undo
+
+    def close(self) -> None:
+        """Set everything back as it was. Once: after that it does nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> ExactFp32:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<exact_fp32, changed: {', '.join(self.changed) or 'nothing'}>"
+
+
+def exact_fp32(device: torch.device | str | None = None) -> ExactFp32:
+    """Have float32 computed in float32, from here on and in the whole process.
+
+    Level O0 is what other levels are compared with, and devices take digits from it by switches of their own (TF32,
+    HF32, float16 on some chips). ``initialize`` changes none of them, for they are the process's; this does::
+
+        xamp.exact_fp32()           # for good
+        with xamp.exact_fp32():     # for a while
+            ...
+
+    Args:
+        device: which; None: :func:`xamp.device`.
+
+    Returns:
+        What sets everything back as it was, by ``close()`` or as a context manager.
+
+    Raises:
+        UnsupportedPolicy: something takes digits that no program can change, such as an environment variable; nothing
+            is changed then.
+        PolicyError: ``device`` is no device. BackendUnavailable: no backend for it works.
+    """
+    chosen = device_in_use.device() if device is None else _as_device(device)
+    backend = registry.resolve("auto", chosen.type)
+    with contextlib.ExitStack() as undo:
+        changed = _apply(backend, chosen, undo)
+        return ExactFp32(changed, undo.pop_all())
+
+
+def _as_device(device: object) -> torch.device:
+    try:
+        return torch.device(device)  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError) as error:
+        raise PolicyError(
+            f"exact_fp32({device!r}): must be a device, such as {str(device_in_use.device())!r}."
+        ) from error
+
+
+def _apply(backend: Backend, device: torch.device, undo: contextlib.ExitStack) -> tuple[str, ...]:
+    """Change what takes digits, and look again: one setting may hide another."""
+    changed: list[str] = []
+    while rows := [row for row in backend.precision_settings(device) if row.exact or row.narrows_fp32]:
+        for row in rows:
+            if row.exact is None or row.name in changed:
+                raise UnsupportedPolicy(_refusal(row, device))
+            undo.callback(row.exact())
+            changed.append(row.name)
+    return tuple(changed)
+
+
+def _refusal(row: Setting, device: torch.device) -> str:
+    why = "a program cannot change it" if row.exact is None else "setting it back changes nothing"
+    return f"exact_fp32({str(device)!r}): {row.name} is {row.value}, and {why}: {row.effect}. To undo: {row.undo}."

@@ -1,0 +1,313 @@
+"""Runs a module's methods under a policy by giving the module a subclass of its own class.
+
+Data flow: a :class:`Region` (device type, dtypes) is compiled once from the policy; :func:`enter_policy` makes, or
+finds, the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``.
+Nothing is stored in the module, so copies, pickles, replicas and slices of it carry the policy with their own weights,
+and ``isinstance``, ``repr`` and the signature of ``forward`` stay as they were. (Hooks cannot be traced with
+``fullgraph=True``; an instance attribute ``forward`` makes a deepcopy run the original's weights.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp.casting import active, ops
+from xamp.casting.autocast import Casts
+from xamp.casting.mark import Mark, mark_of
+from xamp.casting.needs import needs
+from xamp.errors import BackendUnavailable, PolicyError
+from xamp.ground.containers import cast_floats
+from xamp.registry import registry
+from xamp.scaling import distributed, masters
+from xamp.scaling.overflow_flag import watched
+
+__all__ = ["Cast", "Region", "enter_policy", "is_under_policy", "region_of"]
+
+Cast = Callable[[Any, torch.dtype], Any]
+"""Casts the floating tensors in any value; :func:`xamp.ground.containers.cast_floats`, or another's way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What holds while a method runs.
+
+    Attributes:
+        device_type: whose autocast state is set.
+        autocast_dtype: what operators are cast to; None switches autocast off inside.
+        input_dtype: what floating arguments are cast to; None leaves them.
+        output_dtype: what floating results are cast to; None leaves them.
+        methods: names of the methods that run in the region.
+        op_policy: by which operators are cast.
+        watched: the device saturates, so that a forward's overflow has to be asked for.
+        cast: what casts arguments and results.
+        apart: what casts in the code around does not inside; False: nothing but arguments and results is touched.
+    """
+
+    device_type: str
+    autocast_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    methods: tuple[str, ...] = ("forward",)
+    op_policy: str = "native"
+    watched: bool = False
+    cast: Cast = cast_floats
+    apart: bool = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickled, perhaps in a process that has prepared nothing yet."""
+        self.__dict__.update(state)
+        with contextlib.suppress(BackendUnavailable):  # then nothing runs on that device either
+            ops.install(self.op_policy, self.device_type, registry.resolve("auto", self.device_type))
+
+    def autocast(self) -> Casts:
+        """The region as a context manager, for code that is no method of a module."""
+        return Casts(self.mark)
+
+    @property
+    def does_something(self) -> bool:
+        """Whether a method that runs in it runs otherwise than outside."""
+        dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
+        return self.watched or any(dtype is not None for dtype in dtypes)
+
+    @property
+    def mark(self) -> Mark:
+        """What code in the region finds of it."""
+        device, dtype = self.device_type, self.autocast_dtype
+        return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
+
+
+class _UnderPolicy:
+    """Marks the subclasses made here, and keeps ``__init_subclass__`` of the user's classes from firing for them."""
+
+    _xamp_region: Region
+    _xamp_base: type
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """The base's, for gradients that are in masters too."""
+        base: Any = super()
+        base.zero_grad(*args, **kwargs)
+        masters.clear_gradients(self)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the base class does, and put the copy under the policy again."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        # Whoever names the class means the user's: pickle finds no other under that name.
+        make, *args = [self._xamp_base if part is type(self) else part for part in (make, *args)]
+        return (_rebuild, (self._xamp_region, make, tuple(args)), *rest)
+
+
+def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    if not isinstance(made, _UnderPolicy):
+        made.__class__ = _subclass(type(made), region)
+    ops.hold(region.op_policy, made)  # it may outlive the session of what it was made from
+    return made
+
+
+def is_under_policy(module: nn.Module) -> bool:
+    """Whether ``module``, or the module it was copied from, is under a policy."""
+    return isinstance(module, _UnderPolicy) or any(isinstance(v, _InstanceMethod) for v in module.__dict__.values())
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """The region in which ``module`` runs; None where it is under no policy."""
+    return getattr(type(module), "_xamp_region", None)
+
+
+def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
+    """Put ``module`` in ``region``.
+
+    Returns:
+        A function that takes it out again.
+
+    Raises:
+        PolicyError: the module has no method of one of the names, or its class admits no subclass.
+    """
+    for name in region.methods:
+        if not callable(getattr(module, name, None)):
+            raise PolicyError(
+                f"initialize(methods={region.methods!r}): {type(module).__name__} has no method {name!r}."
+            )
+        if inspect.isgeneratorfunction(getattr(module, name)) or inspect.iscoroutinefunction(getattr(module, name)):
+            raise PolicyError(
+                f"initialize(methods={region.methods!r}): {type(module).__name__}.{name} is a generator or coroutine, "
+                "and would run after its region was left. Name the plain methods that it calls."
+            )
+    # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    hidden = [name for name in region.methods if scripted or name in module.__dict__]
+    before = type(module)
+    if not scripted:
+        try:
+            module.__class__ = _subclass(before, region)
+        except TypeError as error:
+            raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
+    for name in hidden:
+        module.__dict__[name] = _InstanceMethod(getattr(module, name), region)
+    if scripted:
+        module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
+
+    held_weakly = weakref.ref(module)  # what undoes a change must not keep the model alive
+
+    def leave() -> None:
+        found = held_weakly()
+        if found is None:
+            return
+        if scripted:
+            del found.__dict__["__deepcopy__"]
+        else:
+            found.__class__ = before
+        for name in region.methods:
+            method = found.__dict__.get(name)
+            if isinstance(method, _InstanceMethod):
+                found.__dict__[name] = method.function
+
+    return leave
+
+
+_subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type, region: Region) -> type:
+    """The subclass of ``base`` whose methods run in ``region``, made once; it keeps ``base``, and so its id, alive."""
+    found = _subclasses.get((id(base), region))
+    if found is not None:
+        return found
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_xamp_region": region,
+        "_xamp_base": base,
+    }
+    for name in region.methods:
+        if callable(getattr(base, name, None)):
+            namespace[name] = _in_region(getattr(base, name), region)
+    if hasattr(base, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy(base, region)
+    if issubclass(base, torch.fx.GraphModule):
+        namespace["recompile"] = _recompile(base, region)
+    made = type(base)(base.__name__, (_UnderPolicy, base), namespace)
+    _subclasses[id(base), region] = made
+    return made
+
+
+def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]:
+    """``__deepcopy__`` for a class that has its own (a ``GraphModule``) and would hand back a plain copy."""
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        made = base.__deepcopy__(self, memo)
+        if not isinstance(made, _UnderPolicy):
+            made.__class__ = _subclass(type(made), region)
+        return made
+
+    return __deepcopy__
+
+
+def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
+    """``recompile`` of a ``GraphModule``, which writes the new forward into the class: into its own, not into ours."""
+
+    def recompile(self: Any) -> Any:
+        self.__class__ = base
+        try:
+            return base.recompile(self)
+        finally:
+            _subclasses.pop((id(base), region), None)
+            self.__class__ = _subclass(base, region)
+
+    return recompile
+
+
+class _InstanceMethod:
+    """An instance attribute that hides a method, run in a region; copies and pickles with the module it sits in."""
+
+    def __init__(self, function: Callable[..., Any], region: Region) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._region = region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _caller(self._region)(self.function, *args, **kwargs)
+
+
+class _ScriptCopy:
+    """``__deepcopy__`` of a ScriptModule, which would leave behind all that Python put into the instance."""
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        self._module = weakref.ref(module)
+        self._region = region
+
+    def __call__(self, memo: dict[int, Any]) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it is being copied"
+        del module.__dict__["__deepcopy__"]
+        try:
+            made = copy.deepcopy(module, memo)
+        finally:
+            module.__dict__["__deepcopy__"] = self
+        enter_policy(made, self._region)
+        return made
+
+
+@functools.cache
+def _caller(region: Region) -> Callable[..., Any]:
+    return _in_region(_call, region)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """``function(self, ...)`` run in ``region``. This is the hot path of every forward."""
+    device, on = region.device_type, region.autocast_dtype is not None
+    mark = region.mark
+    into, out_of = region.input_dtype, region.output_dtype
+    ddp = nn.parallel.DistributedDataParallel
+    is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
+    enter, leave, number = active.enter, active.leave, active.next_number
+    tensor, cast, apart = torch.Tensor, region.cast, region.apart
+
+    def finish(result: Any) -> Any:
+        if out_of is None or (type(result) is tensor and result.dtype is out_of):
+            return result
+        return cast(result, out_of)
+
+    def traced(self: Any, args: Any, kwargs: Any) -> Any:
+        distributed.note_wrapper_while_tracing()
+        if apart and (on or is_enabled(device) or needs.replaced_outside):
+            return active.run_traced(mark, function, self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if into is not None:
+            args, kwargs = cast(args, into), cast(kwargs, into)
+        if is_compiling():
+            return finish(traced(self, args, kwargs))
+        if ddp._active_ddp_module is not None:
+            distributed.note_wrapper()
+        if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
+            return finish(function(self, *args, **kwargs))
+        entered = enter(mark, number())
+        try:
+            return finish(function(self, *args, **kwargs))
+        finally:
+            leave(entered)
+
+    with contextlib.suppress(AttributeError):  # a callable object has no __name__
+        functools.update_wrapper(method, function)
+    return watched(method) if region.watched else method

@@ -1,0 +1,75 @@
+"""Sample calls of every overload in the table, for showing what a device does and for testing what is promised.
+
+Each calls the very overload, so that the autocast entry of that overload sees it. Never used in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from xamp.casting.ops.calls import CALLS, Make, Maker
+
+__all__ = ["Call", "Sample", "operator", "samples"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The floating tensors among the arguments, those in lists too, in their order."""
+        tensors = []
+        for value in (*self.args, *self.kwargs.values()):
+            tensors += [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, torch.Tensor)]
+        return tuple(t for t in tensors if t.is_floating_point())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One way to call an overload.
+
+    Attributes:
+        overload: Its name in the table.
+        make: The arguments, from a :class:`Maker`.
+        names_dtype: Whether the call names the dtype of its result: the first one given.
+    """
+
+    overload: str
+    make: Make
+    names_dtype: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.overload}, dtype named" if self.names_dtype else self.overload
+
+    def call(self, device: torch.device | str, *given: torch.dtype, grad: bool = True) -> Call:
+        """The arguments on ``device``, with floating tensors of the dtypes ``given``, in turn.
+
+        They require gradients where the operator is differentiable in them, unless ``grad`` is False.
+        """
+        return Call(self.make(Maker(device, given, grad)), {"dtype": given[0]} if self.names_dtype else {})
+
+
+def operator(overload: str) -> torch._ops.OpOverload[..., Any]:
+    """What is called: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
+    packet, _, name = overload.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]
+
+
+def samples(overload: str) -> tuple[Sample, ...]:
+    """The sample calls of ``overload``, a name in the table.
+
+    Those with a ``dtype`` argument have one call without it and one with it.
+    """
+    plain = tuple(Sample(overload, make) for make in CALLS[overload])
+    if all(argument.name != "dtype" for argument in operator(overload)._schema.arguments):
+        return plain
+    return (*plain, *(dataclasses.replace(sample, names_dtype=True) for sample in plain))

@@ -1,0 +1,229 @@
+"""What comes of each overload of the table on a device under an op policy, also on a device that is not there.
+
+The device's own list is observed (:mod:`xamp.casting.ops.observe`). Under the portable policy a device that is there is
+observed once more, in a region with xamp's entries; for one that is not, the results of what xamp adds are computed
+from the table. For showing and comparing; never used in training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import get_args
+
+import torch
+
+from xamp.casting import active
+from xamp.casting.mark import mark_of
+from xamp.casting.ops import UNKNOWN
+from xamp.casting.ops.observe import Observed, attempt, expected, is_present
+from xamp.casting.ops.portable import SAME, additions, autocast_key, install
+from xamp.casting.ops.samples import Sample, samples
+from xamp.casting.ops.table import RULES, Kind, Rule
+
+__all__ = ["Row", "Survey", "survey"]
+
+Results = dict[str, "str | None"]
+
+_NO_KERNEL = "it has no kernel"
+_KEPT = "it keeps its own rule, for want of a kernel that does as the table says"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One overload on one device.
+
+    Attributes:
+        overload: Its name in the table.
+        rule: The table's.
+        reason: Of that rule.
+        registered: Whether the device's own list has the overload.
+        native: The device's own rule as observed: a kind of rule, ``"other"``, ``"unknown"``, or ``"none"`` where the
+            list does not have the overload.
+        added: The rule for which xamp registers an entry; None where it adds nothing.
+        results: The dtypes of the floating results, by what the floating inputs are: ``"fp32"``, ``"lower"``,
+            ``"mixed"`` (both, in either order), ``"named"`` (lower, and the caller names the lower dtype for the
+            result). Several are joined by ``"/"``; ``"error"``: the call is refused; ``"unknown"``; None: no such call.
+        source: ``"called"``: seen on the device; ``"fake"``: on fake tensors; ``"table"``: computed; ``"unknown"``.
+        agrees: Whether the results are the table's; None where nothing was seen or the device has no kernel.
+        cannot: Why xamp does not equalise it here; empty where it does, or need not.
+    """
+
+    overload: str
+    rule: str
+    reason: str
+    registered: bool
+    native: str
+    added: str | None
+    results: Results
+    source: str
+    agrees: bool | None
+    cannot: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """One device under one op policy.
+
+    Attributes:
+        present: Whether it is there.
+        rows: One for each overload of the table, in the table's order.
+        device_only: Overloads in the device's own list that are not in the table, in the alphabet's order.
+    """
+
+    present: bool
+    rows: tuple[Row, ...]
+    device_only: tuple[str, ...]
+
+
+def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op_policy: str) -> Survey:
+    """Observes and computes what comes of each overload of the table.
+
+    On a device that is there, ``"portable"`` registers xamp's entries; they are inert outside of regions.
+
+    Args:
+        device_type: Whose.
+        op_rules: See :attr:`xamp.contract.Backend.op_rules`.
+        dtype: The lower dtype.
+        op_policy: ``"portable"`` or ``"native"``.
+
+    Raises:
+        RuntimeError: torch does not know the device type.
+    """
+    torch.device(device_type)
+    missing = additions(device_type, op_rules)
+    listed = _registrations(device_type) - {name for name, native in missing.items() if native is None}
+    present, portable = is_present(device_type), op_policy == "portable"
+    if present and portable:
+        install(device_type, op_rules)
+    look = _Look(device_type, dtype, op_rules, missing if portable else {}, listed, present, portable)
+    return Survey(present, tuple(map(look.row, RULES)), tuple(sorted(listed - set(RULES))))
+
+
+def _registrations(device_type: str) -> set[str]:
+    """The overloads of torch's own operators on the device's Autocast key, xamp's entries included."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """Makes the rows of one survey."""
+
+    device_type: str
+    dtype: torch.dtype
+    op_rules: Mapping[str, str]
+    missing: Mapping[str, str | None]  # what is added
+    listed: set[str]
+    present: bool
+    portable: bool
+
+    def row(self, overload: str) -> Row:
+        rule, registered = RULES[overload], overload in self.listed
+        seen, absent = self._results(overload)
+        native = _kind(overload, seen, self.dtype) if registered else "none"
+        # Kernels of a device that is not there are not to be seen, so its backend is believed.
+        same, composite = self.op_rules.get(overload) == SAME, _is_composite(overload)
+        absent = absent or (same and not (self.present or registered or composite))
+        wanted = _wanted(overload, rule.kind, self.dtype)
+        if absent:
+            results, source = dict.fromkeys(seen), UNKNOWN
+        elif overload in self.missing:
+            results, source = self._added(overload, wanted)
+        else:
+            results, source = self._own(seen, wanted if same and composite else seen)
+        agrees = _agrees(results, wanted)
+        kept = self.portable and same and agrees is False
+        cannot = _NO_KERNEL if absent else _KEPT if kept else ""
+        added = rule.kind if overload in self.missing else None
+        return Row(overload, rule.kind, rule.reason, registered, native, added, results, source, agrees, cannot)
+
+    def _own(self, seen: Results, otherwise: Results) -> tuple[Results, str]:
+        """Without an entry of xamp's: what was seen, otherwise what is known."""
+        if UNKNOWN not in seen.values():
+            return seen, "called" if self.present else "fake"
+        return otherwise, UNKNOWN if UNKNOWN in otherwise.values() else "table"
+
+    def _added(self, overload: str, wanted: Results) -> tuple[Results, str]:
+        """With xamp's entry."""
+        if not self.present:
+            return wanted, "table"
+        leave = active.open_region(mark_of(self.device_type, self.dtype, portable=True), None)
+        try:
+            return self._results(overload)[0], "called"
+        finally:
+            leave()
+
+    def _results(self, overload: str) -> tuple[Results, bool]:
+        """The results as they are where this is called, and whether the device turned out to have no kernel."""
+        absent = False
+
+        def call(sample: Sample, given: tuple[torch.dtype, ...]) -> set[str]:
+            nonlocal absent
+            seen = attempt(sample, self.device_type, self.dtype, given, present=self.present)
+            absent |= self.present and seen.unobserved.startswith(f"Could not run 'aten::{overload}'")
+            return _names(seen)
+
+        return _table(overload, self.dtype, call), absent
+
+
+def _table(overload: str, dtype: torch.dtype, ask: Callable[[Sample, tuple[torch.dtype, ...]], set[str]]) -> Results:
+    """What ``ask`` says of the sample calls of ``overload``, by kind of input."""
+    plain = [sample for sample in samples(overload) if not sample.names_dtype]
+    named = [sample for sample in samples(overload) if sample.names_dtype]
+    several = [sample for sample in plain if len(sample.call("cpu", torch.float32, grad=False).inputs) > 1]
+    calls: dict[str, list[tuple[Sample, tuple[torch.dtype, ...]]]] = {
+        "fp32": [(sample, (torch.float32,)) for sample in plain],
+        "lower": [(sample, (dtype,)) for sample in plain],
+        "mixed": [(sample, given) for sample in several for given in ((dtype, torch.float32), (torch.float32, dtype))],
+        "named": [(sample, (dtype,)) for sample in named],
+    }
+    found = {name: sorted({result for each in made for result in ask(*each)}) for name, made in calls.items()}
+    return {name: UNKNOWN if UNKNOWN in each else "/".join(each) or None for name, each in found.items()}
+
+
+def _names(seen: Observed) -> set[str]:
+    if seen.unobserved:
+        return {UNKNOWN}
+    return {"error"} if seen.error is not None else {_name(dtype) for dtype in seen.dtypes}
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "error" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _wanted(overload: str, kind: Kind, dtype: torch.dtype) -> Results:
+    """What a rule makes of the sample calls."""
+
+    def promise(sample: Sample, given: tuple[torch.dtype, ...]) -> set[str]:
+        return {_name(expected(Rule(kind, ""), given, dtype, given[0] if sample.names_dtype else None))}
+
+    return _table(overload, dtype, promise)
+
+
+def _agrees(results: Results, wanted: Results) -> bool | None:
+    """Whether what was seen is what is wanted; None where nothing was seen."""
+    known = [name for name, result in results.items() if result not in (UNKNOWN, None)]
+    return all(results[name] == wanted[name] for name in known) if known else None
+
+
+def _kind(overload: str, seen: Results, dtype: torch.dtype) -> str:
+    """The kind of rule that explains what was seen."""
+    if set(seen.values()) <= {UNKNOWN, None}:
+        return UNKNOWN
+    return next(_explanations(overload, seen, dtype), "other")
+
+
+def _explanations(overload: str, seen: Results, dtype: torch.dtype) -> Iterator[str]:
+    kind = RULES[overload].kind
+    if _agrees(seen, _wanted(overload, kind, dtype)):
+        yield kind
+    # What other rules make of a named dtype differs between operators.
+    unnamed = {**seen, "named": None}
+    yield from (each for each in get_args(Kind) if each != kind and _agrees(unnamed, _wanted(overload, each, dtype)))
+
+
+def _is_composite(overload: str) -> bool:
+    """Whether it is made of other operators, and so runs wherever those do."""
+    keys = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key) for key in keys)

@@ -1,0 +1,66 @@
+"""Which level to train at on a device, and why: what ``level="auto"`` means there, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from xamp.contract import Backend
+from xamp.policy import Level
+from xamp.sessions.initialize import _best_level
+
+__all__ = ["Advice", "advise"]
+
+_WHY = {
+    None: "no dtype below float32 is native to this device: lower ones run, but save little time",
+    "float16": "float16 is native to this device and bfloat16 is not; the loss is scaled, for float16's range is small",
+    "bfloat16": "bfloat16 is native to this device; it has float32's range, so the loss needs no scale",
+}
+# What may suit better, and when, by the dtype that is recommended.
+_ALTERNATIVES = {
+    None: (),
+    "float16": (("O2", "parameters in float16 with float32 masters: less memory for activations, fewer casts"),),
+    "bfloat16": (
+        ("O5", "parameters in bfloat16 with float32 masters: less memory for activations, fewer casts"),
+        ("O1", "float16 with a loss scale: three more bits of mantissa, where bfloat16 costs accuracy"),
+    ),
+}
+_TILE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What to pass for ``level``.
+
+    Attributes:
+        level: what ``"auto"`` means on the device.
+        reason: why.
+        alternatives: other levels, each with when it suits better.
+        shapes: which sizes the device likes; empty where it does not matter.
+    """
+
+    level: str
+    reason: str
+    alternatives: tuple[tuple[str, str], ...]
+    shapes: str
+
+
+def advise(backend: Backend, device: torch.device) -> Advice:
+    """The level for ``device``, chosen as ``initialize`` chooses it."""
+    level, can = _best_level(backend, device), backend.capabilities(device)
+    alternatives = [
+        (name, when)
+        for name, when in _ALTERNATIVES[level.dtype]
+        if name in can.levels and (name != "O1" or "float16" in can.fast_dtypes)
+    ]
+    shapes = "" if level.dtype is None else _shape_hint(level)
+    return Advice(level.name, _WHY[level.dtype], tuple(alternatives), shapes)
+
+
+def _shape_hint(level: Level) -> str:
+    return (
+        f"at {level.name} give linear layers, channels, batches and vocabularies sizes that are multiples of {_TILE}: "
+        f"matrix units take tiles of {_TILE} values of {level.dtype} (16 bytes), and other sizes are padded or run on "
+        "slower kernels"
+    )

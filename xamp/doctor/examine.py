@@ -1,0 +1,203 @@
+"""What ``doctor`` does in a child process: import torch, load entry points, start backends and try what they declare.
+
+Each step is announced in a journal before it begins, so that whoever reads it knows where the process ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xamp.contract import Failure
+from xamp.doctor.known import no_choice
+from xamp.errors import XampError
+from xamp.registry import find_torch
+from xamp.registry.causes import TorchFailure, explain, one_line, table_of
+from xamp.registry.findings import DEFECT, Finding
+from xamp.registry.plugins import EntryPoint, PluginSpec
+from xamp.registry.probe import Failed, Ready
+from xamp.registry.registry import REGISTRY
+
+if TYPE_CHECKING:
+    import torch
+
+    from xamp.contract import Backend, BackendSpec, Setting
+
+__all__ = ["main"]
+
+
+def main(plan: Mapping[str, Any]) -> None:
+    """Run an examination, and leave without the interpreter's clean-up, which third-party code may hang.
+
+    Args:
+        plan: ``points`` (name, value, source of the entry points to load), ``torch`` (whether to import it),
+            ``torch_failure`` (kind, reason, text of how it was seen to fail; it is not tried then), ``starts`` (names
+            of the backends to start; null: all), ``explain`` (kind, text of how a backend was seen to fail, by its
+            name), ``choose`` (whether to choose a device), ``journal`` (file), ``mark`` (printed where a step begins)
+            and ``limit`` (seconds that a step may take before the parent ends the process).
+    """
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here: no core files
+    _Examination(plan).run()
+    _flush()
+    os._exit(0)
+
+
+class _Examination:
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self._plan = plan
+        # Written line by line, and never closed: the process may end at any of them.
+        self._journal = Path(plan["journal"]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._began = 0.0
+
+    def run(self) -> None:
+        """All that the plan asks for, in an order that leaves no doubt which step ended the process."""
+        plan = self._plan
+        found: object = None
+        if plan["torch_failure"]:
+            find_torch.assume_failure(**plan["torch_failure"])
+        if plan["torch"]:
+            self._begin("torch")
+            found = find_torch.find_torch()
+            self._write("torch", **_torch_record(found), seconds=self._seconds())
+        loaded = [self._load(EntryPoint(*point)) for point in plan["points"]]
+        REGISTRY.adopt(entry for entry in loaded if isinstance(entry, PluginSpec))
+        if isinstance(found, TorchFailure):
+            self._begin("explain", "torch")
+            self._write("torch", **_torch_record(REGISTRY.explain_torch(found)))
+        specs = {spec.name: spec for spec in REGISTRY.specs()}
+        for name, (kind, text) in plan["explain"].items():
+            self._explain(specs[name], kind, text)
+        for name, spec in specs.items():
+            if plan["starts"] is None or name in plan["starts"]:
+                self._start(spec)
+        if plan["choose"]:
+            self._begin("choose")
+            self._write("choose", **_choose(found))
+        self._journal.write(json.dumps({"done": True}) + "\n")
+
+    def _begin(self, step: str, subject: str = "") -> None:
+        _flush()
+        with contextlib.suppress(OSError):  # somebody may have closed it
+            os.write(1, self._plan["mark"].encode())
+        self._journal.write(json.dumps({"begin": [step, subject]}) + "\n")
+        faulthandler.dump_traceback_later(self._plan["limit"] * 0.9)  # says where it hangs
+        self._began = time.perf_counter()
+
+    def _seconds(self) -> float:
+        return round(time.perf_counter() - self._began, 3)
+
+    def _write(self, step: str, subject: str = "", **record: Any) -> None:
+        self._journal.write(json.dumps({"at": [step, subject], **record}, default=str) + "\n")
+
+    def _load(self, point: EntryPoint) -> object:
+        self._begin("load", point.key)
+        entry = point.read()
+        if isinstance(entry, PluginSpec):
+            self._write("load", point.key, spec=dataclasses.asdict(entry.spec), seconds=self._seconds())
+        else:
+            how = entry.reason.partition(f"{point.value!r} ")[2]
+            self._write("load", point.key, failed=how, seconds=self._seconds())
+        return entry
+
+    def _start(self, spec: BackendSpec) -> None:
+        self._begin("start", spec.name)
+        outcome = REGISTRY.outcome(spec)
+        row, seconds = dataclasses.asdict(REGISTRY.report(spec)), self._seconds()
+        broken = isinstance(outcome, Failed) and outcome.broken
+        self._write("start", spec.name, row=row, broken=broken, findings=_table_findings(spec), seconds=seconds)
+        if isinstance(outcome, Ready):
+            self._try(outcome.backend)
+        self._write("finished", spec.name)
+
+    def _try(self, backend: Backend) -> None:
+        import torch
+
+        from xamp.doctor.trial import lies_of
+
+        device = torch.device(backend.device_type)
+        self._begin("declared", backend.name)
+        self._write("declared", backend.name, findings=_plain(lies_of(backend, device)))
+        self._begin("settings", backend.name)
+        settings, findings = _settings(backend, device)
+        self._write("settings", backend.name, settings=settings, findings=findings)
+
+    def _explain(self, spec: BackendSpec, kind: str, text: str) -> None:
+        self._begin("explain", spec.name)
+        known = explain(spec, Failure(kind, text))
+        if known is not None:
+            self._write("explain", spec.name, cause=known.cause, cure=known.cure)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # somebody may have replaced it
+            stream.flush()
+
+
+def _plain(findings: list[Finding]) -> list[dict[str, str]]:
+    return [dataclasses.asdict(finding) for finding in findings]
+
+
+def _torch_record(found: object) -> dict[str, Any]:
+    if isinstance(found, TorchFailure):
+        return {"version": None, "reason": found.reason, "hint": found.hint, "detail": found.detail}
+    return {"version": str(getattr(found, "__version__", None)), "reason": "", "hint": "", "detail": ""}
+
+
+def _table_findings(spec: BackendSpec) -> list[dict[str, str]]:
+    """What is wrong with the table of causes of ``spec``: it is for days when something else is wrong."""
+    try:
+        for row in table_of(spec):
+            row(Failure("exception", ""))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        text = f"its table of causes {spec.causes!r} cannot be read: {one_line(error)}"
+        return _plain([Finding(DEFECT, text, "report it to whoever ships the backend")])
+    return []
+
+
+def _settings(backend: Backend, device: torch.device) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    from xamp.registry.findings import torch_settings
+
+    try:
+        found = [*torch_settings(), *backend.precision_settings(device)]
+        return [_plain_setting(setting) for setting in found], []
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        text = f"its precision_settings() failed: {one_line(error)}"
+        return [], _plain([Finding(DEFECT, text, "report it to whoever ships the backend")])
+
+
+def _plain_setting(setting: Setting) -> dict[str, Any]:
+    row = {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
+    return {**row, "exact": setting.exact is not None, "severity": setting.severity}
+
+
+def _choose(found: object) -> dict[str, Any]:
+    """The device that xamp would take, and the level there; the reason where it takes none, for want of torch say."""
+    if isinstance(found, TorchFailure):
+        return no_choice(REGISTRY.explain_torch(found).reason)
+    try:
+        from xamp.doctor.advice import advise
+        from xamp.registry import device_in_use
+
+        device = device_in_use.device()
+        backend = REGISTRY.resolve("auto", device.type)
+        chosen = {"device": str(device), "backend": backend.name, "reason": ""}
+        return {"chosen": chosen, "recommended": dataclasses.asdict(advise(backend, device))}
+    except Exception as error:
+        reason = str(error) if isinstance(error, XampError) else one_line(error)
+        return no_choice(reason)

@@ -1,0 +1,144 @@
+"""What an examination by ``doctor`` knows so far: by step what a child found or how it ended; the rows made of it.
+
+A step is a pair: ``("torch", "")``, ``("load", key of an entry point)``, then for each backend ``("start", name)``,
+``("declared", name)``, ``("settings", name)`` and ``("finished", name)``, and at the end ``("choose", "")``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from xamp.contract import BackendReport, BackendSpec
+from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
+from xamp.registry.plugins import EntryPoint, PluginSpec, spec_of
+from xamp.registry.registry import BUILT_INS
+
+__all__ = ["Known", "Record", "Step", "no_choice", "row_of"]
+
+SLOW_LOAD, SLOW_START = 2.0, 10.0  # seconds: a spec's module imports nothing heavy, but a device may have to wake up
+FLOOD = 1_000_000  # bytes
+
+Record = dict[str, Any]
+Step = tuple[str, str]
+
+
+def row_of(report: BackendReport, **more: Any) -> Record:
+    """A row: the fields of ``report`` and what ``doctor`` adds, which ``more`` gives."""
+    added: Record = {"broken": False, "findings": [], "settings": [], "seconds": None, "printed": []}
+    return {**dataclasses.asdict(report), **added, **more}
+
+
+def no_choice(reason: str) -> Record:
+    """The record of ``("choose", "")`` where no device can be chosen."""
+    return {"chosen": {"device": None, "backend": None, "reason": reason}, "recommended": None}
+
+
+class Known:
+    """Records by step, and what follows from them.
+
+    Attributes:
+        records: what is known of each step.
+        points: the entry points, by their keys.
+        deadly: keys of those whose loading, or whose backend, ended a process of its own.
+    """
+
+    def __init__(self, points: Sequence[EntryPoint]) -> None:
+        self.records: dict[Step, Record] = {}
+        self.points = {point.key: point for point in points}
+        self.deadly: set[str] = set()
+
+    def keep(self, step: str, subject: str = "", **record: Any) -> None:
+        """Add to what is known of a step."""
+        self.records.setdefault((step, subject), {}).update(record)
+
+    def of(self, step: str, subject: str = "") -> Record:
+        """What is known of a step; empty where nothing is."""
+        return self.records.get((step, subject), {})
+
+    def unloaded(self) -> list[str]:
+        """Keys of the entry points of which nothing is known."""
+        return [key for key in self.points if ("load", key) not in self.records]
+
+    def unstarted(self) -> list[str]:
+        """Names of the backends that are not done with."""
+        return [spec.name for _, spec in self.specs() if ("finished", spec.name) not in self.records]
+
+    def is_complete(self) -> bool:
+        """Whether nothing is left to examine."""
+        ends = ("torch", ""), ("choose", "")
+        return not self.unloaded() and not self.unstarted() and all(end in self.records for end in ends)
+
+    def specs(self) -> Iterator[tuple[str, BackendSpec]]:
+        """Every registered spec, after its entry point's key (empty for a built-in); a name's first holder keeps it."""
+        taken = set()
+        for key, spec in self._offered():
+            if spec.name not in taken:
+                taken.add(spec.name)
+                yield key, spec
+
+    def point_of(self, name: str) -> list[str]:
+        """The key of the entry point that a backend comes from; none for a built-in."""
+        return [key for key, spec in self.specs() if spec.name == name and key]
+
+    def source_of(self, key: str) -> str:
+        """Who ships the backend of an entry point's key."""
+        return self.points[key].source if key else "xamp"
+
+    def rows(self) -> list[Record]:
+        """A row for each backend and for each entry point that gives none; highest priority first, then by name."""
+        rows, holders = [], dict[str, str]()
+        for key, spec in self._offered():
+            if spec.name in holders:
+                rows.append(
+                    row_of(PluginSpec(spec, self.source_of(key)).clashing_with(holders[spec.name]), broken=True)
+                )
+            else:
+                holders[spec.name] = self.source_of(key)
+                rows.append(self._row(key, spec))
+        for key, point in self.points.items():
+            if "failed" in self.of("load", key):
+                load = self.of("load", key)
+                printed, hint = load.get("printed", []), load.get("hint", "")
+                rows.append(row_of(point.failed(load["failed"], hint), broken=True, printed=printed))
+        return sorted(rows, key=lambda row: (-row["priority"], row["name"]))
+
+    def _offered(self) -> Iterator[tuple[str, BackendSpec]]:
+        yield from (("", spec) for spec in BUILT_INS)
+        for key in self.points:
+            load = self.of("load", key)
+            if "spec" in load and "failed" not in load:
+                yield key, spec_of(load["spec"])
+
+    def _row(self, key: str, spec: BackendSpec) -> Record:
+        start, settings = self.of("start", spec.name), self.of("settings", spec.name)
+        found = [
+            finding
+            for step in (start, self.of("declared", spec.name), settings)
+            for finding in step.get("findings", [])
+        ]
+        more = [dataclasses.asdict(finding) for finding in self._findings(key, spec)]
+        row: Record = {**start["row"], "broken": start["broken"], "findings": [*found, *more]}
+        printed = start.get("printed", []) if not row["usable"] or "ended" in start else []
+        return {**row, "settings": settings.get("settings", []), "seconds": start.get("seconds"), "printed": printed}
+
+    def _findings(self, key: str, spec: BackendSpec) -> Iterator[Finding]:
+        """What the examination itself has to say of a backend."""
+        start, load = self.of("start", spec.name), self.of("load", key)
+        for how in ("ended", "together"):
+            if how in start:
+                yield Finding(DEFECT, start[how], "report it to whoever ships the backend")
+        if load.get("seconds", 0) >= SLOW_LOAD:
+            waits = "everything that asks xamp for a backend waits for it"
+            cure = "the module of a spec should import nothing heavy: tell whoever ships it"
+            yield Finding(WARNING, f"its entry point takes {load['seconds']:.1f} s to load, and {waits}", cure)
+        if start.get("seconds", 0) >= SLOW_START:
+            yield Finding(WARNING, f"it takes {start['seconds']:.1f} s to start")
+        size = load.get("printed_bytes", 0) + start.get("printed_bytes", 0)
+        if size >= FLOOD:
+            yield Finding(WARNING, f"it prints {size / 1e6:.1f} MB while it starts", "tell whoever ships it")
+        masks = [f"{name}={os.environ[name]!r}" for name in spec.masks if name in os.environ]
+        if masks and start["row"]["usable"]:
+            yield Finding(NOTE, f"devices may be hidden by {' '.join(masks)}")

@@ -1,0 +1,241 @@
+"""Examines this machine for ``doctor``, from outside: imports no torch and no third-party code.
+
+One child process does it all. Where that one ends early, others find out one thing each, so that what is broken hides
+nothing else.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xamp.contract import BackendReport
+from xamp.doctor.children import Outcome, end_children, run_child
+from xamp.doctor.known import Known, Record, no_choice, row_of
+from xamp.registry.plugins import EntryPoint, list_entry_points
+from xamp.registry.registry import ENTRY_POINT_GROUP
+
+__all__ = ["LIMIT", "Examined", "examine_machine"]
+
+LIMIT = 60.0  # seconds for one step; importing torch from a slow network drive takes a good part of it
+_AUTOLOAD, _AUTOLOAD_GROUP = "TORCH_DEVICE_BACKEND_AUTOLOAD", "torch.backends"
+_WORKERS = 4  # a child that hangs costs no processor
+_STAGES = {"declared": "trying what it declares", "settings": "reading its precision settings"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Examined:
+    """What was found.
+
+    Attributes:
+        torch: ``version``, ``reason``, ``hint``, ``detail``, and ``printed``, its last words where it failed.
+        rows: of every backend and broken entry point: the fields of :class:`~xamp.contract.BackendReport`, ``broken``,
+            ``findings``, ``settings``, ``seconds`` and ``printed``.
+        chosen: ``device``, ``backend``, ``reason``.
+        recommended: the fields of :class:`xamp.doctor.advice.Advice`; None where no device could be chosen.
+    """
+
+    torch: Record
+    rows: list[Record]
+    chosen: Record
+    recommended: Record | None
+
+
+def examine_machine(limit: float = LIMIT, say: Callable[[str], object] = len) -> Examined:
+    """Find out what works here. Raises nothing but KeyboardInterrupt.
+
+    Args:
+        limit: seconds that one step may take: importing torch, loading an entry point, starting a backend.
+        say: told what goes on where it takes longer; the default says nothing.
+    """
+    listed = list_entry_points(ENTRY_POINT_GROUP)
+    case = _Case([] if isinstance(listed, BackendReport) else listed, limit, say)
+    while not case.known.is_complete():
+        known = len(case.known.records)
+        outcome = case.run(case.whole_plan())
+        if outcome.kind:
+            case.isolate(outcome)
+        elif len(case.known.records) == known:  # it should never come to this; without it, it would not end
+            case.give_up("the process that examines it finds nothing out", outcome)
+    rows = case.known.rows()
+    if isinstance(listed, BackendReport):
+        rows.append(row_of(listed, broken=True))
+    torch, choose = case.known.of("torch"), case.known.of("choose")
+    if not torch["version"]:
+        torch["hint"] += case.without_extensions()
+    shown = {name: torch.get(name, "") for name in ("version", "reason", "hint", "detail")}
+    shown["printed"] = [] if torch["version"] else torch.get("printed", [])
+    return Examined(shown, rows, choose["chosen"], choose["recommended"])
+
+
+class _Case:
+    """One examination: what is known, and the children that find out the rest."""
+
+    def __init__(self, points: Sequence[EntryPoint], limit: float, say: Callable[[str], object]) -> None:
+        self.known = Known(points)
+        self._limit = limit
+        self._say = say
+        self._torch_failure: Record | None = None
+        self._ended: set[str] = set()  # backends that ended a process of their own
+        self._only_built_ins = False
+
+    def whole_plan(self) -> Record:
+        """All that is left to do, for one child."""
+        known = self.known
+        points = [key for key in known.points if key not in known.deadly and not self._only_built_ins]
+        starts = None if known.unloaded() else known.unstarted()
+        return self._plan(points, starts=starts, choose=True, torch_failure=self._torch_failure)
+
+    def _plan(self, points: Sequence[str], **changes: Any) -> Record:
+        nothing: Record = {"torch": True, "torch_failure": None, "starts": [], "explain": {}, "choose": False}
+        return {**nothing, **changes, "points": [dataclasses.astuple(self.known.points[key]) for key in points]}
+
+    def run(self, plan: Record) -> Outcome:
+        """Run a child and keep what it found."""
+        outcome = run_child(plan, self._limit)
+        for record in outcome.records:
+            step, subject = record["at"]
+            self.known.keep(step, subject, **{name: value for name, value in record.items() if name != "at"})
+        for (step, subject), printed in outcome.printed.items():
+            if printed.size and self.known.of(step, subject):
+                self.known.keep(step, subject, printed_bytes=printed.size, printed=printed.lines)
+        return outcome
+
+    def isolate(self, outcome: Outcome) -> None:
+        """Find out, in a child for each thing of its kind that is left, which one ended the common child."""
+        at = outcome.open_step
+        if at is None or (at[0] == "torch" and self._torch_failure is not None):
+            self.give_up(f"the process that examines it {outcome.how}", outcome)
+            return
+        self._say(f"{' '.join(at).strip()}: {outcome.how}; looking at each thing by itself")
+        company = ", ".join(key for key in self.known.points if key not in self.known.deadly and key != at[1])
+        together = f"works by itself, but together with {company or 'the other backends'} it {outcome.how}"
+        if at[0] == "torch":
+            self._torch_ended(outcome)
+        elif at[0] == "choose":
+            self._choice_ended(outcome)
+        elif at[0] == "load":
+            self._loads_ended(at[1], outcome, together)
+        else:
+            self._starts_ended(at[1], outcome, together)
+
+    def _each(
+        self,
+        look: Callable[[str], None],
+        subjects: Sequence[str],
+        ended: Callable[[str, Outcome], None],
+        outcome: Outcome,
+    ) -> None:
+        """Look at each of ``subjects`` alone; not at one that had all its time already."""
+        if outcome.kind == "timeout" and outcome.open_step and outcome.open_step[1] in subjects:
+            ended(outcome.open_step[1], outcome)
+            subjects = [subject for subject in subjects if subject != outcome.open_step[1]]
+        with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
+            try:
+                list(pool.map(look, subjects))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                end_children()
+                raise
+
+    def _torch_ended(self, outcome: Outcome) -> None:
+        """Torch is taken to fail like this from here on."""
+        reason = f"torch cannot be imported: it {outcome.how}"
+        self._torch_failure = {"kind": outcome.kind, "reason": reason, "text": outcome.last_text}
+        self.known.keep("torch", printed=outcome.last_words)
+
+    def _choice_ended(self, outcome: Outcome) -> None:
+        """It starts what was started before, so it should not; third-party code is left out, then it is given up."""
+        if self._only_built_ins or not self.known.points:
+            reason = f"choosing a device {outcome.how}; set XAMP_DEVICE to a device type that is usable"
+            self.known.keep("choose", **no_choice(reason))
+        self._only_built_ins = True
+
+    def _loads_ended(self, key: str, outcome: Outcome, together: str) -> None:
+        if ("load", key) in self.known.records:  # it was looked at by itself before, and did not end
+            self.known.keep("load", key, failed=together)
+            self.known.deadly.add(key)
+        else:
+            self._each(self._load_alone, self.known.unloaded(), self._load_ended, outcome)
+
+    def _starts_ended(self, name: str, outcome: Outcome, together: str) -> None:
+        self._each(self._start_alone, self.known.unstarted(), self._start_ended, outcome)
+        start = self.known.of("start", name)
+        if start and name not in self._ended:
+            self.known.keep("start", name, together=together)
+
+    def _load_alone(self, key: str) -> None:
+        outcome = self.run(self._plan([key], torch=False))
+        if outcome.kind:
+            self._load_ended(key, outcome)
+
+    def _load_ended(self, key: str, outcome: Outcome) -> None:
+        hint = "; until then whatever asks xamp for a backend in this environment meets the same"
+        self.known.keep("load", key, failed=outcome.how, hint=hint, printed=outcome.last_words)
+        self.known.deadly.add(key)
+
+    def _start_alone(self, name: str) -> None:
+        points = self.known.point_of(name)
+        outcome = self.run(self._plan(points, starts=[name], torch_failure=self._torch_failure))
+        if outcome.kind:
+            self._start_ended(name, outcome)
+
+    def _start_ended(self, name: str, outcome: Outcome) -> None:
+        self._ended.add(name)
+        stage = outcome.open_step[0] if outcome.open_step else ""
+        if stage in _STAGES and self.known.of("start", name):
+            self.known.keep("start", name, ended=f"{_STAGES[stage]} {outcome.how}", printed=outcome.last_words)
+        else:
+            self.known.deadly.update(self.known.point_of(name))
+            self._dead(name, f"using it {outcome.how}", outcome)
+        self.known.keep("finished", name)
+
+    def _dead(self, name: str, how: str, outcome: Outcome) -> None:
+        """Keep a row for a backend whose start ended its process, in the words of its table where that knows."""
+        key, spec = next((key, spec) for key, spec in self.known.specs() if spec.name == name)
+        owner = f"uninstall {self.known.source_of(key)}" if key else "reinstall torch in a version that suits it"
+        hint = spec.install_hint or f"update the driver of its device, or {owner}"
+        report = BackendReport(
+            name,
+            spec.device_types,
+            usable=False,
+            reason=how,
+            hint=hint,
+            source=self.known.source_of(key),
+            tested=spec.tested,
+            priority=spec.priority,
+        )
+        text = outcome.last_text or outcome.how
+        answer = run_child(
+            self._plan([key] if key else [], torch=False, explain={name: [outcome.kind, text]}), self._limit
+        )
+        for record in answer.records:
+            if record["at"] == ["explain", name]:
+                report = dataclasses.replace(report, reason=record["cause"], hint=record["cure"], detail=how)
+        self.known.keep("start", name, row=row_of(report), broken=True, printed=outcome.last_words)
+
+    def give_up(self, reason: str, outcome: Outcome) -> None:
+        """Not even xamp's own code runs to its end in a child."""
+        known = self.known
+        known.keep("torch", version=None, reason=reason, hint="", detail="", printed=outcome.last_words)
+        for key in known.unloaded():
+            known.keep("load", key, failed="was not examined")
+        for name in known.unstarted():
+            self._dead(name, reason, outcome)
+            known.keep("finished", name)
+        known.keep("choose", **no_choice(reason))
+
+    def without_extensions(self) -> str:
+        """Where torch fails and extensions load themselves with it: a line that says that it works without them."""
+        listed = list_entry_points(_AUTOLOAD_GROUP)
+        if isinstance(listed, BackendReport) or not listed or os.environ.get(_AUTOLOAD) == "0":
+            return ""
+        outcome = run_child(self._plan([]), self._limit, {_AUTOLOAD: "0"})
+        found = next((record for record in outcome.records if record["at"][0] == "torch"), None)
+        if found is None or not found["version"]:
+            return ""
+        names = ", ".join(f"{point.name} (of {point.source})" for point in listed)
+        return f"\ntorch {found['version']} itself can be imported: with {_AUTOLOAD}=0, which leaves out {names}"

@@ -1,0 +1,148 @@
+"""Tries what a backend declares: computing in a dtype, skipping a step on overflow, the rest of its capabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.casting import ops
+from xamp.contract import Backend, Capabilities
+from xamp.policy import LEVELS
+from xamp.registry.causes import one_line
+from xamp.registry.device_trial import defect_of
+from xamp.registry.findings import DEFECT, WARNING, Finding
+from xamp.scaling.fused import is_right
+
+__all__ = ["lies_of"]
+
+_TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies")
+_OVERFLOWS = ("inf", "flag")
+
+
+def lies_of(backend: Backend, device: torch.device) -> list[Finding]:
+    """Where ``backend`` does not do on ``device`` what it declares; each is tried. Raises only KeyboardInterrupt."""
+    try:
+        can = backend.capabilities(device)
+        malformed = list(_malformed(can))
+        if malformed:
+            return [_lie(*pair) for pair in malformed]
+        pairs = [*_names(can), *_computing(can, device), *_fused(can, device), *_unscaling(backend, can, device)]
+        return [*(_lie(*pair) for pair in pairs), *_process_group(can)]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [Finding(DEFECT, f"trying what it declares ended in {one_line(error)}", _REPAIR)]
+
+
+_REPAIR = "the backend's capabilities() must declare what the device does; report it to whoever ships the backend"
+_Lies = Iterator[tuple[str, str]]  # what is declared, and what is the case
+
+
+def _lie(declared: str, case: str) -> Finding:
+    return Finding(DEFECT, f"declares {declared}, but {case}", _REPAIR)
+
+
+def _malformed(can: Capabilities) -> _Lies:
+    for field in _TUPLES:
+        value: object = getattr(can, field)
+        if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+            yield f"{field}={value!r}", "it must be a tuple of strings"
+    if can.overflow not in _OVERFLOWS:
+        yield f"overflow={can.overflow!r}", f"it must be one of {', '.join(_OVERFLOWS)}"
+
+
+def _names(can: Capabilities) -> _Lies:
+    """What can be seen without the device: levels, dtypes and policies that exist and fit together."""
+    for level in can.levels:
+        if level not in LEVELS:
+            yield f"level {level!r}", f"there is no such level; there are {', '.join(LEVELS)}"
+        elif (dtype := LEVELS[level].dtype) is not None and dtype not in can.dtypes:
+            yield f"level {level!r}", f"not {dtype}, which it computes in (dtypes={can.dtypes!r})"
+    if "O0" not in can.levels:
+        yield f"levels={can.levels!r}", "O0 is missing, which every device can run"
+    for dtype in can.fast_dtypes:
+        fitting = [level.name for level in LEVELS.values() if level.dtype == dtype and not level.casts_parameters]
+        if dtype not in can.dtypes:
+            yield f"fast_dtypes={can.fast_dtypes!r}", f"{dtype} is not among its dtypes={can.dtypes!r}"
+        elif not set(fitting) <= set(can.levels):
+            yield f"fast_dtypes={can.fast_dtypes!r}", f"not the level that 'auto' means then, {', '.join(fitting)}"
+    for op_policy in can.op_policies:
+        if op_policy not in ops.OP_POLICIES:
+            yield f"op_policy {op_policy!r}", f"there is no such op policy; there are {', '.join(ops.OP_POLICIES)}"
+
+
+def _computing(can: Capabilities, device: torch.device) -> _Lies:
+    keeps_inf = can.overflow == "inf"
+    for dtype in can.dtypes:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+            yield f"dtype {dtype!r}", "torch has no floating-point dtype of that name"
+        elif defect := defect_of(device, dtype, keeps_inf):
+            yield f"dtype {dtype!r}", defect
+
+
+def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Lies:
+    """Whether an overflow, made as the backend makes one, is found, and a gradient without one is not taken for one."""
+    half, declared = torch.full((), 0.5, device=device), f"overflow={can.overflow!r}"
+    for overflows in (False, True):
+        grad, found = torch.ones(8, device=device), torch.zeros((), device=device)
+        try:
+            backend.clear_overflow(device)
+            if overflows:
+                backend.make_overflow_(grad)
+            backend.unscale_([grad], found, half)
+            seen, halved = bool(found.item()), bool(grad.eq(0.5).all().item())
+        except Exception as error:
+            yield declared, f"unscaling {'an overflow' if overflows else 'a gradient'} fails: {one_line(error)}"
+            return
+        if seen is not overflows:
+            yield declared, f"unscale_ {'overlooks an overflow' if overflows else 'sees one where there is none'}"
+        elif not overflows and not halved:
+            yield declared, "unscale_ does not multiply the gradient by inv_scale"
+
+
+def _fused(can: Capabilities, device: torch.device) -> _Lies:
+    for name in can.fused_optimizers:
+        if defect := _fused_defect(name, device):
+            yield f"fused optimizer {name!r}", defect
+
+
+def _fused_defect(name: str, device: torch.device) -> str:
+    kind = getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        return "torch.optim has none of that name"
+    cls: Any = kind
+    try:
+        weight = torch.nn.Parameter(torch.ones(8, device=device))
+        weight.grad = torch.ones(8, device=device)
+        optimizer: Any = kind([weight], lr=0.1, fused=True)  # type: ignore[call-arg]
+        optimizer.grad_scale, optimizer.found_inf = None, torch.ones((), device=device)
+        optimizer.step()
+        if not weight.eq(1.0).all().item():
+            return "its step changes the parameter where found_inf says to skip it"
+        optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.step()
+        if weight.eq(1.0).any().item():
+            return "its step changes nothing"
+        if cls.__module__.startswith("torch.optim") and not is_right(cls, device, torch.float32):
+            return "its steps are not those of the plain form"
+        return ""
+    except Exception as error:
+        return f"its step fails: {one_line(error)}"
+
+
+def _process_group(can: Capabilities) -> list[Finding]:
+    declared, distributed = f"process_group {can.process_group!r}", torch.distributed
+    if not can.process_group:  # one process only
+        return []
+    if not distributed.is_available():
+        return [Finding(WARNING, f"declares {declared}, but this torch is built without torch.distributed")]
+    if can.process_group not in distributed.Backend.backend_list:
+        known = ", ".join(name for name in distributed.Backend.backend_list if name != "undefined")
+        return [_lie(declared, f"torch.distributed knows none of that name; it knows {known}")]
+    if not distributed.is_backend_available(can.process_group):
+        return [Finding(WARNING, f"declares {declared}, but this build of torch comes without it: one process only")]
+    return []

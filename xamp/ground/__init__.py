@@ -1,0 +1,1 @@
+"""Small things that every wing may use; they import nothing above themselves."""

@@ -1,0 +1,178 @@
+"""Why something cannot be used, in words: the tables in which a backend writes down how it fails and what to do then.
+
+A backend names its table in :attr:`~xamp.contract.BackendSpec.causes`. One table serves everywhere: when importing
+torch fails, when the backend's probe does, and when ``doctor`` saw either of them end a process or hang. So a table,
+and the module that it stands in, must need no framework.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from xamp.contract import BackendSpec, Cause, Diagnosis, Explanation, Failure
+
+__all__ = ["TorchFailure", "explain", "explain_torch", "first_line", "full_text", "one_line", "table_of"]
+
+_REASON_LENGTH = 400
+_CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchFailure:
+    """Why torch cannot be used.
+
+    Attributes:
+        reason: one line.
+        hint: what to do about it, one line.
+        error: what ``import torch`` raised; None where it imports but is not a torch that xamp can use.
+        kind: see :attr:`xamp.contract.Failure.kind`.
+        text: see :attr:`xamp.contract.Failure.text`; empty where there is nothing to explain.
+        detail: the error itself, one line, where ``reason`` is in a backend's words.
+    """
+
+    reason: str
+    hint: str
+    error: BaseException | None = None
+    kind: str = "exception"
+    text: str = ""
+    detail: str = ""
+
+
+def explain(spec: BackendSpec, failure: Failure) -> Diagnosis | None:
+    """What the table of ``spec`` knows of ``failure``. Raises only KeyboardInterrupt, whatever the table does."""
+    masks = {name: failure.environment[name] for name in spec.masks if name in failure.environment}
+    try:
+        return _first(table_of(spec), dataclasses.replace(failure, masks=masks))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # said by doctor, which reads each table by itself
+        return None
+
+
+def explain_torch(found: TorchFailure, specs: Iterable[BackendSpec]) -> TorchFailure:
+    """``found`` in the words of the first backend that knows why: extensions that torch loads can break it."""
+    if not found.text:
+        return found
+    failure = Failure(found.kind, found.text, "torch")
+    known = next((known for spec in specs if (known := explain(spec, failure))), None) or _first(_OF_TORCH, failure)
+    if known is None:
+        return found
+    detail = found.reason.removeprefix(_UNIMPORTABLE)
+    return dataclasses.replace(found, reason=_UNIMPORTABLE + known.cause, hint=known.cure, detail=detail, text="")
+
+
+def table_of(spec: BackendSpec) -> Sequence[Explanation]:
+    """The rows of the table that ``spec`` names; none where it names none. Imports the table's module.
+
+    Raises:
+        TypeError: what it names is neither a function nor a sequence of them. Else what its module raises.
+    """
+    if not spec.causes:
+        return ()
+    module, _, path = spec.causes.partition(":")
+    found: object = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    rows = (found,) if callable(found) else found
+    if not isinstance(rows, Sequence) or not all(callable(row) for row in rows):
+        raise TypeError(f"{spec.causes} is {found!r}, neither a function nor a sequence of xamp.contract.Cause")
+    return rows
+
+
+def one_line(error: BaseException) -> str:
+    """Type and text of ``error`` on one line, and of the first error behind it where it was raised from another."""
+    *_, root = chain = list(_chain(error))
+    return _named(error) if len(chain) == 1 else f"{_named(error)} (caused by {_named(root)})"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the text of ``error`` that says something."""
+    return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
+
+
+def full_text(error: BaseException) -> str:
+    """Type and whole text of ``error`` and of every error behind it."""
+    return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
+
+
+def _first(rows: Iterable[Explanation], failure: Failure) -> Diagnosis | None:
+    for row in rows:
+        known = row(failure)
+        if known is not None:
+            cause, cure = known
+            return Diagnosis(" ".join(str(cause).split()), str(cure).strip())
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(_CHAIN_LENGTH):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its text cannot be read)"
+
+
+def _named(error: BaseException) -> str:
+    text = " ".join(_text(error).split())
+    if len(text) > _REASON_LENGTH:
+        text = text[: _REASON_LENGTH - 3] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# --- torch's own: what no backend has to know, asked last
+
+_UNIMPORTABLE = "torch cannot be imported: "
+_EXTENSION = r"Failed to load the backend extension: ([\w.-]+?)\.?(?:\s|$)"
+
+
+def _of_an_extension(failure: Failure) -> tuple[str, str] | None:
+    found = re.search(_EXTENSION, failure.text)
+    if found is None:
+        return None
+    behind = " ".join(failure.text.splitlines()[-1].split())[:_REASON_LENGTH]
+    return (
+        f"the extension {found[1]}, which torch loads by itself, fails: {behind}",
+        f"repair what the error names (driver, toolkit, matching versions), or do without {found[1]}: uninstall it, or "
+        "set TORCH_DEVICE_BACKEND_AUTOLOAD=0",
+    )
+
+
+_OF_TORCH: tuple[Explanation, ...] = (
+    Cause(
+        r"(\S+): cannot allocate memory in static TLS block",
+        r"\1 was loaded too late to find room in static TLS",
+        r"have it loaded first: start with LD_PRELOAD=\1",
+    ),
+    _of_an_extension,
+    Cause(
+        r"partially initialized module 'torch'.*\((.*)\)",
+        r"a module in the way has the name of one of torch's, or torch is half installed (\1)",
+        "rename the file that has the name, or reinstall torch",
+    ),
+    Cause(
+        r"version [`'](GLIBC(?:XX)?_[\d.]+)' not found",
+        r"this system's C or C++ library lacks \1, which this build of torch needs",
+        "install a build of torch for this system, or use a newer system or container",
+    ),
+    Cause(
+        r"undefined symbol: (\S+)",
+        r"libraries of different versions are mixed (undefined symbol \1)",
+        "reinstall torch, and what was built against it, in versions that belong together",
+    ),
+    Cause(
+        r"\[WinError (?:126|1114)\]|DLL load failed",
+        "a DLL that torch needs is missing or does not start",
+        "install Microsoft's Visual C++ Redistributable, then reinstall torch",
+    ),
+)

@@ -1,0 +1,139 @@
+"""The device in use: the one that ``XAMP_DEVICE`` names, else the best accelerator that works, else the CPU."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+
+import torch
+
+from xamp.contract import Backend
+from xamp.errors import BackendUnavailable, PolicyError
+from xamp.registry.registry import HOST, REGISTRY
+
+__all__ = ["DEVICE_VARIABLE", "device", "device_type", "distributed_backend", "is_available", "require_index"]
+
+DEVICE_VARIABLE = "XAMP_DEVICE"
+_SPELLING = re.compile(r"([a-z][a-z0-9_]*)(?::(\d+))?")
+
+
+def device(index: int | None = None) -> torch.device:
+    """The device to train on.
+
+    Args:
+        index: which of the devices of that type; None leaves it to ``XAMP_DEVICE`` or, where that has none, to torch's
+            current device (the result then has no index). It means nothing on a CPU, so that ``device(local_rank)`` is
+            right there too.
+
+    Returns:
+        What ``XAMP_DEVICE`` names (``"cpu"``, or a type with or without ``:index``); without it the usable accelerator
+        whose backend has the highest priority, else the CPU. Finding that out uses the accelerator once a process.
+
+    Raises:
+        BackendUnavailable: ``XAMP_DEVICE`` names a device that is unknown or cannot be used, or there is no device of
+            that index.
+        PolicyError: ``index`` is not an int >= 0 or None.
+    """
+    if index is not None and (type(index) is not int or index < 0):
+        raise PolicyError(f"device({index!r}): the index must be an int >= 0, or None for the current device.")
+    kind, named_index, backend = _requested() or _best()
+    if kind == HOST or backend is None:
+        return torch.device(HOST)
+    if index is not None:
+        return require_index(kind, index, backend, f"device({index})")
+    if named_index is not None:
+        origin = f"{DEVICE_VARIABLE}={kind}:{named_index} (environment variable)"
+        return require_index(kind, named_index, backend, origin)
+    return torch.device(kind)
+
+
+def device_type() -> str:
+    """The type of :func:`device`, such as ``"cpu"``.
+
+    Raises:
+        BackendUnavailable: as :func:`device`.
+    """
+    return device().type
+
+
+def is_available() -> bool:
+    """Whether :func:`device` is an accelerator: one is usable, and ``XAMP_DEVICE`` does not ask for the CPU.
+
+    Raises:
+        BackendUnavailable: ``XAMP_DEVICE`` names a device that is unknown or cannot be used.
+    """
+    return device_type() != HOST
+
+
+def distributed_backend() -> str:
+    """The name for ``torch.distributed.init_process_group`` on :func:`device`.
+
+    Raises:
+        BackendUnavailable: as :func:`device`, or ``XAMP_BACKEND`` names a backend that does not serve it.
+    """
+    chosen = device()
+    return REGISTRY.resolve("auto", chosen.type).capabilities(chosen).process_group
+
+
+_Choice = tuple[str, int | None, Backend | None]
+
+
+def _requested() -> _Choice | None:
+    """What ``XAMP_DEVICE`` asks for, checked; None where it is not set."""
+    value = os.environ.get(DEVICE_VARIABLE, "").strip()
+    if not value:
+        return None
+    origin = f"{DEVICE_VARIABLE}={value} (environment variable)"
+    spelled = _SPELLING.fullmatch(value)
+    if spelled is None:
+        raise BackendUnavailable(
+            f"{origin}: must be a device type, with or without an index, such as {HOST!r} or 'cuda:1'. {_choices()}"
+        )
+    kind, index = spelled[1], spelled[2]
+    types = _types()
+    if kind not in types:
+        close = difflib.get_close_matches(kind, types, n=1)
+        guess = f" Did you mean {close[0]!r}?" if close else ""
+        raise BackendUnavailable(f"{origin}: no registered backend serves device type {kind!r}.{guess} {_choices()}")
+    try:
+        backend = REGISTRY.best_for(kind)
+    except BackendUnavailable as error:
+        raise BackendUnavailable(f"{origin}: {error}\n{_choices()}") from error.__cause__
+    return kind, None if index is None else int(index), backend
+
+
+def _best() -> _Choice:
+    for spec in REGISTRY.specs():
+        try:
+            backend = REGISTRY.load(spec)
+        except BackendUnavailable:
+            continue
+        if backend.device_type != HOST:
+            return backend.device_type, None, backend
+    return HOST, None, None
+
+
+def require_index(kind: str, index: int, backend: Backend, origin: str) -> torch.device:
+    """The device of that index, which ``origin`` asked for.
+
+    Raises:
+        BackendUnavailable: there is none; lists those there are.
+    """
+    present = list(backend.devices())
+    if index >= len(present):
+        listed = ", ".join(f"{kind}:{number} ({name})" for number, name in enumerate(present))
+        raise BackendUnavailable(f"{origin}: there is no {kind}:{index}. There are {listed or 'none'}.")
+    return torch.device(kind, index)
+
+
+def _types() -> list[str]:
+    return sorted({kind for spec in REGISTRY.specs() for kind in spec.device_types})
+
+
+def _choices() -> str:
+    usable = sorted({kind for row in REGISTRY.reports() if row.usable for kind in row.device_types})
+    return (
+        f"Device types with a backend are {', '.join(_types())}; usable here: {', '.join(usable) or 'none'}. Or unset "
+        f"{DEVICE_VARIABLE} for the best one that works."
+    )

@@ -1,0 +1,43 @@
+"""Tries whether a device computes rightly in a dtype. Imports torch only when it is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["defect_of"]
+
+
+def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True) -> str:
+    """What goes wrong when ``device`` computes in ``dtype`` what a training step needs; empty where nothing does.
+
+    A product of two matrices, an inf that has to stay one, and finding it with the operator that unscales gradients.
+    Waits for the device. Draws no random numbers, so that a seeded run is not changed by it.
+
+    Args:
+        device: where.
+        dtype: the dtype's name.
+        keeps_inf: False for a chip that saturates and raises a flag: the product alone is tried.
+    """
+    import torch
+
+    try:
+        kind: torch.dtype = getattr(torch, dtype)
+        ones = torch.ones(8, 8, dtype=kind, device=device)
+        if (ones @ ones).float().ne(8.0).any().item():
+            return f"a product of two {dtype} matrices is wrong"
+        if not keeps_inf:
+            return ""
+        overflowed = torch.full((8,), float("inf"), dtype=kind, device=device) * 1.0
+        if not overflowed.isinf().all().item():
+            return f"an inf in {dtype} does not stay one: the device saturates, and overflows would go unseen"
+        found = torch.zeros(1, device=device)
+        one = torch.ones(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([overflowed], found, one)
+        if found.item() != 1.0:
+            return f"the operator that unscales gradients overlooks an inf in {dtype}"
+    except Exception as error:
+        return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
+    return ""

@@ -1,0 +1,78 @@
+"""Where torch is imported for those that must live without it: what to say when that fails.
+
+``import torch`` fails in more ways than one: it is missing, it is older than what xamp is written for, a folder named
+``torch`` shadows it, or an extension that loads itself with torch raises, whatever it likes, for want of a driver.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+from xamp.registry.causes import TorchFailure, full_text, one_line
+
+__all__ = ["MINIMUM_TORCH", "assume_failure", "find_torch"]
+
+MINIMUM_TORCH = (2, 6)
+_INSTALL = 'pip install "xamp[torch]"'
+
+
+# A second `import torch` after one that raised half-way fails differently (names are already registered), so the
+# first failure is the one to tell. A missing torch is not kept: it may be installed while a notebook runs.
+_first_failure: TorchFailure | None = None
+
+
+def find_torch() -> ModuleType | TorchFailure:
+    """Import torch, or say why it cannot be used. Raises nothing but KeyboardInterrupt."""
+    global _first_failure
+    if _first_failure is not None:
+        return _first_failure
+    try:
+        import torch
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return TorchFailure("torch cannot be imported: it is not installed", _install_hint(), error)
+        reason = f"torch cannot be imported: {one_line(error)}"
+        _first_failure = TorchFailure(reason, _repair_hint(), error, text=full_text(error))
+        return _first_failure
+    return _wrong_torch(torch) or torch
+
+
+def assume_failure(kind: str, reason: str, text: str) -> None:
+    """Let :func:`find_torch` fail without trying: importing torch was seen to end a process, or to hang.
+
+    Args:
+        kind: ``"crash"`` or ``"timeout"``.
+        reason: what was seen, one line.
+        text: what the process printed last.
+    """
+    global _first_failure
+    _first_failure = TorchFailure(reason, _repair_hint(), kind=kind, text=text or reason)
+
+
+def _install_hint() -> str:
+    return f"install it: {_INSTALL}; on a GPU or NPU machine the vendor's build of torch first, so that pip keeps it"
+
+
+def _repair_hint() -> str:
+    return (
+        "`import torch` has to work first. Where the error names an extension that torch loads by itself, repair that "
+        "(driver, toolkit, matching versions) or set TORCH_DEVICE_BACKEND_AUTOLOAD=0; else reinstall torch, "
+        f"such as with {_INSTALL}"
+    )
+
+
+def _wrong_torch(torch: ModuleType) -> TorchFailure | None:
+    version = getattr(torch, "__version__", None)
+    if version is None:
+        where = getattr(torch, "__file__", None) or list(getattr(torch, "__path__", []))
+        return TorchFailure(
+            f"torch cannot be imported: a module of that name at {where} is not PyTorch", "rename or remove it"
+        )
+    parts = re.match(r"(\d+)\.(\d+)", str(version))
+    if parts is not None and tuple(map(int, parts.groups())) < MINIMUM_TORCH:
+        minimum = ".".join(map(str, MINIMUM_TORCH))
+        return TorchFailure(f"torch {version} is older than {minimum}", f'upgrade it: pip install "torch>={minimum}"')
+    return None

@@ -1,0 +1,170 @@
+"""Specs from outside: what makes one valid, and reading those that installed distributions offer as entry points."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from xamp.contract import BackendReport, BackendSpec
+from xamp.errors import PolicyError
+from xamp.registry.causes import one_line
+
+__all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points", "spec_of"]
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclasses.dataclass(frozen=True)
+class PluginSpec:
+    """A spec that an installed distribution offers, and that distribution."""
+
+    spec: BackendSpec
+    source: str
+
+    def clashing_with(self, holder: str) -> BackendReport:
+        """The row of :func:`xamp.available_backends` for a spec whose name ``holder`` has already."""
+        return BackendReport(
+            self.spec.name,
+            self.spec.device_types,
+            usable=False,
+            reason=f"the name {self.spec.name!r} is already taken by {holder}",
+            hint=f"uninstall one of the two, or have {self.source} choose another name",
+            source=self.source,
+            tested=self.spec.tested,
+            priority=self.spec.priority,
+        )
+
+
+def check_spec(spec: object, call: str) -> BackendSpec:
+    """Return ``spec`` if it is a well-formed :class:`~xamp.contract.BackendSpec`.
+
+    Args:
+        spec: what was given.
+        call: the call to echo in the message.
+
+    Raises:
+        PolicyError: it is not; the message says what the field must be.
+    """
+    if not isinstance(spec, BackendSpec):
+        raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
+    # by getattr: for a type checker the annotations have settled what is checked here
+    fields = ("name", "device_types", "target", "priority", "masks", "causes", "ledger", "emulations")
+    name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
+    problem = ""
+    if not _matches(_NAME, name) or name.lower() == "auto":
+        problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be "auto"'
+    elif not isinstance(types, tuple) or not types or not all(_matches(_DEVICE_TYPE, kind) for kind in types):
+        problem = f'device_types={types!r} must be a non-empty tuple of torch device types, such as ("cpu",)'
+    elif not _matches(_TARGET, target):
+        problem = f'target={target!r} must have the form "package.module:Class"'
+    elif not isinstance(priority, int):
+        problem = f"priority={priority!r} must be an int; the highest wins"
+    elif not isinstance(masks, tuple) or not all(isinstance(mask, str) for mask in masks):
+        problem = f"masks={masks!r} must be a tuple of names of environment variables"
+    elif causes != "" and not _matches(_TARGET, causes):
+        problem = f'causes={causes!r} must have the form "package.module:NAME"'
+    elif not isinstance(ledger, str):
+        problem = f'ledger={ledger!r} must be a file, as "package:file" or a path'
+    elif not isinstance(emulations, tuple) or not all(_is_emulation(each) for each in emulations):
+        problem = f'emulations={emulations!r} must be a tuple of pairs (name, "package.module:function")'
+    if problem:
+        raise PolicyError(f"{call}: {problem}")
+    return spec
+
+
+def spec_of(fields: Mapping[str, Any]) -> BackendSpec:
+    """The spec whose fields went through JSON, which makes lists of tuples."""
+    return BackendSpec(**{name: _as_tuples(value) for name, value in fields.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _is_emulation(found: object) -> bool:
+    return isinstance(found, tuple) and len(found) == 2 and _matches(_NAME, found[0]) and _matches(_TARGET, found[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPoint:
+    """An entry point as its distribution describes it; nothing of it is imported before :meth:`read`.
+
+    Attributes:
+        name: its name.
+        value: ``"module:NAME"`` of its spec.
+        source: name and version of its distribution.
+    """
+
+    name: str
+    value: str
+    source: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others."""
+        return f"{self.name} ({self.source})"
+
+    def read(self) -> PluginSpec | BackendReport:
+        """Load it; an unusable report with the reason where it raises or is no valid spec."""
+        try:
+            found = metadata.EntryPoint(self.name, self.value, group="").load()
+            return PluginSpec(check_spec(found, f"entry point {self.name} = {self.value}"), self.source)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self.failed(f"failed: {one_line(error)}")
+
+    def failed(self, how: str, hint: str = "") -> BackendReport:
+        """The row of :func:`xamp.available_backends` for one that cannot be loaded.
+
+        Args:
+            how: what happened, to follow its subject in a sentence.
+            hint: what to know beside the cure that always helps.
+        """
+        reason, cure = f"its entry point {self.value!r} {how}", f"repair or uninstall {self.source}{hint}"
+        return BackendReport(self.name, (), usable=False, reason=reason, hint=cure, source=self.source)
+
+
+def list_entry_points(group: str) -> list[EntryPoint] | BackendReport:
+    """The entry points of ``group``, by distribution and name, without loading any.
+
+    Returns:
+        An unusable report in their place where a damaged distribution, not even one of ours, keeps them from being
+        listed.
+    """
+    try:
+        found = [EntryPoint(point.name, point.value, _source(point)) for point in metadata.entry_points(group=group)]
+    except Exception as error:
+        hint = "a distribution on sys.path is damaged; `pip check` may name it"
+        reason = f"entry points cannot be listed: {one_line(error)}"
+        return BackendReport(group, (), usable=False, reason=reason, hint=hint, source="importlib.metadata")
+    return sorted(found, key=lambda point: (point.source, point.name))
+
+
+def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
+    """Load the entry points of ``group``, by distribution and name.
+
+    Returns:
+        For each a :class:`PluginSpec`, or an unusable report with the reason where it raised or is no valid spec.
+        Raises nothing but KeyboardInterrupt.
+    """
+    listed = list_entry_points(group)
+    return [listed] if isinstance(listed, BackendReport) else [point.read() for point in listed]
+
+
+def _source(point: metadata.EntryPoint) -> str:
+    """Name and version of the distribution that the entry point is from."""
+    try:
+        distribution = point.dist
+        return f"{distribution.metadata['Name']} {distribution.version}" if distribution else "an unknown distribution"
+    except Exception:
+        return "a distribution without readable metadata"
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None

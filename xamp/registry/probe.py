@@ -1,0 +1,120 @@
+"""Turns a spec into a working backend, or into the reason why it does not work here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+
+from xamp.contract import Backend, BackendReport, BackendSpec, Capabilities, Failure
+from xamp.errors import BackendUnavailable
+from xamp.registry.causes import TorchFailure, explain, full_text, one_line
+from xamp.registry.find_torch import find_torch
+
+__all__ = ["Failed", "Ready", "start"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A backend whose probe passed, and what it said of itself."""
+
+    backend: Backend
+    report: BackendReport
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """Why a backend cannot be used; ``str()`` gives the reason, and the hint on a line of its own.
+
+    Attributes:
+        reason: one line.
+        hint: what to do about it.
+        error: what was raised.
+        detail: that error in one line, where ``reason`` comes from the backend's table of causes.
+        broken: nobody foresaw it: a defect, not the absence of a device or of its framework.
+    """
+
+    reason: str
+    hint: str
+    error: BaseException | None
+    detail: str = ""
+    broken: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n{self.hint}" if self.hint else self.reason
+
+
+def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailure]) -> Ready | Failed:
+    """Import, construct, probe and describe the backend of ``spec``.
+
+    Third-party code runs here, so nothing that it raises gets out, SystemExit included; KeyboardInterrupt does.
+
+    Args:
+        spec: which.
+        explain_torch: puts a failure to import torch into the words of whichever backend knows why.
+    """
+    torch = find_torch()
+    if isinstance(torch, TorchFailure):
+        torch = explain_torch(torch)
+        return Failed(torch.reason, torch.hint, torch.error, torch.detail)
+    try:
+        backend = _construct(spec)
+        backend.probe()
+        for kind in spec.device_types:
+            _require_type(kind)  # only now: what the backend imports may be what adds the type
+        return Ready(backend, _describe(backend))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return _failed(spec, error)
+
+
+def _failed(spec: BackendSpec, error: BaseException) -> Failed:
+    known = explain(spec, Failure("exception", full_text(error)))
+    if known is not None:
+        behind = error.__cause__ if isinstance(error, BackendUnavailable) else None
+        return Failed(known.cause, known.cure, error, detail=one_line(behind or error))
+    if isinstance(error, BackendUnavailable):
+        reason, _, hint = str(error).strip().partition("\n")
+        return Failed(reason or "its probe failed", hint.strip() or spec.install_hint, error)
+    # A module that is missing is the framework, unless it is the backend's own.
+    own = spec.target.partition(":")[0].partition(".")[0]
+    broken = not (isinstance(error, ModuleNotFoundError) and (error.name or own).partition(".")[0] != own)
+    hint = spec.install_hint or "this looks like a defect of the backend: update it, or report it to whoever ships it"
+    return Failed(one_line(error), hint, error, broken=broken)
+
+
+def _require_type(kind: str) -> None:
+    import torch
+
+    try:
+        torch.device(kind)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"torch {torch.__version__} knows no device type {kind!r}") from error
+
+
+def _construct(spec: BackendSpec) -> Backend:
+    module, _, path = spec.target.partition(":")
+    found: object = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise BackendUnavailable(
+            f"its target {spec.target!r} is {found!r}, not a subclass of xamp.contract.Backend\n"
+            "derive the class from xamp.contract.Backend, or correct the target"
+        )
+    return found(spec)
+
+
+def _describe(backend: Backend) -> BackendReport:
+    """Ask once for all that a report shows, so that a backend that cannot answer counts as unusable everywhere."""
+    capabilities: object = backend.capabilities()
+    if not isinstance(capabilities, Capabilities):
+        raise TypeError(f"capabilities() of {type(backend).__qualname__} returned {capabilities!r}, not Capabilities")
+    names: Sequence[object] = backend.devices()
+    devices = tuple(str(name) for name in names)
+    versions = {str(name): str(version) for name, version in backend.versions().items()}
+    spec = backend.spec
+    return BackendReport(
+        spec.name, spec.device_types, True, devices=devices, versions=versions, capabilities=capabilities
+    )

@@ -1,0 +1,336 @@
+"""Which backends there are, which of them work here, and which one serves a model.
+
+Three sources, in this order: the built-ins below, entry points of installed distributions (group ``xamp.backends``,
+each naming a :class:`~xamp.contract.BackendSpec` in a module that is cheap to import), and :func:`register_backend`.
+A backend's own code is imported when the backend is first asked for, and probed once; one that breaks keeps its reason
+and harms no other. Imports no torch at module level, and knows no device beyond the table of built-ins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from types import ModuleType
+
+from xamp.contract import Backend, BackendReport, BackendSpec
+from xamp.errors import BackendUnavailable, PolicyError
+from xamp.registry.causes import TorchFailure, explain_torch
+from xamp.registry.find_torch import MINIMUM_TORCH, find_torch
+from xamp.registry.plugins import PluginSpec, check_spec, read_entry_points
+from xamp.registry.probe import Failed, Ready, start
+
+__all__ = [
+    "BACKEND_VARIABLE",
+    "BUILT_INS",
+    "ENTRY_POINT_GROUP",
+    "HOST",
+    "REGISTRY",
+    "Registry",
+    "available_backends",
+    "load",
+    "register_backend",
+    "require_torch",
+    "resolve",
+]
+
+BACKEND_VARIABLE = "XAMP_BACKEND"
+ENTRY_POINT_GROUP = "xamp.backends"
+HOST = "cpu"  # the device type that every machine has: no accelerator, and its index means nothing
+
+BUILT_INS = (
+    BackendSpec("cpu", ("cpu",), "xamp.backends.cpu:CpuBackend", priority=0, ledger="xamp.backends:ledger/cpu.json"),
+    BackendSpec(
+        "cuda",
+        ("cuda",),
+        "xamp.backends.cuda:CudaBackend",
+        priority=100,
+        masks=("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+        causes="xamp.backends.cuda_causes:CAUSES",
+        ledger="xamp.backends:ledger/cuda.json",
+    ),
+    BackendSpec(
+        "npu",
+        ("npu",),
+        "xamp.backends.npu.backend:NpuBackend",
+        priority=90,
+        masks=("ASCEND_RT_VISIBLE_DEVICES",),
+        causes="xamp.backends.npu.causes:CAUSES",
+        ledger="xamp.backends:ledger/npu.json",
+        emulations=(("ascend", "xamp.backends.npu.emulation:run"),),
+    ),
+    BackendSpec(
+        "xpu",
+        ("xpu",),
+        "xamp.backends.xpu:XpuBackend",
+        priority=50,
+        tested=False,
+        masks=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+    ),
+    BackendSpec("mps", ("mps",), "xamp.backends.mps:MpsBackend", priority=40, tested=False),
+)
+
+BORROWERS = (BackendSpec("apex", (), "xamp.backends.apex:ApexBackend", borrows=True),)
+
+_logger = logging.getLogger("xamp")
+
+
+class Registry:
+    """The registered backends of a process and what became of those that were asked for.
+
+    Args:
+        built_ins: specs known from the start.
+        group: entry-point group, read on first use; None reads none.
+    """
+
+    def __init__(self, built_ins: Iterable[BackendSpec] = BUILT_INS, group: str | None = ENTRY_POINT_GROUP) -> None:
+        self._specs = {spec.name: spec for spec in built_ins}
+        self._sources = dict.fromkeys(self._specs, "xamp")
+        self._borrowers = {spec.name: spec for spec in BORROWERS}
+        self._lent: dict[tuple[BackendSpec, Backend], Backend] = {}
+        self._rejected: list[BackendReport] = []
+        self._outcomes: dict[BackendSpec, Ready | Failed] = {}
+        self._unread_group = group
+        self._lock = threading.RLock()  # reentrant: a backend that borrows another one asks for it in its probe
+
+    def register(self, spec: BackendSpec, *, override: bool = False, source: str = "a call of register") -> None:
+        """See :func:`register_backend`; ``source`` says in reports and errors who registered it."""
+        check_spec(spec, f"register_backend({spec!r})")
+        with self._lock:
+            self._read_entry_points()
+            if spec.name in self._specs and not override:
+                raise PolicyError(
+                    f"register_backend({spec!r}): the name {spec.name!r} is already taken by "
+                    f"{self._sources[spec.name]}, and {source} wants it too. Registered are {self._listed()}. "
+                    "Choose another name, or pass override=True to replace that backend."
+                )
+            self._specs[spec.name] = spec
+            self._sources[spec.name] = source
+            self._outcomes.pop(spec, None)
+
+    def specs(self) -> list[BackendSpec]:
+        """All registered specs, highest priority first, then by name."""
+        with self._lock:
+            self._read_entry_points()
+            return sorted(self._specs.values(), key=lambda spec: (-spec.priority, spec.name))
+
+    def adopt(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        """Take ``entries`` for all that installed distributions offer; no entry point is read any more."""
+        with self._lock:
+            self._unread_group = None
+            self._take(entries)
+
+    def explain_torch(self, failure: TorchFailure) -> TorchFailure:
+        """``failure`` in the words of the first registered backend that knows why torch cannot be imported."""
+        return explain_torch(failure, self.specs())
+
+    def load(self, spec: BackendSpec) -> Backend:
+        """See :func:`load`."""
+        outcome = self.outcome(check_spec(spec, f"load({spec!r})"))
+        if isinstance(outcome, Failed):
+            raise BackendUnavailable(f"backend {spec.name!r} cannot be used: {outcome}") from outcome.error
+        return outcome.backend
+
+    def resolve(self, name: str, device_type: str) -> Backend:
+        """See :func:`resolve`."""
+        origin, wanted = f"backend={name!r}", name
+        if name == "auto":
+            wanted = os.environ.get(BACKEND_VARIABLE, "").strip() or "auto"
+            origin = f"{BACKEND_VARIABLE}={wanted!r} (environment variable)"
+        if wanted == "auto":
+            return self.best_for(device_type)
+        if wanted in self._borrowers:
+            return self._borrowing(self._borrowers[wanted], device_type)
+        specs = {spec.name: spec for spec in self.specs()}
+        if wanted not in specs:
+            raise self._unknown(wanted, origin)
+        spec = specs[wanted]
+        if device_type not in spec.device_types:
+            raise self._does_not_serve(spec, device_type, origin)
+        outcome = self.outcome(spec)
+        if isinstance(outcome, Failed):
+            raise BackendUnavailable(f"{origin}: this backend cannot be used: {outcome}") from outcome.error
+        return outcome.backend
+
+    def _borrowing(self, spec: BackendSpec, device_type: str) -> Backend:
+        """The backend of ``spec`` on what serves ``device_type``."""
+        lender = self.best_for(device_type)
+        with self._lock:
+            found = self._lent.get((spec, lender))
+            if found is None:
+                module, _, name = spec.target.partition(":")
+                found = self._lent[spec, lender] = getattr(importlib.import_module(module), name)(spec, lender)
+            return found
+
+    def best_for(self, device_type: str) -> Backend:
+        """The usable backend of highest priority that serves ``device_type``, whatever the environment asks for.
+
+        Raises:
+            BackendUnavailable: none is registered (says how to register one) or none works (says why not).
+        """
+        failures: list[tuple[str, Failed]] = []
+        for spec in self.specs():
+            if device_type not in spec.device_types:
+                continue
+            outcome = self.outcome(spec)
+            if isinstance(outcome, Ready):
+                for name, failed in failures:
+                    _logger.info("backend %s passed over for %s: %s", name, spec.name, failed.reason)
+                return outcome.backend
+            failures.append((spec.name, outcome))
+        if not failures:
+            raise self._none_serves(device_type)
+        reasons = "\n".join(f"{name}: {failed}" for name, failed in failures)
+        cause = failures[0][1].error
+        raise BackendUnavailable(f"no backend for device type {device_type!r} can be used:\n{reasons}") from cause
+
+    def reports(self) -> list[BackendReport]:
+        """See :func:`available_backends`."""
+        rows = [self.report(spec) for spec in self.specs()]
+        return sorted([*rows, *self._rejected], key=lambda row: (-row.priority, row.name))
+
+    def _read_entry_points(self) -> None:
+        if self._unread_group is None:
+            return
+        group, self._unread_group = self._unread_group, None  # first, since a plugin's module may register more
+        self._take(read_entry_points(group))
+
+    def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        for entry in entries:
+            if isinstance(entry, BackendReport):
+                self._rejected.append(entry)
+            elif entry.spec.name in self._specs:
+                self._rejected.append(entry.clashing_with(self._sources[entry.spec.name]))
+            else:
+                self._specs[entry.spec.name] = entry.spec
+                self._sources[entry.spec.name] = entry.source
+
+    def outcome(self, spec: BackendSpec) -> Ready | Failed:
+        """What became of the backend of ``spec``, which is started where it was not yet."""
+        with self._lock:
+            if spec not in self._outcomes:
+                self._outcomes[spec] = start(spec, self.explain_torch)
+            return self._outcomes[spec]
+
+    def report(self, spec: BackendSpec) -> BackendReport:
+        """The row of :func:`available_backends` for a registered ``spec``."""
+        outcome = self.outcome(spec)
+        if isinstance(outcome, Ready):
+            report = outcome.report
+        else:
+            report = BackendReport(
+                spec.name, spec.device_types, False, outcome.reason, outcome.hint, detail=outcome.detail
+            )
+        source = self._sources.get(spec.name, "")
+        return dataclasses.replace(report, source=source, tested=spec.tested, priority=spec.priority)
+
+    def _listed(self) -> str:
+        return ", ".join(sorted(self._specs))
+
+    def _unknown(self, name: str, origin: str) -> BackendUnavailable:
+        for row in self._rejected:
+            if row.name == name:
+                return BackendUnavailable(f"{origin}: this backend cannot be used: {row.reason}\n{row.hint}")
+        close = difflib.get_close_matches(name, self._specs, n=1)
+        guess = f" Did you mean {close[0]!r}?" if close else ""
+        return BackendUnavailable(
+            f"{origin}: no backend of that name is registered.{guess} Registered are {self._listed()}. Install the "
+            "package that ships it, or register it first: xamp.register_backend(spec)."
+        )
+
+    def _does_not_serve(self, spec: BackendSpec, device_type: str, origin: str) -> BackendUnavailable:
+        serving = [other.name for other in self.specs() if device_type in other.device_types]
+        instead = f"choose one that serves {device_type!r} ({', '.join(serving)})" if serving else "choose another one"
+        return BackendUnavailable(
+            f"{origin}: this backend serves {', '.join(spec.device_types)}, not {device_type!r}, and xamp never moves "
+            f'a model. Move the model first (model.to("{spec.device_types[0]}")), {instead}, or leave it to xamp '
+            f'(backend="auto", {BACKEND_VARIABLE} not set).'
+        )
+
+    def _none_serves(self, device_type: str) -> BackendUnavailable:
+        served = ", ".join(f"{spec.name} ({', '.join(spec.device_types)})" for spec in self.specs())
+        example = f'BackendSpec("my_{device_type}", ("{device_type}",), "my_package.my_module:MyBackend")'
+        broken = "".join(f"\nnot readable: {row.name} from {row.source}: {row.reason}" for row in self._rejected)
+        return BackendUnavailable(
+            f"no backend is registered for device type {device_type!r}. Registered are {served}. Install a package "
+            f"that ships one (entry-point group {ENTRY_POINT_GROUP!r}), or register it: "
+            f"xamp.register_backend({example}), see xamp.contract.{broken}"
+        )
+
+
+REGISTRY = Registry()
+
+
+def register_backend(spec: BackendSpec, *, override: bool = False) -> None:
+    """Make a backend known under ``spec.name`` for the rest of the process; imports and probes nothing yet.
+
+    Args:
+        spec: where the backend is and what it serves.
+        override: replace a backend of the same name.
+
+    Raises:
+        PolicyError: the spec is malformed, or its name is taken (the message names both registrants).
+    """
+    caller = sys._getframe(1)
+    source = f"register_backend at {caller.f_code.co_filename}:{caller.f_lineno}"
+    REGISTRY.register(spec, override=override, source=source)
+
+
+def load(spec: BackendSpec) -> Backend:
+    """Import, construct and probe the backend of ``spec``, once a process; later calls return the same object.
+
+    Raises:
+        PolicyError: the spec is malformed.
+        BackendUnavailable: any of that failed, now or before; carries reason and hint, chained from the error.
+    """
+    return REGISTRY.load(spec)
+
+
+def resolve(name: str, device_type: str) -> Backend:
+    """The backend for a model on ``device_type``.
+
+    Args:
+        name: a registered name, or ``"auto"``: the one that ``XAMP_BACKEND`` names, else the usable one of highest
+            priority that serves ``device_type``.
+        device_type: type of the device that the model is on, such as ``"cpu"``; the model is never moved.
+
+    Raises:
+        BackendUnavailable: unknown name, wrong device type, failed probe, or no backend for the device type.
+    """
+    return REGISTRY.resolve(name, device_type)
+
+
+def available_backends() -> list[BackendReport]:
+    """What is known of every registered backend, highest priority first, then by name; probes those not probed yet.
+
+    A backend that cannot be used is listed with its reason; so is an entry point that breaks or whose name is taken.
+    Never raises. Probing uses each device for something small, which on most accelerators initialises their runtime.
+    """
+    return REGISTRY.reports()
+
+
+def require_torch(needed_by: str = "xamp") -> ModuleType:
+    """Import torch for something that cannot do without it.
+
+    Args:
+        needed_by: what the user asked for, to begin the message with.
+
+    Returns:
+        The module ``torch``.
+
+    Raises:
+        BackendUnavailable: torch is missing, too old or raises on import; says what to install.
+    """
+    found = find_torch()
+    if isinstance(found, TorchFailure):
+        found = REGISTRY.explain_torch(found)
+        minimum = ".".join(map(str, MINIMUM_TORCH))
+        raise BackendUnavailable(
+            f"{needed_by} needs torch >= {minimum}, but {found.reason}\n{found.hint}"
+        ) from found.error
+    return found

@@ -1,0 +1,1 @@
+"""Loss scales, gradients, masters and the step of an optimizer."""

@@ -1,0 +1,335 @@
+"""The engine of one ``initialize`` call: what its models, optimizers and loss scalers share.
+
+The order of a step is in :class:`ScaledLoss` and :meth:`Engine.leave`; what happens to gradients is in
+:mod:`xamp.scaling.gradients`, what an optimizer's step does in :mod:`xamp.scaling.step`. Models and optimizers are held
+weakly, so that an engine goes when they go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from xamp.contract import Backend
+from xamp.errors import StateError
+from xamp.ground.containers import cast_floats
+from xamp.policy import Policy
+from xamp.scaling import distributed, masters
+from xamp.scaling.optimizer import replace_params
+from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.scale import DeviceState, LossScaler
+from xamp.scaling.step import OptimizerState, Stats
+
+__all__ = ["Engine", "ScaledLoss"]
+
+
+class Engine:
+    """What one call of ``initialize`` set up.
+
+    Attributes:
+        policy: the effective setting.
+        backend: the backend in use.
+        device: where the loss scale lives: the device of the models' first parameter.
+        memory: all numbers that live on the device; made by :meth:`prepare_state`.
+        scalers: the loss scales, by ``loss_id``.
+        states: what is kept for each optimizer.
+        counts: applied and skipped steps, as far as the host knows of them.
+        num_models: how many models it was given.
+        process_group: ranks that decide together; None: the default group.
+        overflow_runs: by index of an optimizer, perhaps one that is still to come, what was loaded for it.
+        undo: gives the models and optimizers back as plain fp32 objects.
+        enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
+        moves_before_step: scales move on leaving ``scale_loss``; a GradScaler's move in ``update()``, after the step.
+        skips_together: all optimizers of one ``scale_loss`` skip their steps where one overflowed.
+        state_class: what is kept for an optimizer.
+        cast: what casts the models' arguments and results.
+        scale_loss: of an engine that has handed its work over, what :func:`xamp.scale_loss` calls in place of its own.
+    """
+
+    moves_before_step = True
+    skips_together = False
+    state_class: type[OptimizerState] = OptimizerState
+    cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
+    scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
+
+    def __init__(
+        self,
+        policy: Policy,
+        backend: Backend,
+        device: torch.device,
+        models: Sequence[nn.Module],
+        *,
+        process_group: Any = None,
+        verbosity: int = 1,
+        enabled: bool = True,
+    ) -> None:
+        self.policy = policy
+        self.backend = backend
+        self.device = device
+        self.enabled = enabled
+        self.verbosity = verbosity
+        self.memory: DeviceState
+        self.scalers: list[LossScaler] = []
+        self.states: list[OptimizerState] = []
+        self.counts = Stats()
+        self.overflow_runs: dict[int, int] = {}
+        self.undo = contextlib.ExitStack()
+        self._models = [weakref.ref(model) for model in models]
+        self.num_models = len(models)
+        self.process_group = process_group
+        self._wrappers = distributed.Wrappers(self._models, process_group)
+        self._saturates = backend.capabilities(device).overflow == "flag"
+        watching = self._saturates and policy.checks
+        self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
+        if self._watch is not None:
+            self._watch.follow(models)
+        self._pairs: list[masters.Pair] = []
+        self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
+        self._reconciled = False
+
+    def _note_forward_overflow(self, found: torch.Tensor) -> None:
+        """What overflowed in a forward counts for the next step of each optimizer."""
+        for state in self.states:
+            before = state.gradients.forward_overflow
+            state.gradients.forward_overflow = found if before is None else torch.maximum(before, found)
+
+    def stats(self) -> Stats:
+        """Counts of applied and skipped steps. Waits for the device."""
+        late = [overflowed for state in self.states for overflowed in state.unobserved()]
+        skipped = sum(late)
+        return Stats(self.counts.applied + len(late) - skipped, self.counts.skipped + skipped)
+
+    def last_step(self) -> Any:
+        """What the last step did; of several optimizers a dict by optimizer. May wait for the device."""
+        outcomes = {state.optimizer: state.known_outcome() for state in self.states if state.is_alive}
+        return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
+
+    def serves(self, optimizer: object) -> bool:
+        """Whether ``optimizer`` was given to it as one."""
+        return any(state.is_alive and state.optimizer is optimizer for state in self.states)
+
+    def check_closable(self) -> None:
+        """Raise a StateError where models and optimizers cannot be given back as they stand."""
+        if any(state.open for state in self.states):
+            raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
+        for state in self.states:
+            state.gradients.refuse_scaled("session.close()")
+
+    def prepare_state(self, optimizers: int) -> None:
+        """Make the device state for that many optimizers. Scales that were loaded before stay."""
+        before = self.scalers
+        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
+        self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        for old, new in zip(before, self.scalers, strict=False):
+            new.set(old.host_scale, int(old.growth_tracker))
+
+    def add_pairs(self, pairs: Iterable[masters.Pair]) -> None:
+        """Take note of masters that an optimizer of this session holds."""
+        known = {id(m) for _, m in self._pairs}
+        self._pairs += [pair for pair in pairs if id(pair[1]) not in known]
+
+    def pairs(self) -> Sequence[masters.Pair]:
+        """All lowered parameters and their masters."""
+        return self._pairs
+
+    def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
+        """Refuse ``params`` for the optimizer of ``state`` if another one of this engine holds one of them.
+
+        Raises:
+            StateError: naming it. Each would unscale its gradient, and step a master of its own.
+        """
+        if not self.policy.manages_gradients:
+            return
+        held = {id(p) for other in self.states if other is not state for p in other.gradients.model_params()}
+        shared = [p for p in params if id(p) in held]
+        if shared:
+            raise StateError(
+                f"add_param_group: {self.names_of(shared)[0]} is in another optimizer of this session, and two would "
+                f"unscale its gradient. At level {self.policy.level} give each parameter to one optimizer."
+            )
+
+    def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
+        """A group was added to an optimizer: give its lowered parameters masters."""
+        if self.policy.master_weights:
+            pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
+            self.add_pairs(pairs)
+            replace_params(state.optimizer, pairs)
+        state.fused.switch_on(state.optimizer)
+        state.find_parameters()
+
+    def models(self) -> dict[int, nn.Module]:
+        """The models that are still alive, by their place among those of ``initialize``, inside their wrappers."""
+        return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
+
+    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
+        """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
+        many = len(self._models) > 1
+        names: dict[int, str] = {}
+        for index, model in self.models().items():
+            prefix = f"models[{index}]." if many else ""
+            for name, param in model.named_parameters():
+                names[id(param)] = prefix + name
+        names.update({id(m): names[id(p)] for p, m in self._pairs if id(p) in names})
+        return [names.get(id(p), f"a parameter of shape {tuple(p.shape)} outside the models") for p in params]
+
+    # ---------------------------------------------------------------- the step
+
+    def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
+        """Before a backward."""
+        self._begin_backward()
+        self._alone = self._wrappers.absent()
+        fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
+        if self._pairs:
+            self._settle_masters(fresh)
+        for state in states:
+            state.gradients.enter(scaler)
+
+    def _begin_backward(self) -> None:
+        if self._watch is None:
+            self.backend.clear_overflow(self.device)
+        else:
+            self._watch.open()
+
+    def end_backward(self) -> None:
+        """The body of ``scale_loss`` has ended, well or not."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
+        """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
+        if not self._reconciled:
+            self._use_masters()
+            self._reconciled = True
+        elif fresh:
+            masters.use(self._pairs)
+        for ddp in fresh:
+            held = {id(p) for p in ddp.parameters()}
+            pairs = [pair for pair in self._pairs if id(pair[0]) in held]
+            distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+            masters.write_quietly(pairs)
+
+    def _use_masters(self) -> None:
+        """The masters' first use."""
+        masters.use(self._pairs)
+
+    def leave(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
+    ) -> None:
+        """After a backward: unscale, check, move the scale; or put all of that off."""
+        params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
+        why, hidden = None, False
+        if delay_unscale:
+            why = "delay_unscale=True postponed it"
+        elif params and self._wrappers.postponed(params):
+            why = "the wrapper's no_sync postponed its reduction"
+            hidden = self._wrappers.keep_gradients()
+        if why is not None:
+            for state in states:
+                state.gradients.postpone(scaler, why, hidden)
+            return
+        if not self.policy.checks:
+            for state in states:
+                state.gradients.unscale(scaler, None, False)
+            return
+        found_inf = self._check(states, scaler, delay_overflow_check, params)
+        if not delay_overflow_check:
+            scaler.update(found_inf)
+
+    def _check(
+        self,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        throw_away: bool,
+        shared: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Unscale and check; raises the sticky flags and returns one flag for all ``states``.
+
+        ``shared``: the parameters that may be shared between processes; empty where nothing is.
+        """
+        only = states[0]
+        if len(states) == 1 and only.fresh and not throw_away:
+            only.gradients.unscale(scaler, only.sticky, True)
+            only.fresh = False
+            if shared:
+                self._wrappers.agree(only.sticky, shared, self._saturates)
+            return only.sticky
+        flags = self.memory.flags
+        flags.zero_()
+        for state in states:
+            state.gradients.unscale(scaler, state.flag, state.fresh)
+        if shared:
+            self._wrappers.agree(flags, shared, self._saturates)
+        if throw_away:
+            return flags.max()
+        for state in states:
+            state.mask_flag()
+        found = flags.max()
+        if self.skips_together:
+            flags.fill_(found)
+        for state in states:
+            state.keep_flag()
+        return found
+
+
+class ScaledLoss:
+    """The context manager of :func:`scale_loss`. A class, because a generator costs more than its body here."""
+
+    __slots__ = ("_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_states")
+
+    def __init__(
+        self,
+        engine: Engine,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        loss: torch.Tensor,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._engine = engine
+        self._states = states
+        self._scaler = scaler
+        self._loss = loss
+        self._delay_unscale = delay_unscale
+        self._delay_overflow_check = delay_overflow_check
+
+    def _is_busy(self) -> bool:
+        """Whether what is used here is in use already."""
+        busy = self._scaler.open
+        for state in self._states:
+            busy = busy or state.open
+        return busy
+
+    def __enter__(self) -> torch.Tensor:
+        if self._is_busy():
+            raise StateError(
+                "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
+                "Leave it first, or add the losses up and scale their sum."
+            )
+        self._scaler.open = True
+        for state in self._states:
+            state.open = True
+        try:
+            self._engine.enter(self._states, self._scaler)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        if not self._engine.policy.scales:
+            return self._loss
+        loss, factor = self._loss, self._scaler.factor
+        return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._engine.end_backward()
+        self._scaler.open = False
+        for state in self._states:
+            state.open = False
+            if kind is not None:
+                state.gradients.abandon(self._scaler)
+        if kind is None:
+            self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)

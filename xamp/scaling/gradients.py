@@ -1,0 +1,361 @@
+"""One optimizer's gradients: into the loss scale on entering ``scale_loss``, out of it and into masters on leaving.
+
+The life of a gradient, with every value on the device::
+
+    enter   gradients left by earlier losses are multiplied by the scale, so that the backward adds like to like
+    (the body runs backward)
+    leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
+
+From then until ``optimizer.step()`` gradients are plain numbers: clipping, logging and surgery see what fp32 would
+give. Whether there is a step is decided in :mod:`xamp.scaling.step`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.contract import Backend
+from xamp.errors import StateError
+from xamp.policy import Policy
+from xamp.scaling import foreach, masters
+from xamp.scaling.fused import FusedForm
+from xamp.scaling.overflow_flag import read_flag
+from xamp.scaling.scale import LossScaler
+
+__all__ = ["Gradients"]
+
+
+class _Pending:
+    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them.
+
+    ``overflow``: of a chip that tells an overflow by a flag, what it said so far; the next backward clears the flag.
+    ``hidden``: the wrapper keeps them where no parameter shows them.
+    """
+
+    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
+        self.scaler = scaler
+        self.version = scaler.version
+        self.inverse = scaler.inverse.clone()
+        self.why = why
+        self.overflow = overflow
+        self.hidden = hidden
+
+
+class _Entry:
+    """How the gradients stood on entering ``scale_loss``, to tell what an exception in its body has touched."""
+
+    def __init__(
+        self, grads: Sequence[torch.Tensor] = (), stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> None:
+        self.grads = grads
+        self.stash = stash  # (parameter, its gradient before)
+        self.versions = [g._version for g in grads]
+
+    def untouched(self, now: Sequence[torch.Tensor]) -> bool:
+        """Whether ``now`` are the gradients of entry, not written to since."""
+        return len(now) == len(self.grads) and all(
+            a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
+        )
+
+    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient now, what was put aside of it), but for those that were cleared in the meantime."""
+        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
+
+
+_NOTHING = _Entry()
+
+
+class Gradients:
+    """The gradients of one optimizer.
+
+    Attributes:
+        plain: parameters stepped as they are.
+        pairs: lowered parameters and the masters stepped in their place.
+        stepped: what the optimizer steps: ``plain`` and the masters.
+        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
+        used: indices of the loss scales they had since the last step, in order; the values say nothing.
+        mixed: gradients that were checked before are in what is checked next.
+        forward_overflow: of a chip that tells an overflow by a flag: whether a forward had one since the last check.
+        leaves_lowered: lowered parameters keep their gradients, scaled, where the masters have theirs.
+        sets_aside: gradients of earlier losses are put aside during a backward, and not looked at again.
+    """
+
+    leaves_lowered = False
+    sets_aside = False
+
+    def __init__(
+        self, policy: Policy, backend: Backend, fused: FusedForm, optimizer: weakref.ReferenceType[Optimizer]
+    ) -> None:
+        self.plain: list[torch.Tensor] = []
+        self.pairs: list[masters.Pair] = []
+        self.stepped: list[torch.Tensor] = []
+        self.ready = False
+        self.used: dict[int, None] = {}
+        self.mixed = False
+        self._scales = policy.scales
+        self._checks = policy.checks
+        self._backend = backend
+        self._fused = fused
+        self._optimizer = optimizer
+        self._pending: _Pending | None = None
+        self._entry = _NOTHING
+        self._witness: masters.GradientWitness | None = None  # where there are pairs
+        self.forward_overflow: torch.Tensor | None = None
+
+    def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
+        """Sort what an optimizer's ``groups`` hold by whether it is a master of one of ``pairs``."""
+        param_of = {id(m): p for p, m in pairs}
+        self.plain, self.pairs = [], []
+        for group in groups:
+            for param in group["params"]:
+                lowered = param_of.get(id(param))
+                if lowered is None:
+                    self.plain.append(param)
+                else:
+                    self.pairs.append((lowered, param))
+        self.stepped = [*self.plain, *(m for _, m in self.pairs)]
+        self._uniform = len({(p.device, p.dtype) for p in self.stepped}) <= 1
+        self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
+        before, self._witness = self._witness, self._new_witness()
+        if before is not None and before.collect() and self._witness is not None:
+            self._witness.leave()
+
+    def _new_witness(self) -> masters.GradientWitness | None:
+        """Tells whether the model's gradients were cleared; none where they stay, or where there are no masters."""
+        return masters.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
+
+    def model_params(self) -> list[torch.Tensor]:
+        """The parameters as the models and their wrappers know them."""
+        return [*self.plain, *(p for p, _ in self.pairs)]
+
+    def not_finite(self) -> list[torch.Tensor]:
+        """What is stepped and has a gradient with inf or nan in it. Waits for the device."""
+        with_grad = [(p, g) for p in self.stepped if (g := p.grad) is not None]
+        return [p for p, grad in with_grad if not bool(foreach.values(grad).isfinite().all())]
+
+    def all_zero(self) -> bool:
+        """Whether no gradient says anything. Waits for the device."""
+        there = [*self.stepped, *(p for p, _ in self.pairs)]
+        return not any(bool(foreach.values(g).any()) for p in there if (g := p.grad) is not None)
+
+    # ---------------------------------------------------------------- into the scale
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether gradients are still scaled."""
+        return self._pending is not None
+
+    def drop_lowered(self) -> None:
+        """Clear the gradients of the lowered parameters."""
+        for param, _ in self.pairs:
+            param.grad = None
+
+    def enter(self, scaler: LossScaler) -> None:
+        """Bring gradients that are already there to the scale of the backward to come."""
+        if self._witness is not None:
+            self._witness.collect()
+        if self._pending is not None:
+            self._enter_pending(self._pending, scaler)
+            return
+        self.mixed = False
+        if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
+            masters.transfer(self.pairs, None)
+        existing = [g for p in self.plain if (g := p.grad) is not None]
+        if not existing:
+            self._entry = _NOTHING
+        elif not self._scales:
+            self._entry = _Entry(existing)
+        elif scaler.exact and self._in_fp32 and not self.sets_aside:
+            foreach.multiply_(existing, scaler.scale)
+            self.mixed = True
+            self._entry = _Entry(existing)
+        else:
+            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
+            foreach.zero_(existing)
+            self._entry = _Entry(existing, stash)
+
+    def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
+        scaled = self._scaled()
+        self.mixed = self.mixed and bool(scaled)
+        if pending.scaler is not scaler or pending.version != scaler.version:
+            foreach.multiply_(scaled, scaler.scale * pending.inverse)
+            self._pending = _Pending(scaler, pending.why, pending.overflow, pending.hidden)
+        self._entry = _Entry(scaled)
+
+    def _scaled(self) -> list[torch.Tensor]:
+        """Where gradients are that a backward left scaled."""
+        return [g for p in self.model_params() if (g := p.grad) is not None]
+
+    # ---------------------------------------------------------------- out of the scale
+
+    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> None:
+        """Unscale the gradients of the backward that just ended.
+
+        Args:
+            scaler: the scale they have.
+            found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
+            first: no gradient was looked at since the last step, so those left over from before it are looked at too.
+        """
+        pending, self._pending = self._pending, None
+        for overflow in (self.forward_overflow, None if pending is None else pending.overflow):
+            if overflow is not None and found_inf is not None:
+                torch.maximum(found_inf, overflow, out=found_inf)
+        self.forward_overflow = None
+        self.used[scaler.index] = None
+        grads = [g for p in self.plain if (g := p.grad) is not None]
+        if self._scales:
+            self._unscale_list(grads, scaler, found_inf, self.plain)
+        moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf, first)
+        if self._entry.stash is not None:
+            back = self._entry.to_put_back()
+            if first and found_inf is not None:
+                self._check_left_over([old for _, old in back], found_inf)
+            foreach.add_(back)
+        self._entry = _NOTHING
+        self.ready = self.ready or bool(grads) or moved
+
+    def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
+        """Gradients go from the lowered parameters to the masters; whether there was any."""
+        if first and found_inf is not None:
+            self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
+        moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
+        if self._witness is not None:
+            self._witness.leave()
+        if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
+            self._met_sparse()
+        return moved
+
+    def _finisher(
+        self, scaler: LossScaler, found_inf: torch.Tensor | None
+    ) -> Callable[[list[torch.Tensor]], None] | None:
+        if not self._scales:
+            return None
+        return lambda grads: self._unscale_list(grads, scaler, found_inf)
+
+    def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
+        """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
+        if grads and not self.sets_aside:
+            one = torch.ones_like(found_inf)
+            foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
+
+    def _unscale_list(
+        self,
+        grads: list[torch.Tensor],
+        scaler: LossScaler,
+        found_inf: torch.Tensor | None,
+        params: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Multiply ``grads`` by 1/scale and check them; ``params`` have them as ``.grad``, where anything has."""
+        if not grads:
+            return
+        if found_inf is None:
+            foreach.multiply_(grads, scaler.inverse)
+            return
+        unscale_ = self._backend.unscale_
+        if self._uniform and grads[0].device == found_inf.device:
+            try:
+                unscale_(grads, found_inf, scaler.inverse)
+                return
+            except (RuntimeError, NotImplementedError):
+                # Sparse and complex gradients are refused before anything is changed; looking for them first costs
+                # 10 us at 300.
+                if not any(g.is_sparse or g.is_complex() for g in grads):
+                    raise
+        if any(g.is_sparse for g in grads):
+            self._met_sparse()
+            if params:
+                foreach.coalesce_half(params)
+                grads = [g for p in params if (g := p.grad) is not None]
+        foreach.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
+
+    def _met_sparse(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._fused.met_sparse(optimizer)
+
+    # ---------------------------------------------------------------- left scaled, dropped, cleared
+
+    def postpone(self, scaler: LossScaler, why: str, hidden: bool) -> None:
+        """Leave the gradients scaled where they are, maybe ``hidden`` in a wrapper, until a later ``scale_loss``."""
+        if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
+            back = self._entry.to_put_back()
+            foreach.multiply_([old for _, old in back], scaler.scale)
+            foreach.add_(back)
+            self.mixed = True
+        self._entry = _NOTHING
+        self._pending = _Pending(scaler, why, self._flag_so_far(scaler), hidden)
+
+    def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
+        """What the flag of a chip that has one says of the backwards since gradients are pending."""
+        device = scaler.scale.device
+        if not self._checks or self._backend.capabilities(device).overflow != "flag":
+            return None
+        found = read_flag(self._backend, device)
+        before = None if self._pending is None else self._pending.overflow
+        return found if before is None else torch.maximum(found, before)
+
+    def abandon(self, scaler: LossScaler) -> None:
+        """The body raised. Gradients nobody touched become what they were; a half-done backward is dropped whole."""
+        entry, self._entry = self._entry, _NOTHING
+        if self._pending is not None:
+            if not entry.untouched(self._scaled()):
+                self._drop()
+            return
+        self.drop_lowered()
+        if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
+            self._drop()
+        elif entry.stash is not None:
+            foreach.add_(entry.to_put_back())
+        elif entry.grads and self._scales:
+            foreach.multiply_(entry.grads, scaler.inverse)
+        if self._witness is not None and any(m.grad is not None for _, m in self.pairs):
+            self._witness.leave()
+
+    def _drop(self) -> None:
+        for param in (*self.model_params(), *self.stepped):
+            param.grad = None
+        self._pending = None
+        self.ready = False
+
+    def cleared(self) -> None:
+        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
+        self.ready = False
+        self._pending = None
+        self.drop_lowered()
+        if self._entry.stash is not None:
+            self._entry = _NOTHING
+
+    # ---------------------------------------------------------------- before a step
+
+    def settle(self, call: str) -> None:
+        """Called before anything reads or steps the gradients.
+
+        Raises:
+            StateError: they are still scaled.
+        """
+        if self._witness is not None:
+            self._witness.check(call)
+        self.refuse_scaled(call)
+
+    def refuse_scaled(self, call: str) -> None:
+        """Raise a StateError if there are gradients that are still scaled."""
+        if self._pending is None:
+            return
+        if self._pending.hidden or self._scaled():
+            raise StateError(
+                f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
+                "optimizer that unscales them first, or clear them."
+            )
+        self._pending = None
+
+    def has_stray(self) -> bool:
+        """Whether there are gradients that did not come through ``scale_loss`` since the last step."""
+        if not self.ready and any(p.grad is not None for p in self.stepped):
+            return True
+        witness = self._witness
+        return witness is not None and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))

@@ -1,0 +1,209 @@
+"""Puts an optimizer under a session by giving it a subclass of its own class.
+
+The subclass has the ``step`` that decides, and keeps the optimizer a good citizen: schedulers made before and after
+find the markers they look for, step hooks and the profiler see one step, a pickle or a copy is a plain torch optimizer.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.errors import PolicyError
+from xamp.ground.containers import CASTABLE
+from xamp.scaling.masters import LOWER, master_of
+from xamp.scaling.step import OptimizerState
+
+__all__ = ["cast_state", "manage", "replace_params", "state_of"]
+
+
+def state_of(optimizer: object) -> OptimizerState | None:
+    """What xamp keeps for ``optimizer``; None where no session manages it."""
+    return getattr(optimizer, "__dict__", {}).get("_xamp")
+
+
+def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
+    """Let ``state`` run the steps of ``optimizer``.
+
+    Returns:
+        A function that gives the optimizer back.
+
+    Raises:
+        PolicyError: its class admits no subclass.
+    """
+    before = type(optimizer)
+    try:
+        optimizer.__class__ = _subclass(before)
+    except TypeError as error:
+        raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
+    # A scheduler made before has put a wrapper of the class's old step in the instance. Ours carries the marker it
+    # looks for, so its wrapper can go; an instance step of anybody else's is what our step must call.
+    optimizer.__dict__["_xamp"] = state
+    if "step" in optimizer.__dict__:
+        optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__.pop("step")
+    held_weakly = weakref.ref(optimizer)
+
+    def give_back() -> None:
+        found = held_weakly()
+        if found is None:
+            return
+        found.__class__ = before
+        del found.__dict__["_xamp"]
+        if "_xamp_own_step" in found.__dict__:
+            found.__dict__["step"] = found.__dict__.pop("_xamp_own_step")
+
+    return give_back
+
+
+_subclasses: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type) -> type:
+    """The managed subclass of ``base``, made once. It keeps ``base`` alive, so its id is safe."""
+    found = _subclasses.get(id(base))
+    if found is None:
+        namespace = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_xamp_base": base,
+            "step": _step_of(base),
+            "zero_grad": _zero_grad_of(base),
+        }
+        found = type(base)(base.__name__, (_Managed, base), namespace)
+        _subclasses[id(base)] = found
+    return found
+
+
+def _step_of(base: Any) -> Callable[..., Any]:
+    inner = base.step
+
+    @functools.wraps(inner)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True  # what a scheduler asks before it warns of a wrong order
+        own = self.__dict__.get("_xamp_own_step")
+        if own is None or hasattr(own, "_wrapped_by_lr_sched"):
+            own = inner.__get__(self)
+        return self._xamp.step(own, args, kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it again: hooks and profiler entries twice
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _zero_grad_of(base: Any) -> Callable[..., None]:
+    """The base's, for the gradients in the lowered parameters too."""
+    inner = base.zero_grad
+
+    @functools.wraps(inner)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        self._xamp.gradients.cleared()
+
+    return zero_grad
+
+
+class _Managed:
+    """The methods of a managed optimizer besides ``step``."""
+
+    _xamp: OptimizerState
+    _xamp_base: type
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+    def add_param_group(self, group: Any) -> None:
+        """The base's, with masters for the lowered parameters in the group."""
+        if not isinstance(group, dict):
+            super().add_param_group(group)  # type: ignore[misc]  # says what it takes
+        params = group.get("params", ())
+        if isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, set):  # torch refuses a set
+            params = list(params)
+        named = (p[1] if isinstance(p, tuple) else p for p in params)  # torch takes (name, parameter) too
+        tensors = [p for p in named if isinstance(p, torch.Tensor)]
+        present = {id(p) for g in self.param_groups for p in g["params"]}
+        if any(id(m) in present for p in tensors if (m := master_of(p)) is not None):
+            raise ValueError("some parameters appear in more than one parameter group")
+        self._xamp.engine.check_not_shared(self._xamp, tensors)
+        super().add_param_group({**group, "params": params})  # type: ignore[misc]
+        self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, with ``fused`` as the user had it, so that it loads where there is no fused form."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        groups = self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])
+        return {**state, "param_groups": self._xamp.saved_groups(groups)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The base's; afterwards the fused form is decided again for this device."""
+        base_load = super().load_state_dict  # type: ignore[misc]
+        self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
+        self._xamp.loaded()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain torch optimizer, that loads where there is no xamp."""
+        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
+        state.pop("_xamp", None)
+        state.pop("_xamp_own_step", None)
+        state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)
+        return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
+
+
+def _as_optimizer(managed: Any) -> Optimizer:
+    return managed  # type: ignore[no-any-return]
+
+
+def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Give existing state the dtype in which ``params`` are stepped, as a load would.
+
+    Args:
+        optimizer: with state from earlier steps, or made at once by its constructor.
+        params: what the optimizer steps where the model's parameter was lowered: the parameter or its master.
+
+    Returns:
+        A function that makes lowered state fp32 again: the very tensors, unless a step has moved them.
+    """
+    cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
+    for param in params:
+        state: dict[str, Any] = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if key != "step" and isinstance(value, torch.Tensor) and value.dtype in CASTABLE:
+                made = value.to(param.dtype)
+                if made is not value:
+                    cast.append((state, key, value, made, made._version))
+    for state, key, _, made, _ in cast:
+        state[key] = made
+    held_weakly = weakref.ref(optimizer)
+
+    lowered = any(p.dtype in LOWER for p in params)
+
+    def undo() -> None:
+        if not lowered:  # state in half precision, if there is any, is the optimizer's own wish
+            return
+        before = {id(made): value for _, _, value, made, version in cast if made._version == version}
+        found = held_weakly()
+        for state in () if found is None else found.state.values():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.dtype in LOWER:
+                    state[key] = before.get(id(value), value.float())
+
+    return undo
+
+
+def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put the second of each pair where the first is, in the groups and as key of the state."""
+    other = {id(old): new for old, new in pairs}
+    for group in optimizer.param_groups:
+        group["params"][:] = [other.get(id(p), p) for p in group["params"]]
+    for old in [p for p in optimizer.state if id(p) in other]:
+        optimizer.state[other[id(old)]] = optimizer.state.pop(old)

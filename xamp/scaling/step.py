@@ -1,0 +1,386 @@
+"""One optimizer's part in a training step: what its backwards found, whether it steps, and what came of it.
+
+A backward that overflows raises the optimizer's flag, on the device. ``step()`` is skipped if one did since the last
+step: by the fused kernel, to which the flag is handed, or by the host, which then has to read it. After the step
+masters are written back; its numbers are counted, logged and judged once they can be read without waiting.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.contract import Backend
+from xamp.errors import LossScaleCollapsed, StateError
+from xamp.ground.log import say
+from xamp.policy import Policy
+from xamp.scaling import masters
+from xamp.scaling.fused import FusedForm
+from xamp.scaling.gradients import Gradients
+from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
+
+__all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner"]
+
+
+class StepOutcome(enum.Enum):
+    """What ``optimizer.step()`` did."""
+
+    APPLIED = "applied"
+    SKIPPED = "skipped"
+
+
+class Stats:
+    """Counts of optimizer steps, over all optimizers of a session.
+
+    Attributes:
+        applied: steps taken.
+        skipped: steps left out because a gradient overflowed.
+    """
+
+    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
+        self.applied = applied
+        self.skipped = skipped
+
+    def __repr__(self) -> str:
+        return f"Stats(applied={self.applied}, skipped={self.skipped})"
+
+
+class StepOwner(Protocol):
+    """What an optimizer's state asks of the engine that it belongs to; the fields are :class:`Engine`'s."""
+
+    policy: Policy
+    backend: Backend
+    device: torch.device
+    memory: DeviceState
+    scalers: list[LossScaler]
+    overflow_runs: dict[int, int]
+    counts: Stats
+    verbosity: int
+    moves_before_step: bool
+
+    def pairs(self) -> Sequence[masters.Pair]:
+        """All lowered parameters and their masters."""
+
+    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
+        """Qualified names of parameters, for messages."""
+
+    def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
+        """Refuse parameters that another optimizer of the session holds."""
+
+    def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
+        """Take in a group that was added to the optimizer of ``state``."""
+
+
+class OptimizerState:
+    """What xamp keeps for one optimizer. It sits in the optimizer as ``_xamp`` and holds it weakly.
+
+    Attributes:
+        engine: what it belongs to.
+        index: its place among the engine's optimizers.
+        fused: the choice of the fused form.
+        gradients: its gradients, in and out of the loss scale.
+        outcome: what the last step did: an outcome, or the flag on the device that tells; None before the first.
+        open: a ``scale_loss`` over this optimizer is being executed.
+        fresh: no backward was checked since the last step, so the sticky flag is down.
+        flag: fp32 scalar, what the backward just left found where it cannot go into ``sticky`` at once.
+        sticky: fp32 scalar, whether any backward since the last step overflowed.
+        gradients_class: what keeps its gradients.
+    """
+
+    gradients_class: type[Gradients] = Gradients
+
+    def __init__(self, engine: StepOwner, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
+        self.engine = engine
+        self.index = index
+        self.fused = fused
+        self.outcome: StepOutcome | torch.Tensor | None = None
+        self.open = False
+        self.fresh = True
+        self._optimizer = weakref.ref(optimizer)
+        self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
+        self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
+        self._watch.resume(engine.overflow_runs.get(index, 0))
+        self.live_in(engine.memory)
+        self._warm: set[int] = set()  # ids of parameters whose state exists: by a step, or loaded
+        self._warm_states = 0
+        self.find_parameters()
+
+    def live_in(self, memory: DeviceState) -> None:
+        """Keep the flags in ``memory`` from now on; what was recorded of another must have been read."""
+        self._memory = memory
+        self.flag = memory.flags[self.index]
+        self.sticky = memory.sticky[self.index]
+        self._history = History(memory)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        found = self._optimizer()
+        assert found is not None, "the optimizer owns this object"
+        return found
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the optimizer still exists; the engine keeps what belongs to it."""
+        return self._optimizer() is not None
+
+    def find_parameters(self) -> None:
+        """Read the optimizer's groups again; called when they changed."""
+        self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
+        self.fused.look_again(self.optimizer)
+        self._warm = set(map(id, _with_state(self.optimizer)))
+        self._warm_states = len(_state_of(self.optimizer))
+
+    def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ``optimizer.state_dict()`` holds of the groups."""
+        return groups
+
+    def loaded(self) -> None:
+        """``optimizer.load_state_dict`` was called."""
+        self.find_parameters()
+
+    def mask_flag(self) -> None:
+        """Take out of what this backward found what an earlier one had found."""
+        if self.gradients.mixed:
+            self.flag.addcmul_(self.flag, self.sticky, value=-1)
+
+    def keep_flag(self) -> None:
+        """Fold what this backward found into the sticky flag."""
+        torch.maximum(self.sticky, self.flag, out=self.sticky)
+        self.fresh = False
+
+    # ---------------------------------------------------------------- the decision
+
+    def settle(self, call: str) -> None:
+        """Called before anything reads or steps the gradients.
+
+        Raises:
+            StateError: they are still scaled.
+        """
+        if self.open:
+            raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
+        self.gradients.settle(call)
+
+    def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``optimizer.step(*args, **kwargs)``; ``base`` is the optimizer's own.
+
+        Raises:
+            StateError: a closure under loss scaling, gradients still scaled, or a backward without ``scale_loss``.
+            LossScaleCollapsed: :data:`xamp.scaling.scale.COLLAPSE_RUN` overflows in a row that no smaller scale could
+                cure.
+        """
+        policy = self.engine.policy
+        self.refuse_wrong()
+        if not policy.manages_gradients:
+            return self._step_unchecked(base, args, kwargs)
+        self._refuse(args, kwargs)
+        if not self.gradients.ready:  # no gradients at all, or it would have been refused
+            return base(*args, **kwargs)
+        if not policy.checks:
+            if self.fused.active and not self._is_warm():
+                base = self._unfused(base)
+            return self._step_unchecked(base, args, kwargs)
+        if self.fused.skips_on_device:
+            if self._is_warm():
+                return self._step_on_device(base, args, kwargs)
+            base = self._unfused(base)
+        return self._step_on_host(base, args, kwargs)
+
+    def refuse_wrong(self) -> None:
+        """Raise a StateError where the backend says that a step of this optimizer would be wrong."""
+        if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
+            raise StateError(
+                f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
+                f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
+                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at O0, O3 and O4."
+            )
+        self.settle("optimizer.step()")
+        if self.gradients.has_stray() and not self._only_fills_state():
+            raise StateError(
+                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
+                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
+                "with block, and clear the gradients with optimizer.zero_grad() after a step."
+            )
+
+    def _only_fills_state(self) -> bool:
+        """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state of a fresh optimizer.
+
+        It gives every parameter a gradient of zeros. Waits for the device, where there would be an error otherwise.
+        """
+        return not self.optimizer.state and self.gradients.all_zero()
+
+    def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = base(*args, **kwargs)
+        self._finish(StepOutcome.APPLIED)
+        return result
+
+    def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        values = self._memory.values.tolist()  # the one wait for the device
+        result, outcome = None, StepOutcome.APPLIED
+        used: tuple[int, ...] = ()
+        if self._memory.overflowed(values, self.index):
+            outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
+        else:
+            result = base(*args, **kwargs)
+        for scaler in self.engine.scalers:
+            scaler.know(values)
+        self._finish(outcome)
+        self.observe_all()  # the host has waited anyway, and steps are judged in their order
+        self._observe(used, values)
+        return result
+
+    def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, which torch takes too
+        optimizer.found_inf = self.sticky
+        try:
+            result = base(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        readable = list(self._history.push(tuple(self.gradients.used)))
+        self._finish(self.sticky.clone())
+        for used, values in readable:
+            self._observe(used, values)
+        return result
+
+    def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
+        """``base`` in the form that the user left, for the first step of some parameter (see :meth:`_is_warm`)."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.fused.off(self.optimizer):
+                result = base(*args, **kwargs)
+            self._warm.update(id(p) for p in self.gradients.stepped if p.grad is not None)
+            self._warm_states = len(_state_of(self.optimizer))
+            return result
+
+        return step
+
+    def _is_warm(self) -> bool:
+        """Whether every parameter about to move has its state.
+
+        torch's fused SGD makes momentum buffers of uninitialised memory on a step that ``found_inf`` skips, and fails
+        where one parameter has a buffer and another none; the others leave zeros where there was nothing. So the first
+        step of a parameter is decided on the host, and taken by the form that the user left it in. A loaded state
+        counts: a resumed run must take the very form that the run it resumes took, whose last bits differ.
+        """
+        if len(_state_of(self.optimizer)) < self._warm_states:
+            self._warm.clear()
+        if len(self._warm) == len(self.gradients.stepped):
+            return True
+        return self._warm.issuperset(id(p) for p in self.gradients.stepped if p.grad is not None)
+
+    # ---------------------------------------------------------------- the outcome
+
+    def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
+        """The step is over: masters go back, the flags go down."""
+        self.outcome = outcome
+        if outcome is not StepOutcome.SKIPPED:
+            masters.copy_back(self.gradients.pairs)
+        if not self.engine.policy.checks:
+            self.engine.counts.applied += 1
+        elif self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED:
+            self.sticky.zero_()  # needless where the host applied, for it has read a zero; too early before update()
+        self.fresh = True
+        self.gradients.ready = False
+        self.gradients.used.clear()
+
+    def known_outcome(self) -> StepOutcome | None:
+        """What the last step did. May wait for the device."""
+        if isinstance(self.outcome, torch.Tensor):
+            self.outcome = StepOutcome.SKIPPED if bool(self.outcome) else StepOutcome.APPLIED
+        return self.outcome
+
+    def unobserved(self) -> Iterable[bool]:
+        """Whether each step overflowed that has not been counted yet. Waits for the device."""
+        for _, values in self._history.peek():
+            yield self._memory.overflowed(values, self.index)
+
+    def overflow_run(self) -> int:
+        """Overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
+
+        Where a run is complete and has yet to be raised, the number that makes the next overflow raise it.
+        """
+        watch = copy.copy(self._watch)
+        complete = [self._judge(watch, used, values) for used, values in self._history.peek()]
+        return COLLAPSE_RUN - 1 if any(complete) else watch.run
+
+    def resume(self, overflow_run: int) -> None:
+        """Go on as after ``overflow_run`` such overflows, with the scales that were just loaded.
+
+        What a backward found before belongs to the run that is left; so do gradients that are still there, which must
+        be cleared or added to before a step.
+        """
+        self._history.forget()
+        self._watch.resume(overflow_run)
+        self.gradients.ready = False
+        if not self.fresh:
+            self.sticky.zero_()
+            self.fresh = True
+
+    def observe_all(self) -> None:
+        """Count, log and judge every step that is not yet. Waits for the device."""
+        for late in self._history.drain():
+            self._observe(*late)
+
+    def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool | None:
+        """Let ``watch`` take in one step: None where it did not overflow, else whether a run is complete."""
+        scales = self._memory.scales_in(values)
+        if not self._memory.overflowed(values, self.index):
+            watch.clean(scales)
+            return None
+        return watch.collapsed(scales, used)
+
+    def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
+        """Count, log and judge one step whose numbers the host has."""
+        collapsed = self._judge(self._watch, used, values)
+        if collapsed is None:
+            self.engine.counts.applied += 1
+            return
+        scales = self._memory.scales_in(values)
+        self.engine.counts.skipped += 1
+        if self.engine.verbosity:
+            self._tell_of_overflow(scales, used)
+        if collapsed:
+            raise LossScaleCollapsed(self._collapse_message(scales, used))
+
+    def _tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+        say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
+
+    def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:
+        at = ", ".join(f"{scales[i]:g}" for i in used)
+        rules = self.engine.scalers[used[0]].rules
+        kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
+        names = self.engine.names_of(self.gradients.not_finite())
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        by_flag = self.engine.backend.capabilities(self.engine.device).overflow == "flag"
+        none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
+        return (
+            f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
+            f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
+            "or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 (O4, O5)."
+        )
+
+
+def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """The optimizer's state; what merely looks like one may have none."""
+    return getattr(optimizer, "state", {})
+
+
+def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that have state, and those of an SGD that keeps none."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = _state_of(optimizer).get(param)
+            has_some = isinstance(state, dict) and any(isinstance(v, torch.Tensor) for v in state.values())
+            if has_some or group.get("momentum") == 0:
+                yield param

@@ -1,0 +1,1 @@
+"""The public calls, which tie the other wings together."""

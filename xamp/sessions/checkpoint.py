@@ -1,0 +1,203 @@
+"""Saving and loading what a session adds to a model and an optimizer: loss scales, and exact fp32 masters.
+
+Data flow of a load: :func:`xamp.sessions.formats.read` checks the state by itself, :func:`_plan` finds for each tensor
+the parameter it belongs to and refuses what does not fit; only then is anything written. A master is written together
+with its parameter, so that model, optimizer and this may be loaded in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from xamp.errors import CheckpointError, StateError
+from xamp.ground.log import say
+from xamp.scaling import masters
+from xamp.sessions import formats
+from xamp.sessions.formats import Saved, SavedScale
+
+if TYPE_CHECKING:
+    from xamp.scaling.engine import Engine
+    from xamp.scaling.step import OptimizerState
+
+__all__ = ["load", "save"]
+
+_CALL = "load_state_dict"
+
+
+def save(engine: Engine, kind: str = "xamp") -> Any:
+    """The state of ``engine`` in one of :data:`xamp.sessions.formats.FORMATS`. Waits for the device."""
+    kind = formats.check_format("state_dict", kind)
+    scales = [_scale_of(scaler) for scaler in engine.scalers]
+    if kind != "xamp":
+        states = [formats.write_foreign(scale, kind) for scale in scales]
+        return {} if not states else states[0] if len(states) == 1 else states  # {} is a disabled GradScaler's
+    stats = engine.stats()
+    named, others = _masters_of(engine)
+    return formats.write(
+        Saved(
+            scales,
+            named,
+            others,
+            [state.overflow_run() for state in engine.states],
+            (stats.applied, stats.skipped),
+            engine.policy.level,
+            str(engine.policy.dtype).removeprefix("torch."),
+        )
+    )
+
+
+def load(engine: Engine, saved_state: object) -> None:
+    """Load ``saved_state``, of any format that can be read, into ``engine``: all of it or nothing.
+
+    Raises:
+        CheckpointError: it does not fit; the message names the key.
+        StateError: a ``scale_loss`` is open.
+    """
+    if not engine.enabled:
+        return
+    if any(state.open for state in engine.states):
+        raise StateError(f"{_CALL}: inside `with xamp.scale_loss(...)`. Load after the block.")
+    saved = formats.read(f"{_CALL}(state)", saved_state)
+    moving = _moving_scales(engine, saved)
+    writes = _plan(engine, saved)
+    _tell_missing(engine, writes)
+    stats = engine.stats()  # before resuming drops what is not counted yet
+    _write(writes)
+    for scaler, scale in zip(engine.scalers, moving, strict=False):
+        tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)  # torch's kernel tests for equality
+        scaler.set(scaler.rules.within(scale.scale), tracker)
+    same = not engine.states or len(saved.overflow_runs) == len(engine.states)
+    engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
+    for optimizer in engine.states:
+        optimizer.resume(engine.overflow_runs.get(optimizer.index, 0))
+    engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
+
+
+# ---------------------------------------------------------------- loss scales
+
+
+def _scale_of(scaler: Any) -> SavedScale:
+    rules = scaler.rules
+    return SavedScale(
+        float(scaler.scale),
+        int(scaler.growth_tracker),
+        rules.dynamic,
+        (rules.growth_factor, rules.backoff_factor, rules.growth_interval),
+    )
+
+
+def _moving_scales(engine: Engine, saved: Saved) -> Sequence[SavedScale]:
+    """The scales to take over: none unless they move here and moved there. A static one is set by ``initialize``."""
+    if not engine.policy.dynamic or any(scale.dynamic is False for scale in saved.scales):
+        return ()
+    if saved.scales and len(saved.scales) != len(engine.scalers):
+        raise CheckpointError(
+            f"{_CALL}(state): it holds {len(saved.scales)} loss scales, and initialize was called with "
+            f"num_losses={len(engine.scalers)}: the scale of loss_id={min(len(saved.scales), len(engine.scalers))} has "
+            "no counterpart. Call initialize with the num_losses of the run that saved it. Nothing was loaded."
+        )
+    return saved.scales
+
+
+# ---------------------------------------------------------------- masters
+
+
+def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Copies in host memory of all masters: by model and name; those of no model by optimizer and position."""
+    seen: set[int] = set()
+    named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
+    for index, model in engine.models().items():
+        pairs = ((n, p, masters.master_of(p)) for n, p in model.named_parameters())
+        found = {name: masters.up_to_date(param, m) for name, param, m in pairs if m is not None}
+        named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
+        seen.update(id(master) for master in found.values())
+    others = [
+        {key: _copy(p) for key, p in _positions(state) if id(p) in held and id(p) not in seen}
+        for state in engine.states
+        for held in [{id(m) for _, m in state.gradients.pairs}]
+    ]
+    return named, others
+
+
+def _copy(master: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(master, device="cpu", requires_grad=False).copy_(master.detach())
+
+
+def _positions(state: OptimizerState) -> Iterator[tuple[str, torch.Tensor]]:
+    for g, group in enumerate(state.optimizer.param_groups if state.is_alive else ()):
+        for k, param in enumerate(group["params"]):
+            yield f"{g}.{k}", param
+
+
+_Write = tuple[torch.Tensor, torch.Tensor]
+"""(the parameter, its exact value)."""
+
+
+def _plan(engine: Engine, saved: Saved) -> list[_Write]:
+    """What to write where; raises a CheckpointError and has written nothing."""
+    models = engine.models()
+    writes = []
+    for index, named in enumerate(saved.masters):
+        if named and index not in models:
+            raise CheckpointError(
+                f"{_CALL}(state): state['masters'][{index}] belongs to a further model, and initialize was "
+                f"given {len(models)} that still exist. Give it the models of the run that saved this. Nothing was "
+                "loaded."
+            )
+        params = dict(models[index].named_parameters(remove_duplicate=False)) if named else {}
+        writes += _matched(named, params, f"state['masters'][{index}]", "the model has no such parameter")
+    for index, others in enumerate(saved.others):
+        if not others:
+            continue
+        held: dict[str, torch.Tensor] = {}
+        if index < len(engine.states):
+            state = engine.states[index]
+            param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.pairs}
+            held = {key: param_of.get(id(p), p) for key, p in _positions(state)}
+        key = f"state['optimizers'][{index}]['masters']"
+        writes += _matched(others, held, key, "no optimizer here has a parameter at that group and position")
+    return writes
+
+
+def _matched(
+    saved: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], where: str, absent: str
+) -> list[_Write]:
+    writes = []
+    for name, value in saved.items():
+        param, problem = params.get(name), ""
+        if param is None:
+            problem = absent
+        elif param.shape != value.shape:
+            problem = f"shape {tuple(value.shape)}, and the parameter's is {tuple(param.shape)}"
+        elif type(param) not in (nn.Parameter, torch.Tensor) or param.dtype not in (torch.float32, *masters.LOWER):
+            problem = f"the parameter is a {type(param).__name__} of {param.dtype}, which no master can be written to"
+        if problem or param is None:
+            raise CheckpointError(f"{_CALL}(state): {where}[{name!r}]: {problem}. Nothing was loaded.")
+        writes.append((param, value))
+    return writes
+
+
+def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
+    """Log which masters a state that has masters does not have: of parameters that came since, or were frozen."""
+    written = {id(param) for param, _ in writes}
+    params = [param for model in engine.models().values() for param in model.parameters()]
+    left = [p for p in params if masters.master_of(p) is not None and id(p) not in written]
+    if left and writes and engine.verbosity:
+        say(
+            "load_state_dict: no master weights of %s%s in the state; they keep their values",
+            engine.names_of(left)[0],
+            f" and {len(left) - 1} more" if len(left) > 1 else "",
+        )
+
+
+@torch.no_grad()
+def _write(writes: Sequence[_Write]) -> None:
+    for param, value in writes:
+        master = masters.master_of(param)
+        if master is not None:
+            masters.overwrite(master, value)
+        param.copy_(value)

@@ -1,0 +1,301 @@
+"""What ``initialize`` refuses: each check looks only, and its message names the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from xamp.casting.forward import is_under_policy
+from xamp.contract import Backend
+from xamp.errors import PolicyError, StateError, UnsupportedPolicy
+from xamp.policy import Policy
+from xamp.scaling.engine import Engine
+from xamp.scaling.masters import is_lowered
+from xamp.scaling.optimizer import state_of
+from xamp.sessions.session import find_session
+
+__all__ = [
+    "as_list",
+    "check_capabilities",
+    "check_models",
+    "check_not_initialized",
+    "check_not_shared",
+    "check_optimizers",
+    "check_owned",
+    "check_stepped_rightly",
+    "device_of",
+    "is_plain",
+    "unwrap",
+]
+
+
+def as_list(name: str, given: object, kind: type) -> list[object]:
+    """``given`` as a list: one ``kind`` or a list or tuple of them, each once.
+
+    Raises:
+        PolicyError: anything else.
+    """
+    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            raise PolicyError(
+                f"initialize({name}=...): {type(item).__name__} is no {kind.__module__}.{kind.__name__}. Pass one, or "
+                "a list or tuple of them."
+            )
+    if len({id(item) for item in items}) < len(items):
+        raise PolicyError(f"initialize({name}=...): the same object stands in the list twice. Give each once.")
+    return items
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        elif not isinstance(model, torch.jit.ScriptModule) and "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device | None:
+    """The device of the first parameter; None where there is none.
+
+    Raises:
+        PolicyError: the parameters are on two device types.
+    """
+    owners = [*(m.parameters() for m in models), *(g["params"] for o in optimizers for g in o.param_groups)]
+    devices = [p.device for params in owners for p in params]
+    types = sorted({d.type for d in devices})
+    if len(types) > 1:
+        raise PolicyError(
+            f"initialize: the parameters are on two device types, {' and '.join(types)}, and xamp never moves a model. "
+            "Move all of it to one with model.to(device) before making the optimizer."
+        )
+    return devices[0] if devices else None
+
+
+def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Engine | None:
+    """Refuse what a session manages already.
+
+    Returns:
+        The engine to which ``optimizers`` are added: ``models`` were all given to it, without an optimizer.
+
+    Raises:
+        StateError: a model or optimizer is in a session, or is a copy of a model that is.
+    """
+    for optimizer in optimizers:
+        if state_of(optimizer) is not None:
+            raise StateError(
+                f"initialize: this {type(optimizer).__name__} was given to initialize before. Each optimizer is given "
+                "once; call xamp.session(optimizer).close() first to start over."
+            )
+    owners = [None if (found := find_session(model)) is None else found.engine for model in models]
+    first = owners[0]
+    if optimizers and first and first.enabled and not first.states and all(o is first for o in owners):
+        return first
+    for model, owner in zip(models, owners, strict=True):
+        if owner is not None and owner.enabled:
+            raise StateError(
+                f"initialize: this {type(model).__name__} was given to initialize before. Give all optimizers in one "
+                "call, or call xamp.session(model).close() first to start over."
+            )
+        if is_under_policy(model):
+            raise StateError(
+                f"initialize: this {type(model).__name__} is a copy or a part of a model that initialize has set up, "
+                "and runs under its policy. Initialize a plain model."
+            )
+    return None
+
+
+def check_capabilities(backend: Backend, device: torch.device, policy: Policy, delegate: bool) -> None:
+    """Refuse what the device cannot do.
+
+    Raises:
+        UnsupportedPolicy: naming what it can.
+    """
+    can = backend.capabilities(device)
+    dtype = str(policy.dtype).removeprefix("torch.")
+    if policy.level not in can.levels:
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): backend {backend.name!r} cannot run it on {device}. Levels there: "
+            f"{', '.join(can.levels)}."
+        )
+    if dtype not in (*can.dtypes, "float32"):
+        raise UnsupportedPolicy(
+            f"initialize(dtype={policy.dtype}): backend {backend.name!r} cannot compute in it on {device}. Lower "
+            f"dtypes there: {', '.join(can.dtypes) or 'none'}."
+        )
+    if policy.op_policy not in can.op_policies:
+        raise UnsupportedPolicy(
+            f"initialize(op_policy={policy.op_policy!r}): backend {backend.name!r} has {', '.join(can.op_policies)}."
+        )
+    if delegate and not can.delegates:
+        raise UnsupportedPolicy(
+            f"initialize(delegate=True): backend {backend.name!r} has nothing to hand over to. Leave delegate out."
+        )
+
+
+def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse models that cannot be put under ``policy``.
+
+    Raises:
+        PolicyError: a half model, or one whose parameters do not exist yet.
+        UnsupportedPolicy: a ScriptModule where parameters are cast.
+        StateError: a wrapper that must come later.
+    """
+    for model, outer in zip(models, given, strict=True):
+        for name, param in model.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise PolicyError(
+                    f"initialize: parameter {name!r} of {type(model).__name__} has no shape yet. Run one batch through "
+                    "the model first."
+                )
+            if is_lowered(param):
+                raise StateError(
+                    f"initialize: parameter {name!r} of {type(model).__name__} belongs to another session, which has "
+                    "cast it. Give all models that share it to one initialize call, or close that session first."
+                )
+            if param.dtype in (torch.float16, torch.bfloat16):
+                raise PolicyError(
+                    f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}, and initialize takes "
+                    "fp32 models. Leave out .half() or .bfloat16(); the level casts."
+                )
+        if policy.casts_parameters:
+            _check_castable(model, outer, policy.level)
+
+
+def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
+    name = type(model).__name__
+    if _holds(outer, DistributedDataParallel):
+        raise StateError(
+            f"initialize(level={level!r}): DistributedDataParallel already wraps this {name} and has laid its buckets "
+            f"out for fp32. Give initialize the bare model and wrap what it returns; O0, O1 and O4 take a wrapped one."
+        )
+    for module in model.modules():
+        if hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state"):
+            raise StateError(
+                f"initialize(level={level!r}): FSDP already shards this {name}. Give initialize the bare model, or use "
+                "O1 or O4, which leave parameters as they are."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedPolicy(
+                f"initialize(level={level!r}): {type(module).__name__} in this model is a ScriptModule, whose "
+                "parameters cannot be cast. Levels for it: O0, O1, O4. Or initialize the model before torch.jit.script."
+            )
+        if module is not model and is_under_policy(module):
+            raise StateError(
+                f"initialize(level={level!r}): a part of this {name} ({type(module).__name__}) was given to initialize "
+                "before. Close that session first, or give both models in one call at O0, O1 or O4."
+            )
+
+
+def _holds(outer: nn.Module, kind: type) -> bool:
+    """Whether ``kind`` is among the wrappers around the model, or inside it."""
+    return any(isinstance(module, kind) for module in outer.modules())
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse optimizers that cannot be right.
+
+    Raises:
+        PolicyError: one that holds none of the models' parameters, half parameters, or an ``eps`` that rounds to zero.
+    """
+    check_owned(optimizers, models)
+    if policy.manages_gradients:
+        check_not_shared(optimizers, policy)
+    known = {id(p) for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if policy.master_weights:
+            _check_no_inner_optimizer(optimizer, policy)
+        if any(p.dtype in (torch.float16, torch.bfloat16) for p in params if id(p) not in known):
+            raise PolicyError(
+                f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
+                "given. Keep it fp32."
+            )
+        if policy.casts_parameters and not policy.master_weights:
+            _check_eps(optimizer, policy)
+
+
+def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Refuse a parameter that two optimizers hold.
+
+    Raises:
+        PolicyError: each would unscale its gradient, and step a master of its own.
+    """
+    holder: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            other = holder.setdefault(id(param), index)
+            if other != index:
+                raise PolicyError(
+                    f"initialize(level={policy.level!r}): optimizers[{other}] and optimizers[{index}] hold the same "
+                    f"parameter, of shape {tuple(param.shape)}, and two would unscale its gradient. Give each "
+                    "parameter to one optimizer, or use a level without loss scaling and masters (O0, O4)."
+                )
+
+
+def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    """Refuse an optimizer of another model.
+
+    Raises:
+        PolicyError: it holds none of the models' parameters.
+    """
+    known = {id(p) for model in models for p in model.parameters()}
+    for optimizer in optimizers:
+        if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            raise PolicyError(
+                f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
+                "model.parameters() of the very model, after moving that to its device."
+            )
+
+
+def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
+    """Refuse what the backend knows to be stepped wrongly.
+
+    Raises:
+        UnsupportedPolicy: an optimizer of the device's own whose own copies the level makes wrong; or a fused one of
+            parameters in a storage format that its kernel does not take.
+    """
+    name = type(optimizer).__name__
+    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters):
+        raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
+    if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {name} was made with fused=True, whose kernel takes no parameter in "
+            "a storage format of the device's own, as this one holds. Make it without fused=True, or cast the "
+            "parameters to the usual format first."
+        )
+
+
+def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
+    """Whether all its parameters are in the storage format that every operator takes."""
+    return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
+
+
+def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
+    """An optimizer around another one whose groups are its own would keep the lowered parameters, and never move."""
+    outer = {id(group["params"]) for group in optimizer.param_groups}
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
+            raise UnsupportedPolicy(
+                f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
+                "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
+                "O0, O1, O3, O4."
+            )
+
+
+def _check_eps(optimizer: Optimizer, policy: Policy) -> None:
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=policy.dtype)) == 0.0:
+            raise PolicyError(
+                f"initialize(level={policy.level!r}): {type(optimizer).__name__}(eps={eps:g}) steps {policy.dtype} "
+                "parameters, where that eps is zero, and would divide by zero. Pass eps=1e-4 or larger, use SGD, or a "
+                "level with fp32 master weights (O2)."
+            )

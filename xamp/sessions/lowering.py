@@ -1,0 +1,243 @@
+"""Lowers a model's parameters and buffers, and puts its modules into the regions that the policy means.
+
+:func:`plan` looks and refuses and changes nothing; :meth:`Plan.apply` changes, and leaves on an exit stack how to take
+every change back, which serves a failed ``initialize`` and ``session.close()`` alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xamp.casting.forward import Cast, Region, enter_policy
+from xamp.errors import PolicyError
+from xamp.ground.containers import cast_floats
+from xamp.policy import Policy
+from xamp.scaling import masters
+
+__all__ = ["Plan", "plan"]
+
+Plain = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Plan:
+    """What will be done to the models of one session.
+
+    It is kept, to undo what it did, by an engine that must not keep models alive, and so holds them weakly.
+
+    Attributes:
+        lowered: parameters to cast.
+    """
+
+    def __init__(
+        self, models: Sequence[nn.Module], policy: Policy, device_type: str, saturates: bool, cast: Cast, plain: Plain
+    ) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self.policy = policy
+        self._cast = cast
+        self._plain = plain
+        self.device_type = device_type
+        self._watched = saturates and policy.checks
+        self._islands = [weakref.ref(module) for module in _islands(models, policy.keep_fp32)]
+        self.lowered: list[nn.Parameter] = []
+        self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._originals: dict[int, torch.Tensor] = {}  # by id of the parameter or buffer that took its place
+        self._grads: dict[int, torch.Tensor | None] = {}
+        if policy.casts_parameters and policy.dtype != torch.float32:
+            self._find_lowered()
+        # Made here, where running out of memory has changed nothing yet.
+        self._values = [plain(p.detach().to(policy.dtype)) for p in self.lowered]
+
+    def _find_lowered(self) -> None:
+        kept = {id(m) for island in self.islands() for m in island.modules()}
+        if self.policy.keep_batchnorm_fp32:
+            norms = (m for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm))
+            kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
+        modules = {id(m): m for model in self.models() for m in model.modules()}
+        kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
+        seen: set[int] = set()
+        for module in (m for key, m in modules.items() if key not in kept):
+            for param in module._parameters.values():
+                if param is not None and param.dtype == torch.float32 and id(param) not in kept_params | seen:
+                    seen.add(id(param))
+                    self.lowered.append(param)
+            self._buffers += [
+                (weakref.ref(module), name)
+                for name, b in module._buffers.items()
+                if b is not None and b.dtype == torch.float32
+            ]
+
+    def models(self) -> Iterator[nn.Module]:
+        """The models that are still alive."""
+        return (model for ref in self._models if (model := ref()) is not None)
+
+    def islands(self) -> Iterator[nn.Module]:
+        """Modules that stay fp32 in a model that does not; the outermost of each subtree."""
+        return (module for ref in self._islands if (module := ref()) is not None)
+
+    def _live_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+        for ref, name in self._buffers:
+            module = ref()
+            buffer = None if module is None else module._buffers.get(name)
+            if module is not None and buffer is not None:
+                yield module, name, buffer
+
+    def apply(self, undo: contextlib.ExitStack) -> None:
+        """Cast, and enter the regions."""
+        if self.lowered or self._buffers:
+            self._lower(undo)
+        for model in self.models():
+            if self.policy.casts_parameters:
+                undo.callback(masters.watch_state_dicts(model))
+            kept_whole = any(model is island for island in self.islands())
+            region = self._region(kept_whole)
+            if region.does_something:
+                undo.callback(enter_policy(model, region))
+        for island in self.islands():
+            if not any(island is model for model in self.models()):
+                undo.callback(enter_policy(island, self._island_region()))
+
+    def commit(self) -> None:
+        """Nothing can fail any more: let go of the fp32 values that only a failure would have needed."""
+        self._originals = {}
+        self._grads = {}
+
+    def _region(self, kept_whole: bool) -> Region:
+        policy = self.policy
+        lower = policy.dtype if policy.autocast and not kept_whole else None
+        into = torch.float32 if kept_whole else policy.input_dtype
+        return Region(
+            *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
+            *(self._cast, policy.apart),
+        )
+
+    def _island_region(self) -> Region:
+        back = self.policy.dtype if self.policy.casts_parameters else None
+        return Region(self.device_type, None, torch.float32, back)
+
+    def _lower(self, undo: contextlib.ExitStack) -> None:
+        grads = [p.grad for p in self.lowered]
+        undo.callback(self._raise_again)
+        for param, value, grad in zip(self.lowered, self._values, grads, strict=True):
+            param.grad = None  # of the old dtype, which the new one does not admit
+            self._originals[id(param)] = param.data
+            self._grads[id(param)] = grad
+            master = nn.Parameter(self._plain(param.data)) if self.policy.master_weights else None
+            masters.set_lowered(param, master)
+            param.data = value
+            if grad is not None:
+                _give_grad(param, grad)
+        for module, name, buffer in self._live_buffers():
+            module._buffers[name] = lowered = buffer.to(self.policy.dtype)
+            self._originals[id(lowered)] = buffer
+            masters.set_lowered(lowered)
+        self._values = []
+        for model in self.models():
+            _flatten_rnns(model)
+
+    def _raise_again(self) -> None:
+        """Give each lowered parameter its fp32 values and gradient back, and each buffer its values."""
+        for param in self.lowered:
+            master, grad = masters.master_of(param), param.grad
+            if master is not None:
+                grad = masters.up_to_date(param, master).grad
+            masters.forget_lowered(param)
+            param.grad = None
+            param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
+            grad = self._grads.get(id(param), grad)
+            if grad is not None:
+                param.grad = grad.to(param.dtype)
+        for module, name, buffer in self._live_buffers():
+            if buffer.dtype in masters.LOWER:
+                module._buffers[name] = self._originals.get(id(buffer), buffer.float())
+        for model in self.models():
+            _flatten_rnns(model)
+
+
+def plan(
+    models: Sequence[nn.Module],
+    policy: Policy,
+    device_type: str,
+    *,
+    saturates: bool = False,
+    cast: Cast = cast_floats,
+    plain: Plain = lambda tensor: tensor,
+) -> Plan:
+    """Look at ``models`` and say what the policy does to them; changes nothing.
+
+    Args:
+        models: inside their wrappers.
+        policy: what they are put under.
+        device_type: where they are.
+        saturates: the device tells an overflow by a flag.
+        cast: what casts a model's arguments and results.
+        plain: see :meth:`xamp.contract.Backend.plain`.
+
+    Raises:
+        PolicyError: ``keep_fp32`` names something that is not there.
+    """
+    return Plan(models, policy, device_type, saturates, cast, plain)
+
+
+def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+    """The modules to run in fp32: the outermost that ``keep`` matches, and those that share a parameter with them."""
+    unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
+    found: dict[int, nn.Module] = {}
+    covered: set[int] = set()
+    for model in models:
+        for name, module in model.named_modules(remove_duplicate=False):
+            hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
+            unmatched.difference_update(k for k in hits if isinstance(k, str))
+            if hits and id(module) not in covered:
+                found.update((id(m), m) for m in _called(module))
+                covered.update(id(m) for m in module.modules())
+    if unmatched:
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        raise PolicyError(
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
+            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+        )
+    return [*found.values(), *_tied_to(found.values(), covered, models)]
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """``module``, or what is in it where it is a mere list of modules, whose forward nobody calls."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _called(child)
+    else:
+        yield module
+
+
+def _tied_to(islands: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Modules outside the islands that hold one of their parameters: it stays fp32, so they must run in fp32 too."""
+    kept = {id(p) for island in islands for p in island.parameters()}
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        if id(module) not in covered and any(id(p) in kept for p in module._parameters.values()):
+            yield module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
+
+
+def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Keep a gradient that was there before: in the master, else rounded."""
+    master = masters.master_of(param)
+    if master is None:
+        param.grad = grad.to(param.dtype)
+    else:
+        master.grad = grad
+
+
+def _flatten_rnns(model: nn.Module) -> None:
+    """Recurrent layers keep their weights in one block on some devices; a cast takes them apart."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()

@@ -1,0 +1,336 @@
+"""Sessions, and the functions that people call in a training step.
+
+A :class:`Session` is how an :class:`~xamp.scaling.engine.Engine` looks from one model or optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp.casting.forward import Region
+from xamp.contract import Backend
+from xamp.errors import PolicyError, StateError
+from xamp.policy import Policy
+from xamp.scaling import distributed, masters
+from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.scale import LossScaler
+from xamp.scaling.step import OptimizerState, Stats, StepOutcome
+from xamp.sessions import checkpoint
+
+__all__ = [
+    "Session",
+    "StepOutcome",
+    "clip_grad_norm_",
+    "find_session",
+    "load_state_dict",
+    "loss_scale",
+    "master_params",
+    "register",
+    "scale_loss",
+    "session",
+    "state_dict",
+]
+
+# Each model, wrapper and optimizer that was given to initialize -> its session.
+_sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
+
+
+class Session:
+    """What one ``initialize`` set up, seen from the model or optimizer it was asked for.
+
+    Attributes:
+        engine: what all sessions of that call share.
+    """
+
+    def __init__(self, engine: Engine, seen_from: object) -> None:
+        self.engine = engine
+        self._seen_from = weakref.ref(seen_from)
+
+    @property
+    def policy(self) -> Policy:
+        """The effective setting."""
+        return self.engine.policy
+
+    @property
+    def backend(self) -> Backend:
+        """The backend in use."""
+        return self.engine.backend
+
+    @property
+    def device(self) -> torch.device:
+        """Where the loss scale lives: the device of the models' first parameter."""
+        return self.engine.device
+
+    @property
+    def last_step(self) -> Any:
+        """What the last ``step()`` did: a StepOutcome, None before the first. May wait for the device.
+
+        Seen from a model with several optimizers: a dict by optimizer.
+        """
+        state = state_of(self._seen_from())
+        return self.engine.last_step() if state is None else state.known_outcome()
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of steps, over all optimizers. Waits for the device."""
+        return self.engine.stats()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The policy as a context manager, for code outside ``forward``. At O0, O2, O3 and O5 it switches casts off."""
+        if not self.engine.enabled or not self.policy.apart:  # where nothing casts, or everything around does
+            return contextlib.nullcontext()
+        lower = self.policy.dtype if self.policy.autocast else None
+        return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
+
+    def state_dict(self, format: str = "xamp") -> Any:
+        """See :func:`state_dict`."""
+        return checkpoint.save(self.engine, format)
+
+    def load_state_dict(self, state: Any) -> None:
+        """See :func:`load_state_dict`. The two make a session a ``Stateful`` of torch.distributed.checkpoint."""
+        checkpoint.load(self.engine, state)
+
+    def close(self) -> None:
+        """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
+
+        Raises:
+            StateError: a ``scale_loss`` is open, gradients are still scaled, or the work was handed over.
+        """
+        self.engine.check_closable()
+        for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
+            del _sessions[key]
+        self.engine.undo.close()
+
+
+def register(engine: Engine, objects: Iterable[object]) -> None:
+    """Make :func:`session` find ``engine`` by each of ``objects``."""
+    for found in objects:
+        _sessions[found] = Session(engine, found)
+
+
+def find_session(found: object) -> Session | None:
+    """The session that ``found`` belongs to, or None."""
+    try:
+        return _sessions.get(found)
+    except TypeError:  # no weak references to it
+        return None
+
+
+def session(obj: object) -> Session:
+    """The session of a model or optimizer that was given to ``initialize``.
+
+    Raises:
+        StateError: it was not, or its session was closed.
+    """
+    found = find_session(obj)
+    if found is None:
+        raise StateError(
+            f"session({type(obj).__name__}): not given to xamp.initialize, or its session was closed. Pass the very "
+            "model or optimizer that initialize returned; a copy has no session."
+        )
+    return found
+
+
+def _the_engine(call: str, obj: object) -> Engine:
+    """The engine of ``obj``; for None the only one there is."""
+    if obj is not None:
+        return session(obj).engine
+    live = list({id(found.engine): found.engine for found in _sessions.values()}.values())
+    if len(live) != 1:
+        raise StateError(
+            f"{call}: {len(live)} sessions are live, so it must be told which. Pass a model or optimizer of the one "
+            "meant."
+        )
+    return live[0]
+
+
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """Scale a loss, and unscale the gradients that its backward leaves.
+
+    On leaving, the gradients of ``optimizers`` are plain again (at O2 and O5: in the masters' ``.grad``), have been
+    checked for inf and nan, and the loss scale has moved once; all on the device. Where a wrapper postpones its
+    reduction (``no_sync``), that waits for the first ``scale_loss`` whose backward reduces.
+
+    Args:
+        loss: one floating element, on the session's device type.
+        optimizers: the optimizer, or all of them, whose parameters get gradients from ``loss``.
+        loss_id: which loss scale, of the ``num_losses`` that ``initialize`` made.
+        model: a DistributedDataParallel around the model, where xamp cannot see it run (all of it compiled).
+        delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them along with its own.
+        delay_overflow_check: unscale, but neither skip the step nor move the scale for what this backward found.
+
+    Returns:
+        A context manager that yields the scaled loss, fp32.
+
+    Raises:
+        PolicyError: the loss or ``loss_id`` cannot be right.
+        StateError: an optimizer that no session manages, or optimizers of different sessions.
+    """
+    states, engine = _states_of("scale_loss", optimizers)
+    if model is not None:
+        distributed.note_given(model)
+    if not engine.enabled:
+        return contextlib.nullcontext(loss)
+    _check_loss(loss, engine)
+    scaler = _scaler_of("scale_loss", engine, loss_id)
+    if engine.scale_loss is not None:
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        return engine.scale_loss(
+            loss, given, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
+        )
+    if loss.dtype in masters.LOWER:
+        loss = loss.float()
+    if not engine.policy.manages_gradients:
+        return contextlib.nullcontext(loss)
+    return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
+
+
+def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
+    """The scaler of ``loss_id``; raises a PolicyError where there is none."""
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(engine.scalers):
+        raise PolicyError(
+            f"{call}(loss_id={loss_id!r}): initialize was called with num_losses={engine.policy.num_losses}, so "
+            f"loss_id is one of 0 to {len(engine.scalers) - 1}. Raise num_losses there."
+        )
+    return engine.scalers[loss_id]
+
+
+def _check_loss(loss: object, engine: Engine) -> None:
+    if not isinstance(loss, torch.Tensor) or not loss.dtype.is_floating_point or loss.numel() != 1:
+        shown = f"{loss.dtype}, shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise PolicyError(
+            f"scale_loss(loss): the loss must be one floating element, and is {shown}. Reduce it first, as with "
+            "loss.mean()."
+        )
+    if loss.device != engine.device and loss.device.type != engine.device.type:
+        raise PolicyError(
+            f"scale_loss(loss): the loss is on {loss.device}, the model on {engine.device}. Compute the loss where the "
+            "model is."
+        )
+
+
+def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
+    only = state_of(optimizers)
+    if only is not None:
+        return [only], only.engine  # type: ignore[return-value]  # what owns a managed optimizer is an Engine
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not given:
+        raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
+    owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
+    for optimizer, owner in zip(given, owners, strict=True):
+        if owner is None or (owner.enabled and not owner.serves(optimizer)):
+            raise StateError(
+                f"{call}: {type(optimizer).__name__} was not given to xamp.initialize as an optimizer, or its session "
+                "was closed. Call model, optimizer = xamp.initialize(model, optimizer, level=...) first."
+            )
+    if any(owner is not owners[0] for owner in owners):
+        raise StateError(
+            f"{call}: the optimizers belong to different sessions, which scale differently. Give all models and "
+            "optimizers of one loss to one xamp.initialize call."
+        )
+    unique = {id(s): s for optimizer in given if (s := state_of(optimizer)) is not None}
+    return list(unique.values()), owners[0]  # type: ignore[return-value]
+
+
+def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Iterate over what ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
+
+    Raises:
+        StateError: the gradients are still scaled, so whoever clips or reads them now would be wrong.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
+    state = state_of(optimizer)
+    if state is not None:
+        state.settle("master_params(optimizer)")
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer | Sequence[Optimizer], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip the norm of all gradients that ``optimizer`` is about to apply, in place, without waiting for the device.
+
+    Args:
+        optimizer: one, or several whose gradients count as one vector.
+        max_norm: the norm to come down to.
+        norm_type: of the p-norm; may be inf.
+
+    Returns:
+        The norm before, a scalar tensor.
+
+    Raises:
+        StateError: the gradients are still scaled.
+    """
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+
+def loss_scale(obj: object = None, loss_id: int = 0) -> float:
+    """The loss scale now. Waits for the device.
+
+    Args:
+        obj: a model or optimizer; None where only one session is live.
+        loss_id: which of the session's scales.
+
+    Raises:
+        StateError: no session, or several and ``obj`` is None.
+        PolicyError: ``loss_id`` is out of range.
+    """
+    found = _the_engine("loss_scale()", obj)
+    if not found.enabled:
+        return 1.0
+    return float(_scaler_of("loss_scale", found, loss_id).scale)
+
+
+def state_dict(obj: object = None, format: str = "xamp") -> Any:
+    """What a resumed run needs besides the states of model and optimizer: loss scales and exact masters.
+
+    Args:
+        obj: a model or optimizer; None where only one session is live.
+        format: ``"xamp"``; or ``"torch"`` or ``"torch_npu"`` to go back to a GradScaler of theirs, whose state it then
+            is (a list of them under ``num_losses`` above 1, an empty dict under ``enabled=False``).
+
+    Returns:
+        Plain dicts and lists of numbers, strings and CPU tensors (copies: 4 bytes a parameter that has a master), which
+        ``torch.load(weights_only=True)`` takes. Making it waits for the device.
+
+    Raises:
+        StateError: no session, or several and ``obj`` is None.
+        PolicyError: no such format.
+    """
+    return checkpoint.save(_the_engine("state_dict()", obj), format)
+
+
+def load_state_dict(state: Any, obj: object = None) -> None:
+    """Load what :func:`state_dict` saved, or the state of torch's or torch_npu's GradScaler or of apex.amp.
+
+    It may come before or after the states of model and optimizer. Scales are taken over where they are dynamic here and
+    were there, and kept within this session's bounds; everything else about them is what ``initialize`` was told.
+    Masters are written into master and parameter, or cast into the parameter where there is no master here.
+
+    Args:
+        state: the state. It is not kept.
+        obj: a model or optimizer; None where only one session is live.
+
+    Raises:
+        CheckpointError: it does not fit: the message names the key, and everything is as it was.
+        StateError: no session, several and ``obj`` is None, or a ``scale_loss`` is open.
+    """
+    checkpoint.load(_the_engine("load_state_dict()", obj), state)
