@@ -14,5 +14,7 @@ say "mypy --strict xamp tests"
 "$py" -m mypy --strict xamp tests
 say "mypy examples ci"
 "$py" -m mypy examples ci
+say "which way imports run"
+"$(dirname -- "$py")/lint-imports" --no-logo
 say "device names in the core"
 "$py" ci/device_names.py

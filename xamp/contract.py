@@ -27,15 +27,14 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xamp.errors import UnsupportedPolicy
 from xamp.policy import LEVELS
 
 if TYPE_CHECKING:
     import torch
 
-    from xamp.policy import Policy
 
 __all__ = [
+    "CONTRACT",
     "Backend",
     "BackendReport",
     "BackendSpec",
@@ -47,6 +46,10 @@ __all__ = [
     "Setting",
     "masked",
 ]
+
+
+CONTRACT = 1
+"""The version of this contract. It grows when a backend that was right before is not right any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +71,8 @@ class BackendSpec:
             such a device is emulated: from a chip's name (empty: the usual one), a number of devices and the command's
             words to its exit code.
         ledger: ``"package:file"`` of what it is known to fail of the conformance suite; see :mod:`xamp.testing.ledger`.
-        borrows: it has no device of its own: used only where it is asked for by name, on the backend that serves the
-            device, which its class is given beside the spec. It is in no list of backends.
+        contract: the version of this contract that the backend was written for. A backend that relies on what a later
+            version brought says so here; it gets a clear message where it meets another one.
     """
 
     name: str
@@ -82,7 +85,7 @@ class BackendSpec:
     causes: str = ""
     ledger: str = ""
     emulations: tuple[tuple[str, str], ...] = ()
-    borrows: bool = False
+    contract: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,6 @@ class Capabilities:
             and raises a flag instead.
         process_group: the ``torch.distributed`` backend for this device; empty: there is none.
         op_policies: the op policies it can run under.
-        delegates: whether ``initialize(..., delegate=True)`` has something to hand over to.
     """
 
     levels: tuple[str, ...] = tuple(LEVELS)
@@ -108,7 +110,6 @@ class Capabilities:
     overflow: str = "inf"
     process_group: str = "gloo"
     op_policies: tuple[str, ...] = ("portable", "native")
-    delegates: bool = False
 
 
 class Diagnosis(NamedTuple):
@@ -246,7 +247,6 @@ class Backend:
 
     Attributes:
         spec: the record it was registered with; set when the registry makes the object.
-        op_policy: which one it uses where none is asked for; None: ``"portable"``.
         op_rules: what the device's own autocast does with operator overloads of :data:`xamp.casting.ops.table.RULES`
             where that differs from what its registrations tell: overload -> ``"same"`` where the results are the
             table's without an entry, or where the device has no kernel for them; else the kind of the device's own
@@ -255,7 +255,6 @@ class Backend:
     """
 
     spec: BackendSpec
-    op_policy: str | None = None
     op_rules: Mapping[str, str] = types.MappingProxyType({})
 
     def __init__(self, spec: BackendSpec) -> None:
@@ -316,23 +315,6 @@ class Backend:
         ``exact_fp32`` calls :attr:`Setting.exact` of each that has it.
         """
         return ()
-
-    def hand_over(self, policy: Policy, device: torch.device, arguments: Any) -> Any:
-        """Let another implementation put models and optimizers under ``policy``; where ``delegates`` is declared.
-
-        Args:
-            policy: complete and checked.
-            device: of the first parameter.
-            arguments: :class:`xamp.sessions.initialize.Arguments`: models, optimizers, what else ``initialize`` was
-                given.
-
-        Returns:
-            The engine of the session, registered.
-
-        Raises:
-            UnsupportedPolicy: that implementation cannot do it. BackendUnavailable: it is not there.
-        """
-        raise UnsupportedPolicy(f"initialize(delegate=True): backend {self.name!r} has nothing to hand over to.")
 
     def clear_overflow(self, device: torch.device) -> None:
         """Forget overflows so far: a chip with an overflow flag lowers it here.

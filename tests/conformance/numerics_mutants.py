@@ -125,7 +125,7 @@ MUTANTS = [
         patched(arguments, "output_dtype", lambda value: torch.float32),
     ),
     Mutant("forward alone", "numerics.more_methods", patched(arguments, "methods", lambda value: ("forward",))),
-    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "_rebuild", without_policy)),
+    Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "rebuild", without_policy)),
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",

@@ -148,7 +148,7 @@ def _one_scale_for_all() -> Iterator[None]:
         _prepare_state(self, optimizers)
         if self.policy.dynamic:
             shared[:] = shared or self.scalers
-            self.scalers = shared
+            self._scalers = shared
 
     with mock.patch.object(Engine, "prepare_state", prepare_state):
         yield

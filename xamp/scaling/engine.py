@@ -37,8 +37,6 @@ class Engine:
         backend: the backend in use.
         device: where the loss scale lives: the device of the models' first parameter.
         memory: all numbers that live on the device; made by :meth:`prepare_state`.
-        scalers: the loss scales, by ``loss_id``.
-        states: what is kept for each optimizer.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: how many models it was given.
         process_group: ranks that decide together; None: the default group.
@@ -75,8 +73,8 @@ class Engine:
         self.enabled = enabled
         self.verbosity = verbosity
         self.memory: DeviceState
-        self.scalers: list[LossScaler] = []
-        self.states: list[OptimizerState] = []
+        self._scalers: list[LossScaler] = []
+        self._states: list[OptimizerState] = []
         self.counts = Stats()
         self.overflow_runs: dict[int, int] = {}
         self.undo = contextlib.ExitStack()
@@ -92,6 +90,23 @@ class Engine:
         self._pairs: list[masters.Pair] = []
         self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
         self._reconciled = False
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """The loss scales, by ``loss_id``."""
+        return self._scalers
+
+    @property
+    def states(self) -> Sequence[OptimizerState]:
+        """What is kept for each optimizer."""
+        return self._states
+
+    def add_states(self, states: Iterable[OptimizerState]) -> None:
+        """Take in optimizers whose steps the engine decides from now on."""
+        self._states += states
+
+    def prepare_checkpoint(self) -> None:
+        """Called before a state is saved or loaded: every master must be known by then."""
 
     def _note_forward_overflow(self, found: torch.Tensor) -> None:
         """What overflowed in a forward counts for the next step of each optimizer."""
@@ -123,10 +138,10 @@ class Engine:
 
     def prepare_state(self, optimizers: int) -> None:
         """Make the device state for that many optimizers. Scales that were loaded before stay."""
-        before = self.scalers
+        before = self._scalers
         self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
-        self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
-        for old, new in zip(before, self.scalers, strict=False):
+        self._scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        for old, new in zip(before, self._scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
 
     def add_pairs(self, pairs: Iterable[masters.Pair]) -> None:

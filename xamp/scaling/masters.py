@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import StateError
+from xamp.ground.pickle_names import pickled_as
 from xamp.policy import Policy
 
 __all__ = [
@@ -26,9 +27,11 @@ __all__ = [
     "ensure_master",
     "forget_lowered",
     "is_lowered",
+    "load_masters",
     "master_of",
     "overwrite",
     "reconcile",
+    "save_masters",
     "set_lowered",
     "transfer",
     "up_to_date",
@@ -278,8 +281,8 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
     """
     handles = []
     for module in model.modules():
-        handles.append(module.register_load_state_dict_pre_hook(_load_masters))
-        module.register_state_dict_post_hook(_save_masters)
+        handles.append(module.register_load_state_dict_pre_hook(load_masters))
+        module.register_state_dict_post_hook(save_masters)
 
     held_weakly = weakref.ref(model)
 
@@ -288,13 +291,14 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
             handle.remove()
         found = held_weakly()
         for module in () if found is None else found.modules():
-            for key in [k for k, hook in module._state_dict_hooks.items() if hook is _save_masters]:
+            for key in [k for k, hook in module._state_dict_hooks.items() if hook is save_masters]:
                 del module._state_dict_hooks[key]
 
     return undo
 
 
-def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
+@pickled_as("save_masters")
+def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     """State-dict hook: what xamp lowered is saved as its master, else in fp32.
 
     A copy of the model (an average of its weights) was not lowered by xamp but copied so: its entries stay the very
@@ -313,8 +317,9 @@ def _save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapp
             state[key] = master if state[key].requires_grad else master.detach()
 
 
+@pickled_as("load_masters")
 @torch.no_grad()
-def _load_masters(
+def load_masters(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Load-state-dict hook: write the masters of the module's own parameters; torch then writes the parameters."""

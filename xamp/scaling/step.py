@@ -58,11 +58,14 @@ class StepOwner(Protocol):
     backend: Backend
     device: torch.device
     memory: DeviceState
-    scalers: list[LossScaler]
     overflow_runs: dict[int, int]
     counts: Stats
     verbosity: int
     moves_before_step: bool
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """The loss scales, by ``loss_id``."""
 
     def pairs(self) -> Sequence[masters.Pair]:
         """All lowered parameters and their masters."""

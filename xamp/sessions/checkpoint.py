@@ -31,6 +31,7 @@ _CALL = "load_state_dict"
 def save(engine: Engine, kind: str = "xamp") -> Any:
     """The state of ``engine`` in one of :data:`xamp.sessions.formats.FORMATS`. Waits for the device."""
     kind = formats.check_format("state_dict", kind)
+    engine.prepare_checkpoint()
     scales = [_scale_of(scaler) for scaler in engine.scalers]
     if kind != "xamp":
         states = [formats.write_foreign(scale, kind) for scale in scales]
@@ -61,6 +62,7 @@ def load(engine: Engine, saved_state: object) -> None:
         return
     if any(state.open for state in engine.states):
         raise StateError(f"{_CALL}: inside `with xamp.scale_loss(...)`. Load after the block.")
+    engine.prepare_checkpoint()
     saved = formats.read(f"{_CALL}(state)", saved_state)
     moving = _moving_scales(engine, saved)
     writes = _plan(engine, saved)

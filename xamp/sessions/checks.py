@@ -13,6 +13,7 @@ from xamp.casting.forward import is_under_policy
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy
+from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import is_lowered
 from xamp.scaling.optimizer import state_of
@@ -24,6 +25,7 @@ __all__ = [
     "check_models",
     "check_not_initialized",
     "check_not_shared",
+    "check_op_policy",
     "check_optimizers",
     "check_owned",
     "check_stepped_rightly",
@@ -112,7 +114,7 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
     return None
 
 
-def check_capabilities(backend: Backend, device: torch.device, policy: Policy, delegate: bool) -> None:
+def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -> None:
     """Refuse what the device cannot do.
 
     Raises:
@@ -130,13 +132,19 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy, d
             f"initialize(dtype={policy.dtype}): backend {backend.name!r} cannot compute in it on {device}. Lower "
             f"dtypes there: {', '.join(can.dtypes) or 'none'}."
         )
-    if policy.op_policy not in can.op_policies:
+
+
+def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> None:
+    """Refuse an op policy that the backend does not have: one that it declares, or the one that its spelling means.
+
+    Raises:
+        UnsupportedPolicy: naming those it has.
+    """
+    own = SPELLINGS.get(backend.name)
+    there = backend.capabilities(device).op_policies if own is None else (own,)
+    if policy.op_policy not in there:
         raise UnsupportedPolicy(
-            f"initialize(op_policy={policy.op_policy!r}): backend {backend.name!r} has {', '.join(can.op_policies)}."
-        )
-    if delegate and not can.delegates:
-        raise UnsupportedPolicy(
-            f"initialize(delegate=True): backend {backend.name!r} has nothing to hand over to. Leave delegate out."
+            f"initialize(op_policy={policy.op_policy!r}): backend {backend.name!r} has {', '.join(there)}."
         )
 
 

@@ -11,8 +11,9 @@ import contextlib
 import dataclasses
 import logging
 import math
+import pkgutil
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch.optim import Optimizer
 
 from xamp.casting import ops
 from xamp.contract import Backend, BackendSpec
-from xamp.errors import PolicyError, StateError
+from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
 from xamp.policy import LEVELS, Level, Policy, Request, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
+from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
@@ -34,6 +36,13 @@ from xamp.sessions import checks, lowering
 from xamp.sessions.session import register
 
 __all__ = ["Arguments", "initialize", "set_up"]
+
+DELEGATES = {"apex": "xamp.apex._delegate:hand_over"}
+"""By what ``backend=`` says, ``"module:function"`` of what ``delegate=True`` hands the work over to.
+
+The function takes the policy, the backend, the device of the first parameter and :class:`Arguments`, and registers the
+engine of the session that it returns.
+"""
 
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
 
@@ -175,24 +184,42 @@ def _set_up(request: Request, arguments: Arguments) -> None:
     existing = checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve(arguments.backend, device.type)
-    if backend.op_policy is not None and request.op_policy == Request.op_policy:
-        request = dataclasses.replace(request, op_policy=backend.op_policy)
+    own_op_policy = SPELLINGS.get(backend.name)
+    if own_op_policy is not None and request.op_policy == Request.op_policy:
+        request = dataclasses.replace(request, op_policy=own_op_policy)
     policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
-    checks.check_capabilities(backend, device, policy, arguments.delegate)
+    checks.check_capabilities(backend, device, policy)
+    checks.check_op_policy(backend, device, policy)
+    hand_over = _delegate_of(backend) if arguments.delegate else None
     if existing is not None:
         _attach(existing, policy, arguments)
         return
     checks.check_models(arguments.models, arguments.given, policy)
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.level == "O0" else []
-    if arguments.delegate:
-        backend.hand_over(policy, device, arguments)
+    if hand_over is not None:
+        hand_over(policy, backend, device, arguments)
     else:
         set_up(policy, backend, device, arguments)
     if arguments.verbosity:
         say("%s, backend %s on %s", policy, backend.name, device)
     for line in narrowed:
         say("%s", line, level=logging.WARNING)
+
+
+def _delegate_of(backend: Backend) -> Callable[[Policy, Backend, torch.device, Arguments], object]:
+    """The function that hands models and optimizers to another implementation, named in :data:`DELEGATES`.
+
+    Raises:
+        UnsupportedPolicy: there is none for ``backend``.
+    """
+    target = DELEGATES.get(backend.name)
+    if target is None:
+        raise UnsupportedPolicy(
+            f"initialize(delegate=True): backend {backend.name!r} has nothing to hand over to. Leave delegate out."
+        )
+    found: Callable[[Policy, Backend, torch.device, Arguments], object] = pkgutil.resolve_name(target)
+    return found
 
 
 def set_up(
@@ -217,7 +244,7 @@ def set_up(
     engine.prepare_state(len(arguments.optimizers))
     forms = _fused_forms(engine, arguments)
     if policy.autocast:
-        ops.install(policy.op_policy, device.type, backend)
+        ops.named(policy.op_policy).install(device.type, backend)
     with contextlib.ExitStack() as undo:
         if policy.autocast:
             undo.callback(ops.hold(policy.op_policy, engine))
@@ -287,7 +314,7 @@ def _take_optimizers(
         params = [p for group in optimizer.param_groups for p in group["params"]]
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.add_pairs(pairs)
-        undo.callback(_back_to_model, engine.pairs(), weakref.ref(optimizer))
+        undo.callback(_back_to_model, weakref.ref(engine), weakref.ref(optimizer))
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
         undo.callback(cast_state(optimizer, stepped))
@@ -296,16 +323,17 @@ def _take_optimizers(
         state = engine.state_class(engine, optimizer, index, form)
         undo.callback(manage(optimizer, state))
         states.append(state)
-    engine.states = states
+    engine.add_states(states)
 
 
 # What undoes a change is kept by the engine, which must not keep models or optimizers alive: it holds them weakly.
 
 
-def _back_to_model(pairs: Sequence[masters.Pair], optimizer: weakref.ref[Optimizer]) -> None:
+def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer]) -> None:
     """Undo: the optimizer steps the model's parameters again, also those of groups added since."""
-    if (found := optimizer()) is not None:
-        replace_params(found, [(m, p) for p, m in pairs])
+    owner, found = engine(), optimizer()
+    if owner is not None and found is not None:
+        replace_params(found, [(m, p) for p, m in owner.pairs()])
 
 
 def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:

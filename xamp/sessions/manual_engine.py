@@ -90,10 +90,6 @@ class ManualEngine(Engine):
         """What is kept for the optimizers that are alive; a list would keep the parameters of the others."""
         return [use.state for use in self.uses.values()]
 
-    @states.setter
-    def states(self, _: object) -> None:
-        pass
-
     @property
     def scaler(self) -> LossScaler:
         """The one loss scale."""

@@ -195,8 +195,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
             BackendSpec("acme", ("meta",), f"xamp_test_cards:{cls}", priority=9),
         ]
         registry = Registry(specs, group=None)
-        for user in (device_in_use, use):
-            monkeypatch.setattr(user, "REGISTRY", registry)
+        monkeypatch.setattr(device_in_use, "REGISTRY", registry)
         return runtime
 
     return put
@@ -542,7 +541,7 @@ def test_a_backend_registered_later_is_seen(cards: Callable[..., Recorder]) -> N
     later = types.ModuleType("torch.later")
     noted: list[str] = []
     vars(later).update(synchronize=lambda: noted.append("later"), set_device=print)
-    vars(use)["REGISTRY"].register(BackendSpec("later", ("meta",), "xamp_test_cards:Cards", priority=99))
+    vars(device_in_use)["REGISTRY"].register(BackendSpec("later", ("meta",), "xamp_test_cards:Cards", priority=99))
     Cards.made = later  # type: ignore[assignment]  # the fixture puts the old one back
     accel.synchronize()
     assert (runtime.calls, noted) == ([("synchronize",)], ["later"])
@@ -566,7 +565,7 @@ def test_an_index_in_the_variable_becomes_the_current_device_once(
     accel.synchronize()
     accel.set_device(0)
     accel.synchronize()
-    vars(use)["REGISTRY"].register(BackendSpec("other", ("xpu",), "a:B"))
+    vars(device_in_use)["REGISTRY"].register(BackendSpec("other", ("xpu",), "a:B"))
     accel.synchronize()
     assert [call for call in runtime.calls if call[0] != "device_count"] == [
         ("set_device", 1),

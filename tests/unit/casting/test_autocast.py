@@ -21,6 +21,7 @@ from torch import nn
 import xamp
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError, UnsupportedPolicy
+from xamp.registry import device_in_use
 from xamp.registry.registry import Registry
 
 LOWER = (torch.float16, torch.bfloat16)
@@ -198,6 +199,25 @@ def test_a_dtype_that_the_device_cannot_do_is_refused_on_entry(monkeypatch: pyte
     use_backend(monkeypatch)
     with pytest.raises(UnsupportedPolicy, match=r"Lower dtypes there: none\. Pass enabled=False\."):
         xamp.autocast(dtype=torch.bfloat16).__enter__()
+
+
+def test_a_backend_that_replaces_the_one_in_use_is_asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_backend(monkeypatch, "float16", "bfloat16")
+    registry: Any = vars(device_in_use)["REGISTRY"]
+    with xamp.autocast(dtype=torch.float16):
+        pass
+    before = device_in_use.in_use()
+    assert device_in_use.in_use() is before
+
+    class Narrower(Backend):
+        def capabilities(self, device: torch.device | None = None) -> Capabilities:
+            return Capabilities(dtypes=("bfloat16",))
+
+    sys.modules["xamp_test_declared"].Narrower = Narrower  # type: ignore[attr-defined]
+    registry.register(BackendSpec("declared", ("cpu",), "xamp_test_declared:Narrower"), override=True)
+    assert device_in_use.in_use() is not before
+    with pytest.raises(UnsupportedPolicy, match=r"autocast\(dtype=torch\.float16\): backend 'declared' cannot"):
+        xamp.autocast(dtype=torch.float16).__enter__()
 
 
 # ---------------------------------------------------------------- entering and leaving

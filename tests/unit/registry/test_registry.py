@@ -8,14 +8,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from site_packages import distribution
 
 import xamp
-from xamp.contract import Backend, BackendSpec, Capabilities
+from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 
@@ -496,3 +496,41 @@ def test_a_damaged_distribution_is_reported_and_harms_no_one(tmp_path: Path) -> 
     assert rows["cpu"] == (True, "")
     assert rows["xamp.backends"][0] is False
     assert rows["xamp.backends"][1].startswith("entry points cannot be listed: UnicodeDecodeError")
+
+
+# ---------------------------------------------------------------- the contract's version, reserved names
+
+
+@pytest.mark.parametrize(
+    ("version", "fix"), [(CONTRACT + 1, "Update xamp"), (0, "Update the package that ships"), ("1", "Update")]
+)
+def test_a_spec_for_another_contract_is_refused(version: Any, fix: str) -> None:
+    spec = BackendSpec("acme", ("cpu",), "acme:Backend", contract=version)
+    with pytest.raises(PolicyError, match=rf"written for version {version!r} of the contract .* has version 1\. {fix}"):
+        registry().register(spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("contract=7", "written for version 7 of the contract"),
+        ("borrows=True", "written for another version of the contr"),
+    ],
+)
+def test_a_plugin_for_another_contract_is_listed_with_the_reason(
+    field: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"from xamp.contract import BackendSpec\nSPEC = BackendSpec('acme', ('cpu',), 'acme:Backend', {field})\n"
+    distribution(tmp_path, "acme-xamp", "acme = acme_contract_plugin:SPEC", acme_contract_plugin=text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (row,) = [row for row in Registry((), "xamp.backends").reports() if row.name == "acme"]
+    sys.modules.pop("acme_contract_plugin", None)
+    assert not row.usable
+    assert says in row.reason
+    assert row.hint.startswith("repair or uninstall acme-xamp 1.5")
+
+
+@pytest.mark.parametrize("name", ["apex", "APEX", "auto"])
+def test_reserved_names_are_refused(name: str) -> None:
+    with pytest.raises(PolicyError, match=f'name={name!r} must be letters, .* and not be "auto" or "apex"'):
+        registry().register(BackendSpec(name, ("cpu",), "acme:Backend"))

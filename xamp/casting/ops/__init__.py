@@ -1,15 +1,13 @@
 """Op policies: which operator runs in which dtype inside a region.
 
-``"native"`` is the device's own autocast list, to which nothing is added. ``"portable"`` is one table for every device
-(:mod:`xamp.casting.ops.table`): where a device's list lacks or differs, :mod:`xamp.casting.ops.portable` adds the
-entry. ``"apex"`` is the lists of NVIDIA's Apex: its functions are replaced where they stand
-(:mod:`xamp.apex._regions`). A further policy registers here, by name, what has to be done once for a device type before
-its first region opens, and, if it replaces functions, how those are held in place and what they ask in a region.
+:data:`OP_POLICIES` names each, as a row ``name -> "module:class"``; the class derives from :class:`OpPolicy` and is
+imported when the policy is first used. So a further op policy is one row, and this package imports none of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import pkgutil
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,79 +17,52 @@ if TYPE_CHECKING:
 
     from xamp.contract import Backend
 
-__all__ = ["OP_POLICIES", "REPLACING", "UNKNOWN", "Replacing", "casting", "hold", "install"]
+__all__ = ["OP_POLICIES", "UNKNOWN", "OpPolicy", "casting", "hold", "named"]
 
 UNKNOWN = "unknown"
 """In a survey (:mod:`xamp.casting.ops.survey`): what a device that is not there does not show."""
 
-
-def _nothing(device_type: str, backend: Backend) -> None:
-    """The device's own list needs no preparation."""
-
-
-def _portable(device_type: str, backend: Backend) -> None:
-    from xamp.casting.ops.portable import install as add_entries
-
-    add_entries(device_type, backend.op_rules)
+OP_POLICIES = {
+    "portable": "xamp.casting.ops.portable:Portable",
+    "native": "xamp.casting.ops:OpPolicy",
+    "apex": "xamp.apex._regions:ApexLists",
+}
+"""Name -> where its class is. ``"portable"`` is one table for every device, ``"native"`` the device's own autocast
+list, ``"apex"`` the lists of NVIDIA's Apex, whose functions are replaced where they stand."""
 
 
-def _apex(*_: object) -> None:
-    from xamp.apex._regions import prepare
+class OpPolicy:
+    """What an op policy does around regions. These defaults suit a device's own list, which needs nothing."""
 
-    prepare()
+    def install(self, device_type: str, backend: Backend) -> None:
+        """Prepare regions on ``device_type``; called before the first one opens, and again for later sessions."""
 
+    def hold(self) -> Callable[[], None] | None:
+        """Put replacements in functions' places; returns what takes them away again, None where there are none."""
+        return None
 
-OP_POLICIES: dict[str, Callable[[str, Backend], None]] = {"portable": _portable, "native": _nothing, "apex": _apex}
-
-
-def install(op_policy: str, device_type: str, backend: Backend) -> None:
-    """Make ``op_policy`` ready for regions on ``device_type``."""
-    OP_POLICIES[op_policy](device_type, backend)
-
-
-@dataclasses.dataclass(frozen=True)
-class Replacing:
-    """An op policy that replaces functions while anybody needs them.
-
-    Attributes:
-        hold: replaces them, and returns what ends that; to be called once.
-        casting: for a device type and a lower dtype, what the functions find as ``casting`` of a region's mark.
-    """
-
-    hold: Callable[[], Callable[[], None]]
-    casting: Callable[[str, torch.dtype], Any]
+    def casting(self, device_type: str, dtype: torch.dtype) -> Any:
+        """What replaced functions find as ``casting`` on the mark of a region; None where none are replaced."""
+        return None
 
 
-def _hold_apex() -> Callable[[], None]:
-    from xamp.apex._regions import hold
-
-    return hold()
-
-
-def _apex_casting(device_type: str, dtype: torch.dtype) -> Any:
-    from xamp.apex._casts import region_casting
-
-    return region_casting(device_type, dtype)
-
-
-REPLACING = {"apex": Replacing(_hold_apex, _apex_casting)}
+@functools.cache
+def named(op_policy: str) -> OpPolicy:
+    """The op policy of that name, the same object each time."""
+    made: OpPolicy = pkgutil.resolve_name(OP_POLICIES[op_policy])()
+    return made
 
 
 def hold(op_policy: str, owner: object) -> Callable[[], None]:
-    """Keep what ``op_policy`` replaces in place while ``owner`` lives, or until what is returned is called."""
-    found = REPLACING.get(op_policy)
-    if found is None:
-        return _done
-    release = weakref.finalize(owner, found.hold())
+    """Keep what ``op_policy`` replaces in place while ``owner`` lives, or until the returned function is called."""
+    end = named(op_policy).hold()
+    if end is None:
+        return lambda: None
+    release = weakref.finalize(owner, end)
     release.atexit = False
     return release
 
 
-def _done() -> None:
-    """Nothing is held."""
-
-
 def casting(op_policy: str, device_type: str, dtype: torch.dtype | None) -> Any:
-    """What functions that ``op_policy`` has replaced find on the mark of a region; None if it replaces none."""
-    found = REPLACING.get(op_policy)
-    return None if found is None or dtype is None else found.casting(device_type, dtype)
+    """What functions that ``op_policy`` has replaced find on the mark of a region that casts to ``dtype``."""
+    return None if dtype is None else named(op_policy).casting(device_type, dtype)

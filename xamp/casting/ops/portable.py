@@ -23,12 +23,14 @@ import torch
 from xamp.casting import active, recompute
 from xamp.casting.compiler import keep_eager
 from xamp.casting.needs import needs
+from xamp.casting.ops import OpPolicy
 from xamp.casting.ops.samples import operator
 from xamp.casting.ops.table import RULES
+from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.version import __version__
 
-__all__ = ["SAME", "additions", "install"]
+__all__ = ["SAME", "Portable", "additions", "install"]
 
 SAME = "same"
 """In a backend's ``op_rules``: the device needs no entry of ours here, whatever its registrations look like."""
@@ -78,6 +80,14 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
         if native != SAME and (native is not None or not there):
             found[overload] = native
     return found
+
+
+class Portable(OpPolicy):
+    """One table for every device: :data:`xamp.casting.ops.table.RULES`."""
+
+    def install(self, device_type: str, backend: Backend) -> None:
+        """See :meth:`OpPolicy.install`: add the entries that the device's own list lacks."""
+        install(device_type, backend.op_rules)
 
 
 def install(device_type: str, op_rules: Mapping[str, str]) -> None:

@@ -1,0 +1,14 @@
+"""What pickles of managed models name. These names stay, so that a pickle outlives every move of the code behind them.
+
+Pickles of version 0.1.0 name ``xamp._forward``, ``xamp._containers`` and ``xamp._masters``, which lead here.
+"""
+
+from __future__ import annotations
+
+from xamp.casting.forward import make_instance_method as instance_method
+from xamp.casting.forward import make_region as region
+from xamp.casting.forward import rebuild
+from xamp.ground.containers import cast_any, cast_floats
+from xamp.scaling.masters import load_masters, save_masters
+
+__all__ = ["cast_any", "cast_floats", "instance_method", "load_masters", "rebuild", "region", "save_masters"]
