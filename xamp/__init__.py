@@ -50,6 +50,9 @@ if TYPE_CHECKING:
         state_dict,
     )
 
+# Pickles of version 0.1.0 name modules that are no more; in this folder their names lead on to where the code is.
+__path__.append(f"{__path__[0]}/pickled/from_0_1")
+
 _HOMES = {
     "accel": ("accel",),
     "casting.autocast": ("autocast",),

@@ -18,7 +18,7 @@ A device is an index, a ``torch.device``, a string, or None for the current one.
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -256,7 +256,7 @@ def is_current_stream_capturing() -> bool:
 
 def __getattr__(name: str) -> Any:
     if name == "amp":  # torch.cuda.amp; not imported above, since xamp stands above this module
-        return importlib.import_module("xamp")
+        return sys.modules["xamp"]
     return attribute(name, __all__)
 
 

@@ -1,6 +1,7 @@
 """What pickles of managed models name. These names stay, so that a pickle outlives every move of the code behind them.
 
-Pickles of version 0.1.0 name ``xamp._forward``, ``xamp._containers`` and ``xamp._masters``, which lead here.
+Pickles of version 0.1.0 name ``xamp._forward``, ``xamp._containers`` and ``xamp._masters``. Those modules stand in the
+folder ``from_0_1`` and hold nothing but these names.
 """
 
 from __future__ import annotations

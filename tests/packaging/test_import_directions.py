@@ -1,0 +1,56 @@
+"""import-linter's contracts: they hold, and each fails where an import is added that it forbids."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DOWNWARD = "Imports run downward"
+FORBIDDEN = [  # the contract, the file, what is added to it
+    (DOWNWARD, "xamp/scaling/scale.py", "from xamp.sessions import formats"),
+    (DOWNWARD, "xamp/ground/log.py", "if TYPE_CHECKING:\n    from xamp.contract import Backend"),
+    (DOWNWARD, "xamp/contract.py", "def late():\n    import xamp.registry.causes"),
+    ("No modules import each other in a circle", "xamp/scaling/masters.py", "from xamp.scaling import gradients"),
+    ("Backends are reached through the registry only", "xamp/accel/use.py", "import xamp.backends.cpu"),
+    ("Backends import what third parties may import, and each other", "backends/mps.py", "import xamp.scaling.fused"),
+    ("Nothing below imports xamp.apex", "xamp/casting/ops/__init__.py", "import xamp.apex._regions"),
+    ("These load where torch is missing or broken", "xamp/registry/findings.py", "import torch"),
+]
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("xamp", "backends", "ci"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def test_the_contracts_hold(tree: Path) -> None:
+    done = lint(tree)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(("contract", "name", "added"), FORBIDDEN)
+def test_a_forbidden_import_breaks_its_contract(contract: str, name: str, added: str, tree: Path) -> None:
+    file = tree / name
+    before = file.read_text(encoding="utf-8")
+    file.write_text(f"{before}\n\n{added}\n", encoding="utf-8")
+    try:
+        done = lint(tree)
+    finally:
+        file.write_text(before, encoding="utf-8")
+    assert done.returncode == 1
+    assert f"{contract} BROKEN" in " ".join(done.stdout.split())
