@@ -16,5 +16,7 @@ say "mypy examples ci"
 "$py" -m mypy examples ci
 say "which way imports run"
 "$(dirname -- "$py")/lint-imports" --no-logo
+say "the picture of the architecture"
+"$py" ci/architecture_picture.py --check
 say "device names in the core"
 "$py" ci/device_names.py
