@@ -26,6 +26,7 @@ from xamp.casting.autocast import Casts
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
@@ -138,7 +139,7 @@ def rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> 
     """``make(*args)`` under the policy of ``region``: a managed module, unpickled or copied."""
     made = make(*args)
     if not isinstance(made, _UnderPolicy):
-        made.__class__ = _subclass(type(made), region)
+        set_class(made, _subclass(type(made), region))
     ops.hold(region.op_policy, made)  # it may outlive the session of what it was made from
     return made
 
@@ -178,7 +179,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     before = type(module)
     if not scripted:
         try:
-            module.__class__ = _subclass(before, region)
+            set_class(module, _subclass(before, region))
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
@@ -195,7 +196,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         if scripted:
             del found.__dict__["__deepcopy__"]
         else:
-            found.__class__ = before
+            set_class(found, before)
         for name in region.methods:
             method = found.__dict__.get(name)
             if isinstance(method, InstanceMethod):
@@ -226,7 +227,7 @@ def _subclass(base: type, region: Region) -> type:
         namespace["__deepcopy__"] = _deepcopy(base, region)
     if issubclass(base, torch.fx.GraphModule):
         namespace["recompile"] = _recompile(base, region)
-    made = type(base)(base.__name__, (_UnderPolicy, base), namespace)
+    made = make_subclass(base, _UnderPolicy, namespace)
     _subclasses[id(base), region] = made
     return made
 
@@ -237,7 +238,7 @@ def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         made = base.__deepcopy__(self, memo)
         if not isinstance(made, _UnderPolicy):
-            made.__class__ = _subclass(type(made), region)
+            set_class(made, _subclass(type(made), region))
         return made
 
     return __deepcopy__
@@ -247,12 +248,12 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
     """``recompile`` of a ``GraphModule``, which writes the new forward into the class: into its own, not into ours."""
 
     def recompile(self: Any) -> Any:
-        self.__class__ = base
+        set_class(self, base)
         try:
             return base.recompile(self)
         finally:
             _subclasses.pop((id(base), region), None)
-            self.__class__ = _subclass(base, region)
+            set_class(self, _subclass(base, region))
 
     return recompile
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError
+from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
 from xamp.scaling.step import OptimizerState
@@ -39,7 +40,7 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
     """
     before = type(optimizer)
     try:
-        optimizer.__class__ = _subclass(before)
+        set_class(optimizer, _subclass(before))
     except TypeError as error:
         raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
     # A scheduler made before has put a wrapper of the class's old step in the instance. Ours carries the marker it
@@ -53,7 +54,7 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
         found = held_weakly()
         if found is None:
             return
-        found.__class__ = before
+        set_class(found, before)
         del found.__dict__["_xamp"]
         if "_xamp_own_step" in found.__dict__:
             found.__dict__["step"] = found.__dict__.pop("_xamp_own_step")
@@ -76,7 +77,7 @@ def _subclass(base: type) -> type:
             "step": _step_of(base),
             "zero_grad": _zero_grad_of(base),
         }
-        found = type(base)(base.__name__, (_Managed, base), namespace)
+        found = make_subclass(base, _Managed, namespace)
         _subclasses[id(base)] = found
     return found
 
@@ -89,7 +90,7 @@ def _step_of(base: Any) -> Callable[..., Any]:
         self._opt_called = True  # what a scheduler asks before it warns of a wrong order
         own = self.__dict__.get("_xamp_own_step")
         if own is None or hasattr(own, "_wrapped_by_lr_sched"):
-            own = inner.__get__(self)
+            own = functools.partial(inner, self)  # a bound method would come back as `self.step` when traced
         return self._xamp.step(own, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it again: hooks and profiler entries twice

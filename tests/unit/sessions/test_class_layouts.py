@@ -1,0 +1,145 @@
+"""Models and optimizers of classes whose first base has no ``__dict__``: taken like any other."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import pickle
+import typing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import xamp
+
+X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
+Kind = typing.TypeVar("Kind")
+subclassed: list[type] = []
+
+
+class Shape(typing.Protocol):
+    def area(self) -> float: ...
+
+
+class NoDict:
+    __slots__ = ()
+
+
+class OneSlot:
+    __slots__ = ("one",)
+
+
+class Counts:
+    """A base that must hear of each subclass of the user's, and of no other."""
+
+    def __init_subclass__(cls, *, named: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        subclassed.append(cls)
+
+
+class Abstract(abc.ABC, nn.Linear):
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+
+class OfAbstract(Abstract):
+    def name(self) -> str:
+        return "mine"
+
+
+class AbstractFirst(abc.ABC, nn.Linear): ...
+
+
+class AbstractLast(nn.Linear, abc.ABC): ...
+
+
+class GenericFirst(typing.Generic[Kind], nn.Linear): ...
+
+
+class ProtocolFirst(Shape, nn.Linear):
+    def area(self) -> float:
+        return 6.0
+
+
+class NoDictFirst(NoDict, nn.Linear): ...
+
+
+class OneSlotFirst(OneSlot, nn.Linear): ...
+
+
+class Counted(Counts, nn.Linear, named="counted"): ...
+
+
+class AbstractCounted(abc.ABC, Counts, nn.Linear, named="counted"): ...
+
+
+class AbstractSGD(abc.ABC, SGD): ...
+
+
+class NoDictSGD(NoDict, SGD): ...
+
+
+MODELS = [
+    *(OfAbstract, AbstractFirst, AbstractLast, GenericFirst, ProtocolFirst, NoDictFirst, OneSlotFirst),
+    *(Counted, AbstractCounted),
+]
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, level: str) -> dict[str, torch.Tensor]:
+    xamp.initialize(model, optimizer, level, verbosity=0, loss_scale=64.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(X).square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("cls", MODELS, ids=lambda cls: cls.__name__)
+def test_a_model_trains_as_its_plain_twin(cls: type[nn.Linear], level: str) -> None:
+    torch.manual_seed(1)
+    model = cls(3, 2)
+    twin = nn.Linear(3, 2)
+    twin.load_state_dict(model.state_dict())
+    subclassed.clear()
+    found = trained(model, SGD(model.parameters(), lr=0.125), level)
+    expected = trained(twin, SGD(twin.parameters(), lr=0.125), level)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert isinstance(model, cls)
+    assert subclassed == []
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(X), model(X))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), model(X))
+    xamp.session(model).close()
+    assert type(model) is cls
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("cls", [AbstractSGD, NoDictSGD], ids=lambda cls: cls.__name__)
+def test_an_optimizer_steps_as_its_plain_twin(cls: type[SGD], level: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    optimizer = cls(model.parameters(), lr=0.125, momentum=0.5)
+    found = trained(model, optimizer, level)
+    expected = trained(twin, SGD(twin.parameters(), lr=0.125, momentum=0.5), level)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert isinstance(optimizer, cls)
+    xamp.session(model).close()
+    assert type(optimizer) is cls
+
+
+def test_a_class_made_of_a_managed_one_is_as_python_says() -> None:
+    model = AbstractFirst(3, 2)
+    xamp.initialize(model, level="O4", verbosity=0)
+
+    class Derived(type(model)):  # type: ignore[misc]
+        pass
+
+    assert Derived.__mro__[1:] == type(model).__mro__
