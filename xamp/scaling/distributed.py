@@ -34,7 +34,7 @@ _noted: Any = WeakIdKeyDictionary()
 
 
 def note_wrapper() -> None:
-    """Remember the DDP that runs a forward now, and whether it will reduce in the coming backward: it decides here."""
+    """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and torch.is_grad_enabled():
         _noted[ddp] = bool(ddp.require_backward_grad_sync)

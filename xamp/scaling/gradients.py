@@ -79,12 +79,12 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
-        plain: parameters that the optimizer steps themselves, because they have no master.
+        plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
-        mixed: the next check sees gradients again that an earlier check has seen.
+        mixed: the next check also sees gradients that an earlier check has seen already.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
         leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.

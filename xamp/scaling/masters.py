@@ -306,8 +306,8 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
     """State-dict hook: save the master of each tensor that xamp lowered, or the tensor in fp32 if it has no master.
 
-    A copy of the model (an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its entries stay
-    the tensors of the copy themselves, so that a user can write into them.
+    A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
+    entries stay the tensors of the copy themselves, so that a user can write into them.
     """
     tensors = {**module._parameters, **module._buffers}
     for name, tensor in tensors.items():

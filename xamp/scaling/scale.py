@@ -109,7 +109,7 @@ class ScaleRules:
 
 
 class LossScaler:
-    """The scale of one ``loss_id``: static, or moved by :meth:`update` without the host knowing.
+    """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
     Attributes:
         open: a ``scale_loss`` with this scale is being executed.

@@ -140,7 +140,8 @@ def initialize(
         PolicyError: an argument cannot be right.
         UnsupportedPolicy: this device or this model cannot do what was asked.
         BackendUnavailable: there is no usable backend of that name, or none for that device.
-        StateError: a session manages a model or optimizer already, or a wrapper was put around a model too early.
+        StateError: a session manages a model or optimizer already, or a wrapper was put around a model too early, or
+            the call is under ``torch.inference_mode()``.
     """
     given = locals()
     if torch.is_inference_mode_enabled() and optimizers is not None:

@@ -102,7 +102,7 @@ class Session:
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
-        """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
+        """Make the models and optimizers plain fp32 objects again. A second call does nothing.
 
         Raises:
             StateError: a ``scale_loss`` is open, gradients are still scaled, or ``initialize(delegate=True)`` handed
