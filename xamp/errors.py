@@ -1,17 +1,17 @@
-"""What xamp raises: one tree, so that one ``except xamp.XampError`` catches all of it.
+"""The errors that xamp raises. They form one tree, so that ``except xamp.XampError`` catches all of them.
 
 ::
 
     XampError
-    ├── PolicyError (ValueError)        an argument, or a combination of arguments, that cannot be right
-    │   └── UnsupportedPolicy           right in itself, but this device, backend or model cannot do it
-    ├── BackendUnavailable (RuntimeError)   the backend asked for is unknown, or its probe failed
-    ├── StateError (RuntimeError)       a call at the wrong moment, or on an object xamp does not manage
-    ├── LossScaleCollapsed (RuntimeError)   the loss scale cannot fall any further and still overflows
-    └── CheckpointError (ValueError)    a state that does not fit
+    ├── PolicyError (ValueError)        an argument, or a combination of arguments, cannot be right
+    │   └── UnsupportedPolicy           it is right in itself, but this device, backend or model cannot do it
+    ├── BackendUnavailable (RuntimeError)   the requested backend is unknown, or its probe failed
+    ├── StateError (RuntimeError)       a call came at the wrong moment, or for an object that xamp does not manage
+    ├── LossScaleCollapsed (RuntimeError)   gradients still overflow, and the loss scale cannot fall any further
+    └── CheckpointError (ValueError)    a saved state does not fit
 
-Each message echoes the call, says the constraint, lists the choices and names the fix. A call that raises one of them
-leaves its arguments as they were.
+Each message repeats the call, says the constraint, lists the choices and names the fix. A call that raises one of these
+errors leaves its arguments as they were.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class XampError(Exception):
 
 
 class PolicyError(XampError, ValueError):
-    """An argument, or a combination of arguments, cannot be right anywhere."""
+    """An argument, or a combination of arguments, cannot be right on any device."""
 
 
 class UnsupportedPolicy(PolicyError):
-    """The request is sound, but this device, backend or model cannot do it. The message lists what it can."""
+    """The request is right in itself, but this device, backend or model cannot do it. The message lists what it can."""
 
 
 class BackendUnavailable(XampError, RuntimeError):
-    """The backend asked for is unknown or its probe failed. The message carries the probe's reason."""
+    """The requested backend is unknown, or its probe failed. The message gives the probe's reason."""
 
 
 class StateError(XampError, RuntimeError):
-    """A call came at the wrong moment or on the wrong object. The message names the remedy."""
+    """A call came at the wrong moment or for the wrong object. The message names the remedy."""
 
 
 class LossScaleCollapsed(XampError, RuntimeError):
@@ -52,4 +52,4 @@ class LossScaleCollapsed(XampError, RuntimeError):
 
 
 class CheckpointError(XampError, ValueError):
-    """A saved state does not fit what it is loaded into. The message names the key."""
+    """A saved state does not fit the session it is loaded into. The message names the key."""

@@ -1,7 +1,7 @@
 """Levels and overrides, compiled into one frozen :class:`Policy`.
 
-A request is a handful of strings, booleans and numbers, often straight from argparse. :func:`compile_policy` turns it
-into a value once; nothing after it looks at an option again. Imports no torch at module level.
+A request is a handful of strings, booleans and numbers, often straight from argparse. :func:`compile_policy` checks it
+and turns it into a policy once. No later code looks at an option again. This module imports no torch at module level.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """One row of the level table; dtypes by name, so that the table needs no torch.
+    """One row of the level table. It gives dtypes by name, so that the table needs no torch.
 
     Attributes:
         name: ``"O0"`` to ``"O5"``.
         aliases: other spellings.
-        dtype: the lower dtype, or None where everything is fp32.
-        casts_parameters: parameters and inputs are cast (O2, O3, O5) rather than operators (O1, O4).
+        dtype: the lower dtype, fp16 or bf16; None where everything is fp32.
+        casts_parameters: xamp casts parameters and inputs (O2, O3, O5) instead of the inputs of operators (O1, O4).
         master_weights: the optimizer steps fp32 copies of the lowered parameters.
         keep_batchnorm_fp32: batch norm keeps fp32 parameters and statistics; None where the op policy decides.
         loss_scale: ``"dynamic"`` or a static scale.
@@ -68,12 +68,12 @@ LEVELS = {
 _BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
 _ON_STATIC_OVERFLOW = ("skip", "step")
 SMALLEST_SCALE = 2.0**-126
-"""fp32's smallest normal number: of much smaller scales the inverse is inf, and gradients pass unseen."""
+"""fp32's smallest normal number. The inverse of a much smaller scale is inf: it makes gradients inf, unnoticed."""
 
 LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 """fp32's largest number."""
 
-SCALER_RANGES = {  # above, below, whole
+SCALER_RANGES = {  # lower bound, upper bound, whether a whole number
     "num_losses": (0, 2.0**31, True),
     "init_scale": (SMALLEST_SCALE, math.inf, False),
     "growth_factor": (1, math.inf, False),
@@ -86,7 +86,7 @@ SCALER_RANGES = {  # above, below, whole
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of ``initialize`` that shape a policy, as they were given. The defaults live here and only here."""
+    """The arguments of ``initialize`` that shape a policy, as they were given. Their defaults are written here only."""
 
     level: Any = "auto"
     loss_scale: Any = None
@@ -110,26 +110,26 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What a session does, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
+    """Everything that a session does, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
 
     Attributes:
-        level: ``"O0"`` to ``"O5"``; ``"auto"`` is resolved.
+        level: ``"O0"`` to ``"O5"``; ``"auto"`` is resolved already.
         dtype: the lower dtype; ``torch.float32`` at O0.
         casts_parameters: see :class:`Level`.
-        autocast: operators are cast by the op policy while the model runs (O1, O4).
-        input_dtype: what floating arguments of the model are cast to; None leaves them as they come.
+        autocast: while the model runs, the op policy decides in which dtype each operator runs (O1, O4).
+        input_dtype: dtype to which floating arguments of the model are cast; None: they are not cast.
         master_weights: see :class:`Level`.
-        keep_batchnorm_fp32: see :class:`Level`; ``"affine"``: of batch norm only what has weights.
-        keep_fp32: module classes, qualified names and glob patterns that stay fp32.
-        output_dtype: what floating outputs are cast to; None leaves them as they come.
+        keep_batchnorm_fp32: see :class:`Level`; ``"affine"``: only batch norm modules that have weights stay fp32.
+        keep_fp32: module classes, qualified names and glob patterns of modules that stay fp32.
+        output_dtype: dtype to which floating outputs are cast; None: they are not cast.
         methods: the model's methods that run under the policy.
         dynamic: the loss scale is dynamic.
         static_scale: the loss scale where it is not dynamic.
         checks: gradients are checked for inf and nan, and a step that overflowed is skipped.
         op_policy: name of the table that says which operator runs in which dtype.
         fused: ``"auto"``, True or False.
-        num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: of the
-            loss scalers.
+        num_losses, init_scale, growth_factor, backoff_factor, growth_interval, min_loss_scale, max_loss_scale: see
+            :func:`xamp.initialize`.
     """
 
     level: str
@@ -157,22 +157,22 @@ class Policy:
 
     @functools.cached_property  # read several times a step
     def scales(self) -> bool:
-        """Whether the loss is multiplied by anything, or gradients are checked: whether ``scale_loss`` has work."""
+        """Whether the loss is multiplied by a scale other than 1.0, or gradients are checked."""
         return self.checks or self.static_scale != 1.0
 
     @functools.cached_property
     def manages_gradients(self) -> bool:
-        """Whether gradients are scaled, checked or moved to masters: whether steps are xamp's to decide."""
+        """Whether gradients are scaled, checked or moved to masters. If not, ``scale_loss`` has nothing to do."""
         return self.scales or self.master_weights
 
     @property
     def apart(self) -> bool:
-        """Whether what casts in the code around a model does not inside it."""
+        """Whether a cast mode that is active around the model's forward (an autocast) has no effect inside it."""
         return True
 
     @property
     def loss_scale(self) -> str | float:
-        """``"dynamic"`` or the static scale, as ``initialize`` takes it."""
+        """``"dynamic"`` or the static scale, as ``initialize`` takes them."""
         return "dynamic" if self.dynamic else self.static_scale
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class Policy:
 
 
 def parse_level(level: object) -> Level | None:
-    """The row of the level table that ``level`` names; None for ``"auto"``.
+    """Return the row of the level table that ``level`` names; None for ``"auto"``.
 
     Raises:
         PolicyError: no level has that name.
@@ -214,10 +214,10 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
     Args:
         request: the arguments as given.
         level: the level asked for, ``"auto"`` already resolved.
-        op_policies: the op policies there are.
+        op_policies: names of all op policies.
 
     Raises:
-        PolicyError: an argument that cannot be right, alone or with the others.
+        PolicyError: an argument cannot be right, alone or together with the others.
     """
     dtype = _lower_dtype(request.dtype, level)
     masters, keep_bn = _parameter_overrides(request, level)
@@ -244,7 +244,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
 
 
 def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | None]:
-    """``master_weights`` and ``keep_batchnorm_fp32`` of the policy."""
+    """Return ``master_weights`` and ``keep_batchnorm_fp32`` of the policy."""
     masters = arguments.boolean("master_weights", request.master_weights)
     keep_bn = arguments.boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
     if masters and not level.casts_parameters:
@@ -286,7 +286,7 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
 
 
 def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
-    """(dynamic, static scale) for a ``loss_scale`` argument; the static scale is 1.0 where dynamic."""
+    """Return (dynamic, static scale) for a ``loss_scale`` argument; the static scale is 1.0 where dynamic."""
     if value is None:
         value = level.loss_scale
     if isinstance(value, str) and value.strip().lower() == "dynamic":
@@ -304,14 +304,17 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
 
 
 def _checks(on_static_overflow: object, dynamic: bool, static_scale: float) -> bool:
-    """Whether gradients are checked: always under a dynamic scale, else as asked, else where there is a scale."""
+    """Return whether gradients are checked.
+
+    A dynamic scale always checks. A static one does what the user asked; by default it checks unless it is 1.0.
+    """
     if on_static_overflow is None:
         return dynamic or static_scale != 1.0
     return arguments.choice("on_static_overflow", on_static_overflow, _ON_STATIC_OVERFLOW) == "skip" or dynamic
 
 
 def _scaler_numbers(request: Request) -> dict[str, Any]:
-    """The numbers of the loss scalers, each in its range. None stands for the default of the bounds."""
+    """Return the numbers of the loss scalers, checked against their ranges. A bound of None gets its default."""
     if request.min_loss_scale is None:
         request = dataclasses.replace(request, min_loss_scale=Request.min_loss_scale)
     if request.max_loss_scale is None:

@@ -1,8 +1,9 @@
-"""What xamp must know of the wrappers that share a model between processes.
+"""What xamp must know of the wrappers (DDP, FSDP) that share a model between processes.
 
-Three questions: has the wrapper postponed its reduction of the gradients (``no_sync``), do all ranks see the same
-gradients anyway, and do their masters start out equal. DistributedDataParallel is noticed while it runs a model's
-forward, because it may be put around the model at any time and leaves no trace in it; FSDP is found in the model.
+The module answers three questions: Has the wrapper postponed its reduction of the gradients (``no_sync``)? Do all
+ranks see the same gradients anyway? Do the masters of all ranks start out equal? xamp notices a
+DistributedDataParallel (DDP) while it runs a model's forward, because a user may put DDP around the model at any time
+and DDP leaves no trace in the model. xamp finds FSDP in the model itself.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ __all__ = [
     "world_size",
 ]
 
-# DDP object -> whether its last forward with gradients enabled asked for a reduction; None: read it when needed.
+# DDP object -> whether its last forward with gradients enabled asked for a reduction. None: ask the DDP when needed.
 _noted: Any = WeakIdKeyDictionary()
 
 
 def note_wrapper() -> None:
-    """Remember the DDP that runs a forward now. DDP decides there whether the coming backward is reduced."""
+    """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and torch.is_grad_enabled():
         _noted[ddp] = bool(ddp.require_backward_grad_sync)
 
 
 def note_wrapper_while_tracing() -> None:
-    """The same while a forward is compiled; the graph will not call this again, so no answer can be kept."""
+    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and ddp not in _noted:
         _noted[ddp] = None
 
 
-# What torch.compiler.assume_constant_result sets: run while tracing, result taken as constant. Calling the decorator
-# would import the compiler with every import of xamp.
+# torch.compiler.assume_constant_result sets this attribute: the compiler runs the function while it traces, and takes
+# the result as a constant. Calling the decorator would import the compiler with every import of xamp.
 note_wrapper_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def note_given(wrapper: object) -> None:
-    """Remember a DDP that was named; what its last forward asked for is read from it when needed."""
+    """Remember ``wrapper`` if it is a DDP. Whether it reduces is read from it when needed."""
     if isinstance(wrapper, DistributedDataParallel) and wrapper not in _noted:
         _noted[wrapper] = None
 
@@ -61,7 +62,7 @@ _is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available()
 
 
 def world_size(group: Any) -> int:
-    """Number of processes in ``group`` (None: the default group); 1 where there is none."""
+    """Return the number of processes in ``group`` (None: the default group); 1 where there is no group."""
     if not _is_initialized():
         return 1
     return dist.get_world_size(group)
@@ -73,9 +74,9 @@ def share_overflow(flags: torch.Tensor, group: Any) -> None:
 
 
 def is_shard(param: torch.Tensor) -> bool:
-    """Whether ``param`` is one rank's part of a parameter, in FSDP1's flat one.
+    """Return whether ``param`` is FSDP1's flat parameter or a view of it, which holds one rank's part only.
 
-    FSDP2's parts are DTensors, whose kernels agree on an overflow by themselves.
+    FSDP2's parts are DTensors. Their kernels agree on an overflow by themselves.
     """
     return hasattr(param, "_fsdp_flattened") or hasattr(param, "_is_flat_param")
 
@@ -87,28 +88,28 @@ class Wrappers:
         self._models = models
         self._group = group
         self._held: Any = WeakIdKeyDictionary()  # DDP -> ids of the parameters it reduces
-        self._looked = False
+        self._searched_models = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
 
     @staticmethod
     def absent() -> bool:
-        """Whether nothing is shared between processes, so that no other question need be asked."""
-        return not _is_initialized() and not _noted.data  # its length is counted in Python
+        """Return whether nothing is shared between processes. Then no other question need be asked."""
+        return not _is_initialized() and not _noted.data  # .data: a weak dictionary counts its length in Python
 
     def find(self) -> list[DistributedDataParallel]:
-        """The DDP objects noticed since the last call."""
-        if not self._looked and _is_initialized():
-            self._looked = True  # no region runs inside a DDP around a part of a model, to note it in passing
+        """Return the DDP objects noticed since the last call."""
+        if not self._searched_models and _is_initialized():
+            self._searched_models = True  # a DDP around a part of a model has no region inside that would note it
             for module in self._modules():
                 note_given(module)
-        fresh = [ddp for ddp in _noted if ddp not in self._held]
-        for ddp in fresh:
+        new = [ddp for ddp in _noted if ddp not in self._held]
+        for ddp in new:
             ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
             self._held[ddp] = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
-        return fresh
+        return new
 
     def postponed(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradients that the last backward left in ``params`` have yet to be reduced."""
+        """Return whether a wrapper has yet to reduce the gradients that the last backward left in ``params``."""
         ids = {id(p) for p in params}
         for ddp, held in self._held.items():
             reduced = _noted.get(ddp)
@@ -119,7 +120,7 @@ class Wrappers:
     def agree(self, flags: torch.Tensor, params: Iterable[torch.Tensor], saturates: bool) -> None:
         """Raise ``flags`` (1.0: overflow) to their maximum over the ranks, unless a DDP made the gradients equal.
 
-        Where the device ``saturates``, equal gradients do not show the overflow of another rank.
+        On a device that ``saturates``, the ranks always share: equal gradients do not show another rank's overflow.
         """
         if world_size(self._group) == 1:
             return
@@ -128,14 +129,14 @@ class Wrappers:
             share_overflow(flags, self._group)
 
     def keep_gradients(self) -> bool:
-        """Whether an FSDP2 has yet to reduce gradients, and keeps them where no parameter shows them."""
+        """Return whether FSDP2 has yet to reduce gradients. It keeps them outside of any parameter's ``.grad``."""
         return any(hasattr(module, "_get_fsdp_state") and not _reduces(module) for module in self._shards())
 
     def _modules(self) -> Iterator[nn.Module]:
         return (m for ref in self._models if (model := ref()) is not None for m in model.modules())
 
     def _shards(self) -> Iterator[nn.Module]:
-        """Modules of the models that FSDP manages; looked for once, when the processes are connected."""
+        """Yield the modules that FSDP manages. The models are searched for them once, at the first call."""
         if self._sharded is None:
             self._sharded = [weakref.ref(m) for m in self._modules() if _is_sharded(m)]
         return (module for ref in self._sharded if (module := ref()) is not None)
@@ -146,7 +147,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _reduces(module: Any) -> bool:
-    """Whether an FSDP module reduces the gradients of its next backward."""
+    """Return whether an FSDP module reduces the gradients of its next backward."""
     if hasattr(module, "_sync_gradients"):  # FSDP1
         return bool(module._sync_gradients)
     group = module._get_fsdp_state()._fsdp_param_group  # FSDP2

@@ -1,8 +1,8 @@
-"""The engine of one ``initialize`` call: what its models, optimizers and loss scalers share.
+"""The engine of one ``initialize`` call: the state that its models, optimizers and loss scalers share.
 
-The order of a step is in :class:`ScaledLoss` and :meth:`Engine.leave`; what happens to gradients is in
-:mod:`xamp.scaling.gradients`, what an optimizer's step does in :mod:`xamp.scaling.step`. Models and optimizers are held
-weakly, so that an engine goes when they go.
+:class:`ScaledLoss` and :meth:`Engine.leave` show the order of a training step. :mod:`xamp.scaling.gradients` changes
+the gradients, :mod:`xamp.scaling.step` runs the step of an optimizer. The engine holds models and optimizers weakly, so
+that it is freed when they are.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = ["Engine", "ScaledLoss"]
 
 
 class Engine:
-    """What one call of ``initialize`` set up.
+    """Everything that one call of ``initialize`` set up.
 
     Attributes:
-        policy: the effective setting.
+        policy: the policy in effect.
         backend: the backend in use.
-        device: where the loss scale lives: the device of the models' first parameter.
-        memory: all numbers that live on the device; made by :meth:`prepare_state`.
+        device: the device of the loss scale, which is that of the models' first parameter.
+        memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
-        num_models: how many models it was given.
+        num_models: the number of models that ``initialize`` was given.
         process_group: ranks that decide together; None: the default group.
-        overflow_runs: by index of an optimizer, perhaps one that is still to come, what was loaded for it.
+        overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
-        enabled: False where ``initialize(enabled=False)`` made it; everything then does nothing.
-        moves_before_step: scales move on leaving ``scale_loss``; a GradScaler's move in ``update()``, after the step.
-        skips_together: all optimizers of one ``scale_loss`` skip their steps where one overflowed.
-        state_class: what is kept for an optimizer.
-        cast: what casts the models' arguments and results.
-        scale_loss: of an engine that has handed its work over, what :func:`xamp.scale_loss` calls in place of its own.
+        enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
+        moves_before_step: scales move on leaving ``scale_loss``; False for a GradScaler, where ``update()`` moves them.
+        skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
+        state_class: the class of the elements of :attr:`states`.
+        cast: the function that casts the models' arguments and results.
+        scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
     """
 
     moves_before_step = True
@@ -88,7 +88,7 @@ class Engine:
         if self._watch is not None:
             self._watch.follow(models)
         self._pairs: list[masters.Pair] = []
-        self._alone = True  # whether, on entering scale_loss, nothing was shared between processes
+        self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._reconciled = False
 
     @property
@@ -98,46 +98,46 @@ class Engine:
 
     @property
     def states(self) -> Sequence[OptimizerState]:
-        """What is kept for each optimizer."""
+        """The states, one for each optimizer."""
         return self._states
 
     def add_states(self, states: Iterable[OptimizerState]) -> None:
-        """Take in optimizers whose steps the engine decides from now on."""
+        """Add the states of optimizers. The engine decides on their steps from now on."""
         self._states += states
 
     def prepare_checkpoint(self) -> None:
-        """Called before a state is saved or loaded: every master must be known by then."""
+        """Prepare for saving or loading a state. Every master must be known after this call."""
 
     def _note_forward_overflow(self, found: torch.Tensor) -> None:
-        """What overflowed in a forward counts for the next step of each optimizer."""
+        """Record the overflow flag of a forward for the next step of each optimizer."""
         for state in self.states:
             before = state.gradients.forward_overflow
             state.gradients.forward_overflow = found if before is None else torch.maximum(before, found)
 
     def stats(self) -> Stats:
-        """Counts of applied and skipped steps. Waits for the device."""
+        """Return the counts of applied and skipped steps. Waits for the device."""
         late = [overflowed for state in self.states for overflowed in state.unobserved()]
         skipped = sum(late)
         return Stats(self.counts.applied + len(late) - skipped, self.counts.skipped + skipped)
 
     def last_step(self) -> Any:
-        """What the last step did; of several optimizers a dict by optimizer. May wait for the device."""
+        """Return what the last step did; for several optimizers a dict by optimizer. May wait for the device."""
         outcomes = {state.optimizer: state.known_outcome() for state in self.states if state.is_alive}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
 
     def serves(self, optimizer: object) -> bool:
-        """Whether ``optimizer`` was given to it as one."""
+        """Return whether ``optimizer`` is one of the engine's optimizers."""
         return any(state.is_alive and state.optimizer is optimizer for state in self.states)
 
     def check_closable(self) -> None:
-        """Raise a StateError where models and optimizers cannot be given back as they stand."""
+        """Raise a StateError where models and optimizers cannot be given back in their present state."""
         if any(state.open for state in self.states):
             raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
         for state in self.states:
             state.gradients.refuse_scaled("session.close()")
 
     def prepare_state(self, optimizers: int) -> None:
-        """Make the device state for that many optimizers. Scales that were loaded before stay."""
+        """Make the device state for a number of optimizers. Scales that were loaded before stay."""
         before = self._scalers
         self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
         self._scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
@@ -145,19 +145,21 @@ class Engine:
             new.set(old.host_scale, int(old.growth_tracker))
 
     def add_pairs(self, pairs: Iterable[masters.Pair]) -> None:
-        """Take note of masters that an optimizer of this session holds."""
+        """Remember masters that an optimizer of this session holds, and their parameters."""
         known = {id(m) for _, m in self._pairs}
         self._pairs += [pair for pair in pairs if id(pair[1]) not in known]
 
     def pairs(self) -> Sequence[masters.Pair]:
-        """All lowered parameters and their masters."""
+        """Return all lowered parameters and their masters."""
         return self._pairs
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
-        """Refuse ``params`` for the optimizer of ``state`` if another one of this engine holds one of them.
+        """Refuse ``params`` for the optimizer of ``state`` if another optimizer of this engine holds one of them.
+
+        Both optimizers would unscale its gradient and step its master.
 
         Raises:
-            StateError: naming it. Each would unscale its gradient, and step a master of its own.
+            StateError: the message names the parameter.
         """
         if not self.policy.manages_gradients:
             return
@@ -170,7 +172,7 @@ class Engine:
             )
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """A group was added to an optimizer: give its lowered parameters masters."""
+        """Take in a group that was added to an optimizer: give its lowered parameters masters."""
         if self.policy.master_weights:
             pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
             self.add_pairs(pairs)
@@ -179,11 +181,11 @@ class Engine:
         state.find_parameters()
 
     def models(self) -> dict[int, nn.Module]:
-        """The models that are still alive, by their place among those of ``initialize``, inside their wrappers."""
+        """Return the models that are still alive, without their wrappers, by index in the call of ``initialize``."""
         return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
-        """Qualified names of parameters, or of the parameters whose masters they are, for messages."""
+        """Return the qualified names of parameters for messages. A master has the name of its parameter."""
         many = len(self._models) > 1
         names: dict[int, str] = {}
         for index, model in self.models().items():
@@ -196,7 +198,7 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
-        """Before a backward."""
+        """Prepare for a backward: bring masters up to date, and existing gradients to the scale."""
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
@@ -212,12 +214,15 @@ class Engine:
             self._watch.open()
 
     def end_backward(self) -> None:
-        """The body of ``scale_loss`` has ended, well or not."""
+        """End a backward. Called at the end of the body of ``scale_loss``, also after an exception."""
         if self._watch is not None:
             self._watch.close()
 
     def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
-        """At first use, and when a DDP appeared: masters follow what was written into the parameters, ranks agree."""
+        """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
+
+        This happens at the first use of the masters, and whenever a DDP appears.
+        """
         if not self._reconciled:
             self._use_masters()
             self._reconciled = True
@@ -230,13 +235,13 @@ class Engine:
             masters.write_quietly(pairs)
 
     def _use_masters(self) -> None:
-        """The masters' first use."""
+        """Use the masters for the first time."""
         masters.use(self._pairs)
 
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
-        """After a backward: unscale, check, move the scale; or put all of that off."""
+        """After a backward: unscale and check the gradients, then move the scale; or postpone all of this."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
         why, hidden = None, False
         if delay_unscale:
@@ -263,9 +268,10 @@ class Engine:
         throw_away: bool,
         shared: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Unscale and check; raises the sticky flags and returns one flag for all ``states``.
+        """Unscale and check the gradients, raise the sticky flags, and return one flag for all ``states``.
 
-        ``shared``: the parameters that may be shared between processes; empty where nothing is.
+        ``throw_away``: no sticky flag is raised. ``shared``: the parameters that may be shared between processes; empty
+        where nothing is.
         """
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
@@ -293,7 +299,7 @@ class Engine:
 
 
 class ScaledLoss:
-    """The context manager of :func:`scale_loss`. A class, because a generator costs more than its body here."""
+    """The context manager of :func:`scale_loss`. A class, because a generator costs more time than its body here."""
 
     __slots__ = ("_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_states")
 
@@ -314,7 +320,7 @@ class ScaledLoss:
         self._delay_overflow_check = delay_overflow_check
 
     def _is_busy(self) -> bool:
-        """Whether what is used here is in use already."""
+        """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
         busy = self._scaler.open
         for state in self._states:
             busy = busy or state.open

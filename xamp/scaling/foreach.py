@@ -1,4 +1,4 @@
-"""Arithmetic on lists of gradients that need not be alike: sparse ones, several dtypes, several devices of a type."""
+"""Arithmetic on lists of gradients of any kind: dense and sparse, of several dtypes, on several devices of a type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values", 
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
-    """The dense real tensor that holds the numbers of ``grad``; writing to it writes ``grad``."""
+    """Return the dense real tensor that holds the numbers of ``grad``. Writing to it writes to ``grad``."""
     dense = grad._values() if grad.is_sparse else grad
     return torch.view_as_real(dense) if dense.is_complex() else dense
 
@@ -25,7 +25,7 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``grads`` in place by a scalar tensor."""
-    for group in _alike(grads):
+    for group in _by_device_and_dtype(grads):
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
@@ -43,8 +43,8 @@ def unscale_by_group_(
     inverse: torch.Tensor,
     unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) on each device's and dtype's gradients."""
-    for group in _alike(grads):
+    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each device and dtype among ``grads``."""
+    for group in _by_device_and_dtype(grads):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
         unscale_(group, found, inverse.to(device))
@@ -52,14 +52,14 @@ def unscale_by_group_(
 
 
 def coalesce_half(params: Iterable[torch.Tensor]) -> None:
-    """Sum repeated indices in half sparse gradients, so that a sum that overflows is found, as torch.amp does."""
+    """Sum the repeated indices in fp16 and bf16 sparse gradients, as torch.amp does: such a sum may overflow."""
     for param in params:
         grad = param.grad
         if grad is not None and grad.is_sparse and grad.dtype != torch.float32 and not grad.is_coalesced():
             param.grad = grad.coalesce()
 
 
-def _alike(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _by_device_and_dtype(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault((grad.device, grad.dtype), []).append(grad)

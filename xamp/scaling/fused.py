@@ -1,8 +1,9 @@
-"""Switches an optimizer to its fused form where that is right under loss scaling.
+"""Switches an optimizer to its fused form where that form is right under loss scaling.
 
-A fused step takes ``found_inf`` as a tensor and skips on the device, so the host never waits. Whether a device's
-kernels do that rightly is not looked up but tried, once a process, class and device: a kernel that ignores
-``found_inf`` (torch_npu's AdamW does) is not switched to, and where the user asked for it the host decides.
+The step of a fused optimizer takes ``found_inf`` as a tensor and skips on the device, so the host never waits. xamp
+does not keep a list of devices whose kernels do this rightly. It tries each class once for each process, device and
+dtype. It does not switch to a kernel that ignores ``found_inf`` (torch_npu's AdamW does); where the user asked for
+that kernel, the host decides whether to skip.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ __all__ = ["FusedForm", "honours_found_inf", "is_right"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
-    """Whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
+    """Return whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
 
-    The older of torch's two protocols is not that: such a step asks a ``grad_scaler`` that it is passed, and without
-    one applies whatever the gradients hold. It then steps like any other optimizer.
+    torch has an older protocol too, and it does not count here. In that protocol ``step`` takes an argument
+    ``grad_scaler`` and asks it. Without that argument ``step`` applies whatever the gradients hold, so xamp treats such
+    an optimizer like any other.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -34,10 +36,10 @@ def honours_found_inf(optimizer: Any) -> bool:
 
 
 class FusedForm:
-    """Which groups of one optimizer xamp switched to ``fused=True``, and what they said before.
+    """Remembers which groups of one optimizer xamp switched to ``fused=True``, and switches them back.
 
     Attributes:
-        skips_on_device: ``step`` honours ``found_inf`` in every group, so that the host need not know it.
+        skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
     def __init__(self, optimizer: Optimizer, choice: str | bool, names: Iterable[str], *, sparse: bool) -> None:
@@ -50,22 +52,24 @@ class FusedForm:
         self.skips_on_device = False
 
     def look_again(self, optimizer: Optimizer) -> None:
-        """Find out anew whether ``step`` honours ``found_inf`` in every group; called when they changed.
+        """Find out again whether ``step`` honours ``found_inf`` in every group. Called when the groups changed.
 
-        A torch class that the user made fused is tried too; another's is taken at its word.
+        This tries torch's own classes, also where the user made them fused. It believes what any other class says.
         """
         groups = optimizer.param_groups
         self.skips_on_device = honours_found_inf(optimizer) and all(group.get("fused", True) for group in groups)
         if self.skips_on_device and type(optimizer).__module__.startswith("torch.optim"):
-            self.skips_on_device = all(self._right(group["params"]) for group in groups)
+            self.skips_on_device = all(self._is_right_for(group["params"]) for group in groups)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if ``fused=True`` was asked for, here or of the optimizer itself, and cannot be.
+        """Raise if the user asked for ``fused=True`` and cannot have it.
+
+        The user asks for it in ``initialize`` or in the optimizer's constructor.
 
         Raises:
-            UnsupportedPolicy: the optimizer has no fused form that is right on this device; or was made with one that
-                refuses to step there.
-            PolicyError: a group asks for ``foreach=True``.
+            UnsupportedPolicy: the optimizer has no fused form that is right on this device; or it was made with
+                ``fused=True``, and that form refuses to step on this device.
+            PolicyError: a group asks for ``foreach=True`` or ``differentiable=True``.
         """
         self._check_made_fused(optimizer)
         if self._choice is not True:
@@ -77,14 +81,14 @@ class FusedForm:
                     f"initialize(fused=True): {name} was made with foreach=True or differentiable=True, which excludes "
                     "fused=True. Make it without, or leave fused='auto'."
                 )
-        if self._sparse or not all(self._right(group["params"]) for group in optimizer.param_groups):
+        if self._sparse or not all(self._is_right_for(group["params"]) for group in optimizer.param_groups):
             raise UnsupportedPolicy(
                 f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
                 "device. Leave fused='auto', which uses it where it is right."
             )
 
     def _check_made_fused(self, optimizer: Optimizer) -> None:
-        """Raise now what would be an error of the device's at the first step that is applied, mid-training."""
+        """Raise now an error that the device would otherwise raise at the first applied step, during training."""
         cls: Any = self._class
         if not cls.__module__.startswith("torch.optim"):
             return
@@ -100,11 +104,11 @@ class FusedForm:
                     )
 
     def switch_on(self, optimizer: Optimizer) -> None:
-        """Use the fused form in each group whose user left the choice open."""
+        """Use the fused form in each group where the user left the choice open."""
         if self._choice is False or self._sparse:
             return
         for group in optimizer.param_groups:
-            if self._is_open(group) and self._right(group["params"]):
+            if self._is_open(group) and self._is_right_for(group["params"]):
                 group["fused"] = True
                 self._switched.append(group)
         if self._switched:
@@ -112,7 +116,7 @@ class FusedForm:
             self._move_step_counters(optimizer)
 
     def switch_off(self, optimizer: Optimizer) -> None:
-        """Give every group back what it said before."""
+        """Restore in every group the value of ``fused`` that the user gave."""
         for group in self._switched:
             group["fused"] = None
         self._switched = []
@@ -126,7 +130,7 @@ class FusedForm:
 
     @contextlib.contextmanager
     def off(self, optimizer: Optimizer) -> Iterator[None]:
-        """Without the fused form in the groups that xamp switched, for one step."""
+        """Switch the fused form off, for one step, in the groups where xamp switched it on."""
         for group in self._switched:
             group["fused"] = None
         try:
@@ -138,24 +142,27 @@ class FusedForm:
                 self._move_step_counters(optimizer)
 
     def met_sparse(self, optimizer: Optimizer) -> None:
-        """A sparse gradient came: the fused kernels do not take them."""
+        """Switch the fused form off for good: a sparse gradient came, and the fused kernels do not take them."""
         self._sparse = True
         self.switch_off(optimizer)
         self.look_again(optimizer)
 
     def as_before(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``groups``, saved from ``optimizer`` in its order, with ``fused`` as the user had it."""
+        """Return ``groups``, which were saved from ``optimizer`` in its order, with ``fused`` as the user gave it."""
         switched = [any(group is g for g in self._switched) for group in optimizer.param_groups]
         return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
 
     def load(self, optimizer: Optimizer, load: Callable[[], None]) -> None:
-        """Run ``load``, which replaces the groups, and decide again: the form is this device's, not the file's."""
-        said = [
+        """Run ``load``, which replaces the groups, then choose the form again: it depends on the device, not the file.
+
+        Each group keeps the ``fused`` and ``foreach`` that the user gave in this run.
+        """
+        given = [
             {str(key): group[key] for key in ("fused", "foreach") if key in group}
             for group in self.as_before(optimizer, optimizer.param_groups)
         ]
         load()
-        for group, own in zip(optimizer.param_groups, said, strict=True):
+        for group, own in zip(optimizer.param_groups, given, strict=True):
             group.update(**own)
         self._switched = []
         self.switch_on(optimizer)
@@ -165,7 +172,7 @@ class FusedForm:
             return False
         return group.get("fused") is None and (group.get("foreach") is None or self._choice is True)
 
-    def _right(self, params: Iterable[torch.Tensor]) -> bool:
+    def _is_right_for(self, params: Iterable[torch.Tensor]) -> bool:
         if not self._possible:
             return False
         cls: Any = self._class
@@ -173,20 +180,26 @@ class FusedForm:
 
     @staticmethod
     def _move_step_counters(optimizer: Optimizer) -> None:
-        """A for-loop optimizer keeps ``step`` on the host; the fused kernels want it beside the parameter."""
+        """Move each ``step`` to its parameter's device, in fp32: the fused kernels need it there.
+
+        The for-loop form of an optimizer keeps it on the host.
+        """
         for param, state in optimizer.state.items():
             if isinstance(state, dict) and torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
 
 
 def _is_plain(param: torch.Tensor) -> bool:
-    # A subclass of Tensor (a sharded DTensor) answers for its own operators, and what was tried says nothing.
+    # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
     return type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
 
 
 @functools.cache
 def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
-    """What the fused form says to one step, with or without momentum (None: the class knows none); empty: it steps."""
+    """Try one step of the fused form and return its error message; an empty string where it steps.
+
+    ``momentum``: step with or without momentum; None: the class has no such option.
+    """
     param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
     param.grad = torch.ones_like(param)
     options = {} if momentum is None else {"momentum": 0.9 if momentum else 0.0}
@@ -199,10 +212,11 @@ def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool 
 
 @functools.cache
 def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Try the fused form: nothing may move under ``found_inf``, and without it the step must be the plain one's.
+    """Try the fused form and return whether it is right.
 
-    On more elements than a vector register holds, and with momentum where there is one: torch 2.13's fused SGD in half
-    precision on a CPU is wrong just there.
+    Right means: with ``found_inf`` raised no parameter moves, else the step equals the step of the plain form. The
+    trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
+    fused SGD in half precision on a CPU is wrong in exactly these cases.
     """
     options: list[dict[str, float]] = [{}]
     if "momentum" in inspect.signature(cls).parameters:
@@ -214,7 +228,7 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
 
 def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
-    """Whether the fused form takes, and skips, the steps that the plain one takes."""
+    """Return whether the fused form takes and skips the same steps as the plain form, to the same parameters."""
     start = torch.linspace(0.5, 1.5, 67).to(device, dtype)
 
     def run(fused: bool) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""One optimizer's gradients: into the loss scale on entering ``scale_loss``, out of it and into masters on leaving.
+"""The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
 The life of a gradient, with every value on the device::
 
-    enter   gradients left by earlier losses are multiplied by the scale, so that the backward adds like to like
+    enter   gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled
     (the body runs backward)
     leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
 
-From then until ``optimizer.step()`` gradients are plain numbers: clipping, logging and surgery see what fp32 would
-give. Whether there is a step is decided in :mod:`xamp.scaling.step`.
+From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
+that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ __all__ = ["Gradients"]
 
 
 class _Pending:
-    """Gradients that are still scaled: ``delay_unscale``, or a wrapper that has yet to reduce them.
+    """Describes gradients that are still scaled, because of ``delay_unscale`` or a wrapper that has yet to reduce them.
 
-    ``overflow``: of a chip that tells an overflow by a flag, what it said so far; the next backward clears the flag.
-    ``hidden``: the wrapper keeps them where no parameter shows them.
+    Attributes:
+        why: the reason, for messages.
+        overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
+        hidden: the wrapper keeps the gradients outside of any parameter's ``.grad``.
     """
 
     def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
@@ -47,7 +49,10 @@ class _Pending:
 
 
 class _Entry:
-    """How the gradients stood on entering ``scale_loss``, to tell what an exception in its body has touched."""
+    """The gradients as they were on entering ``scale_loss``.
+
+    After an exception in the body, they show whether the body changed the gradients.
+    """
 
     def __init__(
         self, grads: Sequence[torch.Tensor] = (), stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -57,13 +62,13 @@ class _Entry:
         self.versions = [g._version for g in grads]
 
     def untouched(self, now: Sequence[torch.Tensor]) -> bool:
-        """Whether ``now`` are the gradients of entry, not written to since."""
+        """Return whether ``now`` holds the same tensors as on entry, and nobody has written to them."""
         return len(now) == len(self.grads) and all(
             a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
         )
 
     def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(gradient now, what was put aside of it), but for those that were cleared in the meantime."""
+        """Return pairs (gradient now, its value that was put aside), without gradients cleared in the meantime."""
         return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
 
 
@@ -74,15 +79,15 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
-        plain: parameters stepped as they are.
-        pairs: lowered parameters and the masters stepped in their place.
-        stepped: what the optimizer steps: ``plain`` and the masters.
+        plain: parameters that the optimizer steps directly, because they have no master.
+        pairs: lowered parameters and the masters that the optimizer steps in their place.
+        stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: indices of the loss scales they had since the last step, in order; the values say nothing.
-        mixed: gradients that were checked before are in what is checked next.
-        forward_overflow: of a chip that tells an overflow by a flag: whether a forward had one since the last check.
-        leaves_lowered: lowered parameters keep their gradients, scaled, where the masters have theirs.
-        sets_aside: gradients of earlier losses are put aside during a backward, and not looked at again.
+        used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
+        mixed: the next check also sees gradients that an earlier check has seen already.
+        forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
+        leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
+        sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
     """
 
     leaves_lowered = False
@@ -104,11 +109,11 @@ class Gradients:
         self._optimizer = optimizer
         self._pending: _Pending | None = None
         self._entry = _NOTHING
-        self._witness: masters.GradientWitness | None = None  # where there are pairs
+        self._witness: masters.GradientWitness | None = None  # see _new_witness
         self.forward_overflow: torch.Tensor | None = None
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
-        """Sort what an optimizer's ``groups`` hold by whether it is a master of one of ``pairs``."""
+        """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
         param_of = {id(m): p for p, m in pairs}
         self.plain, self.pairs = [], []
         for group in groups:
@@ -126,22 +131,22 @@ class Gradients:
             self._witness.leave()
 
     def _new_witness(self) -> masters.GradientWitness | None:
-        """Tells whether the model's gradients were cleared; none where they stay, or where there are no masters."""
+        """Make a witness; None where there are no masters, or where lowered parameters keep their gradients."""
         return masters.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
 
     def model_params(self) -> list[torch.Tensor]:
-        """The parameters as the models and their wrappers know them."""
+        """Return the parameters as the models and their wrappers know them: lowered parameters, not masters."""
         return [*self.plain, *(p for p, _ in self.pairs)]
 
     def not_finite(self) -> list[torch.Tensor]:
-        """What is stepped and has a gradient with inf or nan in it. Waits for the device."""
+        """Return the stepped tensors whose gradient holds inf or nan. Waits for the device."""
         with_grad = [(p, g) for p in self.stepped if (g := p.grad) is not None]
         return [p for p, grad in with_grad if not bool(foreach.values(grad).isfinite().all())]
 
     def all_zero(self) -> bool:
-        """Whether no gradient says anything. Waits for the device."""
-        there = [*self.stepped, *(p for p, _ in self.pairs)]
-        return not any(bool(foreach.values(g).any()) for p in there if (g := p.grad) is not None)
+        """Return whether every gradient is zero or absent. Waits for the device."""
+        holders = [*self.stepped, *(p for p, _ in self.pairs)]
+        return not any(bool(foreach.values(g).any()) for p in holders if (g := p.grad) is not None)
 
     # ---------------------------------------------------------------- into the scale
 
@@ -156,14 +161,14 @@ class Gradients:
             param.grad = None
 
     def enter(self, scaler: LossScaler) -> None:
-        """Bring gradients that are already there to the scale of the backward to come."""
+        """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
         if self._witness is not None:
             self._witness.collect()
         if self._pending is not None:
             self._enter_pending(self._pending, scaler)
             return
         self.mixed = False
-        if self.pairs:  # a plain backward() left something in the lowered parameters: it counts as it is
+        if self.pairs:  # a backward() without scale_loss left unscaled gradients in the lowered parameters: they count
             masters.transfer(self.pairs, None)
         existing = [g for p in self.plain if (g := p.grad) is not None]
         if not existing:
@@ -188,7 +193,7 @@ class Gradients:
         self._entry = _Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
-        """Where gradients are that a backward left scaled."""
+        """Return the gradients on the models' own parameters, which are scaled while gradients are pending."""
         return [g for p in self.model_params() if (g := p.grad) is not None]
 
     # ---------------------------------------------------------------- out of the scale
@@ -197,9 +202,9 @@ class Gradients:
         """Unscale the gradients of the backward that just ended.
 
         Args:
-            scaler: the scale they have.
-            found_inf: fp32, one element, raised to 1.0 if one is not finite; None: not looked at.
-            first: no gradient was looked at since the last step, so those left over from before it are looked at too.
+            scaler: the scale that the gradients have.
+            found_inf: fp32, one element, raised to 1.0 if a gradient is not finite; None: gradients are not checked.
+            first: this is the first check since the last step, so gradients left from before it are checked too.
         """
         pending, self._pending = self._pending, None
         for overflow in (self.forward_overflow, None if pending is None else pending.overflow):
@@ -220,7 +225,7 @@ class Gradients:
         self.ready = self.ready or bool(grads) or moved
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
-        """Gradients go from the lowered parameters to the masters; whether there was any."""
+        """Move the gradients from the lowered parameters to the masters; return whether there was any."""
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs if (g := m.grad) is not None], found_inf)
         moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
@@ -238,7 +243,7 @@ class Gradients:
         return lambda grads: self._unscale_list(grads, scaler, found_inf)
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
-        """Find what is not finite in gradients that were not cleared after the last, perhaps skipped, step."""
+        """Check gradients that the user did not clear after the last step, which may have been skipped."""
         if grads and not self.sets_aside:
             one = torch.ones_like(found_inf)
             foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
@@ -250,7 +255,14 @@ class Gradients:
         found_inf: torch.Tensor | None,
         params: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Multiply ``grads`` by 1/scale and check them; ``params`` have them as ``.grad``, where anything has."""
+        """Multiply ``grads`` by 1/scale and check them.
+
+        Args:
+            grads: the gradients.
+            scaler: the scale that they have.
+            found_inf: see :meth:`unscale`.
+            params: the parameters that hold ``grads`` as ``.grad``; empty where ``grads`` are new fp32 copies.
+        """
         if not grads:
             return
         if found_inf is None:
@@ -262,8 +274,8 @@ class Gradients:
                 unscale_(grads, found_inf, scaler.inverse)
                 return
             except (RuntimeError, NotImplementedError):
-                # Sparse and complex gradients are refused before anything is changed; looking for them first costs
-                # 10 us at 300.
+                # torch refuses sparse and complex gradients before it changes anything. To look for them first would
+                # cost 10 us at 300 gradients.
                 if not any(g.is_sparse or g.is_complex() for g in grads):
                     raise
         if any(g.is_sparse for g in grads):
@@ -281,8 +293,8 @@ class Gradients:
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
     def postpone(self, scaler: LossScaler, why: str, hidden: bool) -> None:
-        """Leave the gradients scaled where they are, maybe ``hidden`` in a wrapper, until a later ``scale_loss``."""
-        if self._entry.stash is not None:  # nothing will be there to put it back: it joins what is scaled
+        """Leave the gradients scaled until a later ``scale_loss``. ``hidden``: a wrapper keeps them to itself."""
+        if self._entry.stash is not None:  # the later scale_loss knows no stash, so its values are scaled and added now
             back = self._entry.to_put_back()
             foreach.multiply_([old for _, old in back], scaler.scale)
             foreach.add_(back)
@@ -291,7 +303,10 @@ class Gradients:
         self._pending = _Pending(scaler, why, self._flag_so_far(scaler), hidden)
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
-        """What the flag of a chip that has one says of the backwards since gradients are pending."""
+        """Return the chip's overflow flag, over all backwards since gradients are pending.
+
+        None where the policy checks nothing or the chip has no flag.
+        """
         device = scaler.scale.device
         if not self._checks or self._backend.capabilities(device).overflow != "flag":
             return None
@@ -300,7 +315,11 @@ class Gradients:
         return found if before is None else torch.maximum(found, before)
 
     def abandon(self, scaler: LossScaler) -> None:
-        """The body raised. Gradients nobody touched become what they were; a half-done backward is dropped whole."""
+        """Clean up after an exception in the body.
+
+        Gradients that the body did not touch become what they were. What a half-done backward left is dropped, with
+        everything that it was added to.
+        """
         entry, self._entry = self._entry, _NOTHING
         if self._pending is not None:
             if not entry.untouched(self._scaled()):
@@ -323,7 +342,7 @@ class Gradients:
         self.ready = False
 
     def cleared(self) -> None:
-        """``optimizer.zero_grad()`` was called: what waits elsewhere goes too, and a backward has to come anew."""
+        """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
         self._pending = None
         self.drop_lowered()
@@ -333,17 +352,17 @@ class Gradients:
     # ---------------------------------------------------------------- before a step
 
     def settle(self, call: str) -> None:
-        """Called before anything reads or steps the gradients.
+        """Check the gradients before ``call`` reads or steps them; clear the masters' if the model's were cleared.
 
         Raises:
-            StateError: they are still scaled.
+            StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
         if self._witness is not None:
             self._witness.check(call)
         self.refuse_scaled(call)
 
     def refuse_scaled(self, call: str) -> None:
-        """Raise a StateError if there are gradients that are still scaled."""
+        """Raise a StateError if gradients are still scaled."""
         if self._pending is None:
             return
         if self._pending.hidden or self._scaled():
@@ -354,7 +373,7 @@ class Gradients:
         self._pending = None
 
     def has_stray(self) -> bool:
-        """Whether there are gradients that did not come through ``scale_loss`` since the last step."""
+        """Return whether some gradients did not come through ``scale_loss`` since the last step."""
         if not self.ready and any(p.grad is not None for p in self.stepped):
             return True
         witness = self._witness

@@ -1,8 +1,9 @@
-"""fp32 master weights: the copies that an optimizer steps where the model's own parameters are fp16 or bf16.
+"""fp32 master weights: the optimizer steps them where the model's own parameters are fp16 or bf16.
 
-Who owns what: the optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the lowered parameters,
-and this module's weak map leads from one to the other. A master takes over the fp32 storage that the parameter had, so
-it is exact. Gradients go from parameter to master on leaving ``scale_loss``, weights come back after a step.
+The optimizer's ``param_groups`` and ``state`` hold the masters. The model keeps the lowered parameters. A weak map in
+this module leads from each lowered parameter to its master. A master takes over the fp32 storage that the parameter
+had, so it is exact. Gradients move from parameter to master on leaving ``scale_loss``; weights are copied back after a
+step.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ LOWER = (torch.float16, torch.bfloat16)
 
 # Each parameter and buffer that xamp lowered -> its master, or None.
 _masters: Any = WeakIdKeyDictionary()
-# Each master -> its version when it and its parameter were last made to agree.
-_agreed: Any = WeakIdKeyDictionary()
-# Masters that no backward has used yet: what is written into their parameters still counts.
+# Each master -> its version counter when master and parameter were last made equal.
+_reconciled_versions: Any = WeakIdKeyDictionary()
+# Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
-    """The fp32 master of a lowered parameter; None where it has none."""
+    """Return the fp32 master of a lowered parameter; None where it has none."""
     return _masters.get(param)  # type: ignore[no-any-return]
 
 
 def is_lowered(tensor: torch.Tensor) -> bool:
-    """Whether xamp lowered ``tensor``, in a session that lives."""
+    """Return whether xamp lowered ``tensor``, in a session that is not closed."""
     return tensor in _masters
 
 
@@ -67,17 +68,17 @@ def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> Non
     """Note that xamp lowered ``tensor``, and its master if it has one."""
     _masters[tensor] = master
     if master is not None:
-        _agreed[master] = master._version
+        _reconciled_versions[master] = master._version
         _unused[master] = True
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
-    """``tensor`` is plain again."""
+    """Note that ``tensor`` is no longer lowered."""
     _masters.pop(tensor, None)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
-    """The master of ``param``, made now if the policy wants one and there is none; None where it wants none."""
+    """Return the master of ``param``, and make it if there is none yet; None where the policy wants no master."""
     if not policy.master_weights or param.dtype not in LOWER:
         return None
     found = master_of(param)
@@ -90,15 +91,15 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
 def transfer(
     pairs: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, *, leave: bool = False
 ) -> bool:
-    """Move each gradient of a lowered parameter into its master's ``.grad``, adding to what is there.
+    """Move each gradient of a lowered parameter into its master's ``.grad``, and add it to what is there.
 
-    It goes in chunks of a sixteenth of the whole, and each chunk's lowered gradients are freed before the next is
-    copied: 18 bytes a parameter under Adam where doing all at once takes 20.
+    The function works in chunks of a sixteenth of the whole. It frees the lowered gradients of a chunk before it copies
+    the next: Adam then takes 18 bytes a parameter, against 20 if all gradients are copied at once.
 
     Args:
         pairs: parameters and masters.
-        finish: unscales and checks a chunk's fp32 gradients in place; None leaves them as they come.
-        leave: the lowered gradients stay where they are.
+        finish: unscales and checks the fp32 gradients of a chunk in place; None leaves them as they are.
+        leave: the lowered parameters keep their gradients.
 
     Returns:
         Whether there was any gradient.
@@ -139,27 +140,27 @@ def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]]
 
 
 def copy_back(pairs: Sequence[Pair]) -> None:
-    """Write the masters into the model's parameters. Right after a skipped step too: it writes what is there."""
+    """Write the masters into the model's parameters. This is right after a skipped step too: no master has moved."""
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def write_quietly(pairs: Iterable[Pair]) -> None:
-    """Write masters into parameters between a forward and its backward, which must not take it for a change."""
+    """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:
         param.data.copy_(master.detach())  # .data has a version counter of its own
 
 
 def use(pairs: Sequence[Pair]) -> None:
-    """From now on masters are what counts, after they have followed their parameters."""
+    """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
     for _, master in pairs:
         _unused.pop(master, None)
 
 
 def up_to_date(param: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
-    """``master``, which follows ``param`` as long as it is not used."""
+    """Return ``master``. As long as no backward has used it, it first follows ``param``."""
     if master in _unused:
         reconcile([(param, master)])  # type: ignore[list-item]
     return master
@@ -167,55 +168,58 @@ def up_to_date(param: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def reconcile(pairs: Sequence[Pair]) -> None:
-    """Take over what was written since masters were made: into parameters (an initialization, a broadcast) or masters.
+    """Make parameters and masters equal after somebody wrote into one of them.
 
-    The latter are what ``model.state_dict()`` holds, so writing into that means the model. Else, where the parameter
-    still is its master rounded, the master stays exact.
+    A master that was written to goes into its parameter: ``model.state_dict()`` holds the masters, so whoever writes
+    into a state dict means the model. Otherwise the master takes over what was written into the parameter (an
+    initialization, a broadcast). Where an element of the parameter still is the rounded master, the master keeps its
+    exact value.
     """
     for param, master in pairs:
-        if master._version != _agreed.get(master, master._version):
+        if master._version != _reconciled_versions.get(master, master._version):
             write_quietly(((param, master),))
         else:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-        _agreed[master] = master._version
+        _reconciled_versions[master] = master._version
 
 
 _witnesses: Any = WeakIdKeyDictionary()
 
 
 class GradientWitness:
-    """Tells whether somebody cleared the model's gradients while they were in the masters.
+    """Finds out whether somebody cleared the model's gradients while the masters held them.
 
-    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered parameters only. So the
-    smallest of them keeps a gradient of zeros: gone means that all were cleared, changed that somebody took the lowered
-    parameters' gradients for the real ones.
+    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered parameters only. So xamp
+    leaves a gradient of zeros, the witness, on the smallest lowered parameter. If the witness is gone, somebody cleared
+    all gradients, so the masters' gradients are cleared too. If the witness has changed, somebody worked on the
+    gradients of the lowered parameters instead of the masters', and that is an error.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
         self._param = min((p for p, _ in pairs), key=lambda p: p.numel())
         self._left: tuple[torch.Tensor, int] | None = None
-        _witnesses[self._param] = weakref.ref(self)  # which holds the parameter
+        _witnesses[self._param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
     def leave(self) -> None:
-        """Put the zeros down; called when the gradients have gone to the masters."""
+        """Leave the zeros on the parameter. Called when the gradients have moved to the masters."""
         if self._left is None:
             zeros = torch.zeros_like(self._param)
             self._param.grad = zeros
             self._left = (zeros, zeros._version)
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether the gradient of ``param`` is these zeros."""
+        """Return whether the gradient of ``param`` is the witness."""
         return self._left is not None and param is self._param
 
     def renew(self) -> None:
-        """``zero_grad`` of a managed model took the zeros and has cleared the masters that it means."""
+        """Leave new zeros: ``zero_grad`` of a managed model took the old ones and has cleared its masters."""
         if self._left is not None:
             self._left = None
             self.leave()
 
     def check(self, call: str) -> None:
-        """Drop the masters' gradients if the model's were cleared meanwhile.
+        """Drop the masters' gradients if somebody cleared the model's.
 
         Raises:
             StateError: somebody wrote into the model's gradients.
@@ -234,9 +238,10 @@ class GradientWitness:
             )
 
     def collect(self) -> bool:
-        """Before the next backward: take the zeros up again; whether they were still there.
+        """Before the next backward: take the zeros away again; return whether they were there, unchanged.
 
-        Zeros that were written to and still are zeros were cleared by ``zero_()``. What a plain backward added stays.
+        Somebody may have written to the zeros. If they still are zeros, ``zero_()`` cleared the gradients, so the
+        masters' are dropped. If not, a backward without ``scale_loss`` added to them, and its gradients stay.
         """
         if self._left is None:
             return False
@@ -262,7 +267,7 @@ class GradientWitness:
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """Drop the gradients in the masters of ``model``'s parameters."""
+    """Clear the gradients of the masters of ``model``'s parameters."""
     for param in model.parameters() if _masters else ():
         master = _masters.get(param)
         if master is not None:
@@ -274,10 +279,10 @@ def clear_gradients(model: nn.Module) -> None:
 
 
 def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
-    """Make ``state_dict`` of ``model`` and its parts hold fp32 masters, and ``load_state_dict`` write them.
+    """Add hooks to ``model`` and its parts: ``state_dict`` then holds the masters, ``load_state_dict`` writes them.
 
     Returns:
-        A function that undoes it.
+        A function that removes the hooks.
     """
     handles = []
     for module in model.modules():
@@ -299,10 +304,10 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
 
 @pickled_as("save_masters")
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
-    """State-dict hook: what xamp lowered is saved as its master, else in fp32.
+    """State-dict hook: save the master of each tensor that xamp lowered, or the tensor in fp32 if it has no master.
 
-    A copy of the model (an average of its weights) was not lowered by xamp but copied so: its entries stay the very
-    tensors of the copy, for whoever writes into them.
+    A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
+    entries stay the tensors of the copy themselves, so that a user can write into them.
     """
     tensors = {**module._parameters, **module._buffers}
     for name, tensor in tensors.items():
@@ -322,7 +327,7 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
 def load_masters(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Load-state-dict hook: write the masters of the module's own parameters; torch then writes the parameters."""
+    """Load-state-dict hook: write the masters of the module's own parameters. torch then writes the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise StateError(
             "load_state_dict(assign=True) would replace parameters that xamp.initialize has cast and that optimizers "
@@ -334,13 +339,13 @@ def load_masters(
         if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
             continue
         loaded = loaded.to(master.device)
-        if loaded.dtype in LOWER:  # saved without masters: ours stays where it rounds to what was saved
+        if loaded.dtype in LOWER:  # saved without masters: a master that rounds to the saved value stays exact
             loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
         overwrite(master, loaded)
 
 
 @torch.no_grad()
 def overwrite(master: torch.Tensor, value: torch.Tensor) -> None:
-    """Give ``master`` a loaded value; the caller writes its parameter, or torch is about to."""
+    """Write a loaded value into ``master``. The caller, or torch after the hook, writes the parameter."""
     master.copy_(value)
-    _agreed[master] = master._version
+    _reconciled_versions[master] = master._version

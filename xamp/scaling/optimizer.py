@@ -1,7 +1,8 @@
 """Puts an optimizer under a session by giving it a subclass of its own class.
 
-The subclass has the ``step`` that decides, and keeps the optimizer a good citizen: schedulers made before and after
-find the markers they look for, step hooks and the profiler see one step, a pickle or a copy is a plain torch optimizer.
+The ``step`` of the subclass decides whether the step is skipped. Everything else works as before: schedulers made
+before and after find the markers they look for, step hooks and the profiler see one step, and a pickle or a copy is a
+plain torch optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["cast_state", "manage", "replace_params", "state_of"]
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
-    """What xamp keeps for ``optimizer``; None where no session manages it."""
+    """Return what xamp keeps for ``optimizer``; None where no session manages it."""
     return getattr(optimizer, "__dict__", {}).get("_xamp")
 
 
@@ -43,8 +44,9 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
         set_class(optimizer, _subclass(before))
     except TypeError as error:
         raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
-    # A scheduler made before has put a wrapper of the class's old step in the instance. Ours carries the marker it
-    # looks for, so its wrapper can go; an instance step of anybody else's is what our step must call.
+    # A scheduler made before has put a wrapper of the class's old step into the instance. Our step carries the marker
+    # that a scheduler looks for, so that wrapper is not needed. If somebody else put a step into the instance, our step
+    # must call it.
     optimizer.__dict__["_xamp"] = state
     if "step" in optimizer.__dict__:
         optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__.pop("step")
@@ -66,7 +68,7 @@ _subclasses: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionar
 
 
 def _subclass(base: type) -> type:
-    """The managed subclass of ``base``, made once. It keeps ``base`` alive, so its id is safe."""
+    """Return the managed subclass of ``base``, made once. It keeps ``base`` alive, so no other class gets its id."""
     found = _subclasses.get(id(base))
     if found is None:
         namespace = {
@@ -87,19 +89,19 @@ def _step_of(base: Any) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True  # what a scheduler asks before it warns of a wrong order
+        self._opt_called = True  # a scheduler reads it, and else warns of a wrong order
         own = self.__dict__.get("_xamp_own_step")
         if own is None or hasattr(own, "_wrapped_by_lr_sched"):
             own = functools.partial(inner, self)  # a bound method would come back as `self.step` when traced
         return self._xamp.step(own, args, kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it again: hooks and profiler entries twice
+    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
 def _zero_grad_of(base: Any) -> Callable[..., None]:
-    """The base's, for the gradients in the lowered parameters too."""
+    """Make a ``zero_grad`` that calls that of ``base`` and clears the gradients of the lowered parameters too."""
     inner = base.zero_grad
 
     @functools.wraps(inner)
@@ -122,9 +124,9 @@ class _Managed:
         pass
 
     def add_param_group(self, group: Any) -> None:
-        """The base's, with masters for the lowered parameters in the group."""
+        """Add the group as the base class does, and give its lowered parameters masters."""
         if not isinstance(group, dict):
-            super().add_param_group(group)  # type: ignore[misc]  # says what it takes
+            super().add_param_group(group)  # type: ignore[misc]  # raises torch's error
         params = group.get("params", ())
         if isinstance(params, torch.Tensor):
             params = [params]
@@ -140,19 +142,19 @@ class _Managed:
         self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, with ``fused`` as the user had it, so that it loads where there is no fused form."""
+        """Return the base's, with ``fused`` as the user gave it, so that it loads where there is no fused form."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         groups = self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])
         return {**state, "param_groups": self._xamp.saved_groups(groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The base's; afterwards the fused form is decided again for this device."""
+        """Load as the base class does, then choose the fused form again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
         self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
         self._xamp.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain torch optimizer, that loads where there is no xamp."""
+        """Pickle and copy as a plain torch optimizer, which loads where xamp is not installed."""
         state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_own_step", None)
@@ -165,14 +167,15 @@ def _as_optimizer(managed: Any) -> Optimizer:
 
 
 def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Give existing state the dtype in which ``params`` are stepped, as a load would.
+    """Cast existing optimizer state to the dtypes of ``params``, as ``load_state_dict`` would.
 
     Args:
-        optimizer: with state from earlier steps, or made at once by its constructor.
-        params: what the optimizer steps where the model's parameter was lowered: the parameter or its master.
+        optimizer: one with state, from earlier steps or from its constructor.
+        params: for each lowered parameter of the model, the tensor that the optimizer steps: itself or its master.
 
     Returns:
-        A function that makes lowered state fp32 again: the very tensors, unless a step has moved them.
+        A function that makes lowered state fp32 again. It restores the original tensors, unless a step has changed the
+        cast ones.
     """
     cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
     for param in params:
@@ -189,7 +192,7 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
     lowered = any(p.dtype in LOWER for p in params)
 
     def undo() -> None:
-        if not lowered:  # state in half precision, if there is any, is the optimizer's own wish
+        if not lowered:  # if any state is in half precision, the optimizer itself chose that
             return
         before = {id(made): value for _, _, value, made, version in cast if made._version == version}
         found = held_weakly()
@@ -202,9 +205,9 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
 
 
 def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Put the second of each pair where the first is, in the groups and as key of the state."""
-    other = {id(old): new for old, new in pairs}
+    """Replace the first of each pair by the second, in the groups and as keys of the state."""
+    new_of = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
-        group["params"][:] = [other.get(id(p), p) for p in group["params"]]
-    for old in [p for p in optimizer.state if id(p) in other]:
-        optimizer.state[other[id(old)]] = optimizer.state.pop(old)
+        group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]
+    for old in [p for p in optimizer.state if id(p) in new_of]:
+        optimizer.state[new_of[id(old)]] = optimizer.state.pop(old)

@@ -1,10 +1,10 @@
-"""Of a chip that saturates: what its overflow flag says of the forwards of a session.
+"""Reads the overflow flag of a chip that saturates, around the forwards of a session.
 
-Such a chip gives its largest number where inf is due, and raises a flag, one for all that runs on it. What overflows in
-a forward leaves gradients that look sound and are wrong, so the step has to be skipped; what overflows elsewhere, in
-validation or in a metric, must skip none. So the flag is lowered where a training forward begins and read where it
-ends, as it is around each backward (``Engine.enter``, ``Engine.leave``). Nothing of this waits for the device, and
-nothing of it is there on other chips.
+Such a chip returns its largest number instead of inf and raises a flag; there is one flag for everything that runs on
+it. An overflow in a training forward leaves gradients that look right and are wrong, so the step must be skipped. An
+overflow elsewhere, in validation or in a metric, must not skip a step. So xamp lowers the flag where a training forward
+begins and reads it where that forward ends. It does the same around each backward (``Engine.enter``,
+``Engine.leave``). Nothing here waits for the device, and nothing here runs on other chips.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _watches: Any = WeakIdKeyDictionary()  # by model
 
 
 class _Open(threading.local):
-    """How many forwards and backwards that are watched this thread is in: what is within one is part of it."""
+    """Counts the watched forwards and backwards that this thread is in. An inner one is a part of the outer one."""
 
     depth = 0
 
@@ -35,12 +35,12 @@ _open = _Open()
 
 
 def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None = None) -> torch.Tensor:
-    """The flag of a chip as it is: fp32, no dimension, on the device, 1.0 where it is up.
+    """Return the flag of a chip as it is now: fp32, no dimension, on the device, 1.0 where it is raised.
 
     Args:
-        backend: The device's.
-        device: Where.
-        one: A 1.0 there, fp32, for who asks often.
+        backend: The backend of the device.
+        device: The device.
+        one: An fp32 tensor of 1.0 on the device; a caller that reads often passes it to save making it.
     """
     found = torch.zeros((), device=device)
     backend.unscale_([], found, torch.ones((), device=device) if one is None else one)
@@ -48,11 +48,11 @@ def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None =
 
 
 class FlagWatch:
-    """The flag of one device, seen from one session.
+    """Watches the flag of one device for one session.
 
     Args:
-        backend: The device's.
-        device: Where.
+        backend: The backend of the device.
+        device: The device.
         note: Takes the flag that was read after a forward: an fp32 scalar on the device.
     """
 
@@ -68,17 +68,17 @@ class FlagWatch:
             _watches[model] = self
 
     def open(self) -> None:
-        """A forward or a backward begins."""
+        """Begin a forward or a backward: lower the flag, unless an outer one is watched already."""
         _open.depth += 1
         if _open.depth == 1:
             self._backend.clear_overflow(self._device)
 
     def close(self) -> None:
-        """It has ended."""
+        """End the forward or backward."""
         _open.depth -= 1
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a forward; what overflows in it counts for the next step of each optimizer of the session."""
+        """Run a forward. An overflow in it makes each optimizer of the session skip its next step."""
         if _open.depth:
             return function(*args, **kwargs)
         self.open()
@@ -92,7 +92,7 @@ class FlagWatch:
 
 
 def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method(model, ...)``, watched where it is a training forward. What ``torch.compile`` traces is not."""
+    """Wrap ``method(model, ...)`` so that training forwards are watched. What ``torch.compile`` traces is not."""
 
     @functools.wraps(method)
     def watching(self: Any, *args: Any, **kwargs: Any) -> Any:

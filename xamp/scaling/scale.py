@@ -1,7 +1,7 @@
 """Loss scales on the device: where they are kept, how they move, and when they have collapsed.
 
-All numbers of a session that live on the device are elements of one fp32 tensor (:class:`DeviceState`), so that where
-the host has to know whether a step is skipped, one read of a few bytes tells it that and every scale.
+All numbers that a session keeps on the device are elements of one fp32 tensor (:class:`DeviceState`). So where the
+host must know whether a step is skipped, one read of a few bytes gives it the flags and every scale.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
 
 HISTORY_LAG = 16
-"""Steps after which a device that must not be waited for is read; by then the copy has long arrived."""
+"""Number of steps after which the host reads an asynchronous copy from the device. By then it has long arrived."""
 
 
 class DeviceState:
-    """One fp32 tensor: the scales, their inverses, and two overflow flags an optimizer.
+    """One fp32 tensor: the scales, their inverses, and two overflow flags for each optimizer.
 
     Attributes:
-        values: fp32, shape (2 * losses + 2 * optimizers,).
-        scales, inverses: by loss: views.
-        flags: what the backward just left found, by optimizer: a view, scratch for :meth:`LossScaler.update`.
-        sticky: whether any backward since the optimizer's last step overflowed, by optimizer: a view.
+        values: fp32, shape (2 * losses + 2 * optimizers,). The other attributes are views of it.
+        scales, inverses: one element for each loss.
+        flags: one for each optimizer: whether the backward that just ended overflowed; scratch for
+            :meth:`LossScaler.update`.
+        sticky: one for each optimizer: whether any backward since its last step overflowed.
     """
 
     def __init__(self, losses: int, optimizers: int, device: torch.device) -> None:
@@ -48,15 +49,15 @@ class DeviceState:
         self._first_sticky = 2 * losses + optimizers
 
     def lower_flags(self) -> None:
-        """Take all flags down."""
+        """Lower all flags."""
         self.values[2 * self._losses :].zero_()
 
     def overflowed(self, values: Sequence[float], optimizer: int) -> bool:
-        """Whether ``optimizer`` overflowed, in ``values`` read from the device."""
+        """Return the sticky flag of ``optimizer`` out of ``values``, which the host read from the device."""
         return values[self._first_sticky + optimizer] != 0.0
 
     def scales_in(self, values: Sequence[float]) -> Sequence[float]:
-        """The loss scales, in ``values`` read from the device."""
+        """Return the loss scales out of ``values``, which the host read from the device."""
         return values[: self._losses]
 
 
@@ -65,8 +66,8 @@ class ScaleRules:
     """How a loss scale moves; see :func:`xamp.initialize` for the numbers.
 
     Attributes:
-        dynamic: whether it moves at all.
-        floor, ceiling: it stays between these.
+        dynamic: whether the scale moves at all.
+        floor, ceiling: the scale stays between these.
     """
 
     dynamic: bool
@@ -78,7 +79,7 @@ class ScaleRules:
 
     @classmethod
     def of(cls, policy: Policy) -> ScaleRules:
-        """The rules of a policy."""
+        """Return the rules of a policy."""
         return cls(
             policy.dynamic,
             policy.growth_factor,
@@ -94,11 +95,11 @@ class ScaleRules:
         return self.dynamic and self.backoff_factor < 1.0
 
     def within(self, scale: float) -> float:
-        """``scale``, or the bound that it has passed."""
+        """Return ``scale``, or the bound that it has passed."""
         return min(max(scale, self.floor), self.ceiling)
 
     def moves_before_bound(self, scale: float) -> int:
-        """How many updates, whatever they find, cannot take ``scale`` out of its bounds."""
+        """Return how many updates cannot move ``scale`` out of its bounds, whatever they find."""
         moves = []
         if self.backoff_factor != 1.0:
             moves.append(math.log(scale / self.floor) / -math.log(self.backoff_factor))
@@ -108,17 +109,17 @@ class ScaleRules:
 
 
 class LossScaler:
-    """The scale of one ``loss_id``: static, or moved by :meth:`update` without the host knowing.
+    """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
     Attributes:
         open: a ``scale_loss`` with this scale is being executed.
         scale: fp32 scalar tensor.
-        factor: the same number, for losses to be multiplied by.
+        factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
-        rules: how it moves; :meth:`follow` changes them.
-        host_scale: what the host last set it to.
-        version: counts the updates, so that the host can tell that a scale has not moved.
-        exact: every value the scale can take is a power of two, so that multiplying by it loses nothing.
+        rules: how the scale moves; :meth:`follow` changes them.
+        host_scale: the value to which the host last set the scale.
+        version: counts the updates. While it is the same, the host knows that the scale has not moved.
+        exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
 
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
@@ -133,34 +134,34 @@ class LossScaler:
     def live_in(self, state: DeviceState) -> None:
         """Keep the scale in ``state`` from now on."""
         self.scale = state.scales[self.index]
-        # What losses are multiplied by. ``.data`` shares the number but not the version counter, which all views of the
-        # state share: autograd would take a moved flag for a changed scale.
+        # Losses are multiplied by this tensor. All views of the state share one version counter, so autograd would take
+        # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
         self._losses = len(state.scales)
 
     def set(self, scale: float, growth_tracker: int = 0) -> None:
-        """Make ``scale`` the scale, after ``growth_tracker`` clean updates. Does not wait for the device."""
+        """Set the scale and the growth tracker. Does not wait for the device."""
         self.growth_tracker.fill_(growth_tracker)
         self.fill(scale)
 
     def fill(self, scale: float) -> None:
-        """Make ``scale`` the scale, and go on counting."""
+        """Set the scale and keep the growth tracker."""
         self.scale.fill_(scale)
         self.host_scale = scale
         self.follow(self.rules)
 
     def follow(self, rules: ScaleRules) -> None:
-        """Move by ``rules`` from now on."""
+        """Use ``rules`` from now on."""
         self.rules = rules
         moves = (rules.growth_factor, rules.backoff_factor, rules.floor, rules.ceiling) if rules.dynamic else ()
         self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
         self.changed()
 
     def changed(self) -> None:
-        """Whoever wrote to :attr:`scale` says so: what was known of it no longer holds."""
-        self._seen = 0.0
-        self._full_slack = self._slack = 0
+        """Forget what the host knew of the scale. Whoever writes to :attr:`scale` must call this."""
+        self._known_scale = 0.0
+        self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True
         self.version += 1
 
@@ -173,22 +174,23 @@ class LossScaler:
         return self._inverse
 
     def know(self, values: Sequence[float]) -> None:
-        """The host has read the device state as it now is: what need not be computed for the next backward.
+        """Take in the device state as the host has just read it, to compute less for the next backward.
 
-        So many updates cannot take the scale out of its bounds, and an inverse that still fits need not be made anew.
-        Leaves out two of the seven small operators of a step whose decision the host reads (5 % of it on a CPU).
+        While the scale is far enough from its bounds, :meth:`update` need not clamp it. While scale * inverse is 1,
+        the inverse need not be computed again. Where the host decides on a step, this saves two of the seven small
+        operators of that step (5 % of its time on a CPU).
         """
         scale = values[self.index]
         self._inverse_is_stale = scale * values[self._losses + self.index] != 1.0
-        if scale != self._seen and self.rules.dynamic:
-            self._seen, self._full_slack = scale, self.rules.moves_before_bound(scale)
-        self._slack = self._full_slack
+        if scale != self._known_scale and self.rules.dynamic:
+            self._known_scale, self._safe_updates_of_known = scale, self.rules.moves_before_bound(scale)
+        self._safe_updates = self._safe_updates_of_known
 
     def update(self, found_inf: torch.Tensor) -> None:
-        """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due; never out of the bounds.
+        """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due, within the bounds.
 
         Args:
-            found_inf: fp32, one element, on the scale's device. It is not read by the host.
+            found_inf: fp32, one element, on the scale's device. The host does not read it.
         """
         rules = self.rules
         if not rules.dynamic:
@@ -201,8 +203,8 @@ class LossScaler:
             rules.backoff_factor,
             rules.growth_interval,
         )
-        if self._slack:
-            self._slack -= 1
+        if self._safe_updates:
+            self._safe_updates -= 1
         else:
             self.scale.clamp_(rules.floor, rules.ceiling)
         self._inverse_is_stale = True
@@ -214,14 +216,14 @@ def _is_power_of_two(value: float) -> bool:
 
 
 class CollapseWatch:
-    """Counts, for one optimizer, the overflows in a row that no smaller scale can cure.
+    """Counts the overflows in a row of one optimizer that no smaller scale can cure.
 
     Attributes:
-        run: how many there have been.
+        run: the number of these overflows so far.
 
     Args:
         scalers: the loss scales.
-        moved_before_step: a scale moves when its backward is checked, not after the step.
+        moved_before_step: a scale moves when its backward is checked; False: after the step.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
@@ -230,21 +232,21 @@ class CollapseWatch:
         self.resume(0)
 
     def resume(self, run: int) -> None:
-        """Start anew with the scales as the host set them, after ``run`` overflows in a row."""
+        """Start again after ``run`` overflows in a row, with the scales that the host set."""
         self.run = run
-        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the step before
+        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the previous step
 
     def clean(self, scales: Sequence[float]) -> None:
-        """Take in a step that did not overflow."""
+        """Record a step that did not overflow."""
         self.run = 0
         self._scales = scales
 
     def collapsed(self, scales: Sequence[float], used: Sequence[int]) -> bool:
-        """Take in a step that overflowed; whether it completes a run of :data:`COLLAPSE_RUN`.
+        """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:
-            scales: all loss scales when the step was taken.
-            used: indices of those that scaled this step's losses.
+            scales: all loss scales at that step.
+            used: indices of the scales that scaled the losses of that step.
         """
         had = self._scales if self._moved_before_step else scales
         stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).falls)
@@ -254,10 +256,11 @@ class CollapseWatch:
 
 
 class History:
-    """What the device state was at each step, read without ever waiting for the device.
+    """The device state at each step, read without waiting for the device where that is possible.
 
-    In host memory, and on a device that has no such copies, it is read at once. Else it is copied asynchronously and
-    read :data:`HISTORY_LAG` steps later: every rank reads the same step at the same step.
+    A device that has asynchronous copies copies the state, and the host reads the copy :data:`HISTORY_LAG` steps later.
+    The lag is fixed, so that all ranks read the same step at the same time. On other devices, and in host memory, the
+    host reads the state at once.
     """
 
     def __init__(self, state: DeviceState) -> None:
@@ -266,7 +269,7 @@ class History:
         self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
 
     def push(self, note: Any) -> Iterator[tuple[Any, list[float]]]:
-        """Record the state now, with ``note``; yields what has become readable, oldest first."""
+        """Record the state as it is now, with ``note``; yield the records that have become readable, oldest first."""
         if not self._late:
             yield note, self._values.tolist()
             return
@@ -276,15 +279,15 @@ class History:
             yield self._oldest()
 
     def forget(self) -> None:
-        """Drop everything recorded."""
+        """Drop all records."""
         self._waiting.clear()
 
     def drain(self) -> Sequence[tuple[Any, list[float]]]:
-        """Hand out everything recorded. Waits for the device."""
+        """Return all records and forget them. Waits for the device."""
         return [self._oldest() for _ in range(len(self._waiting))] if self._waiting else ()
 
     def peek(self) -> Iterator[tuple[Any, list[float]]]:
-        """What is recorded and not yet handed out. Waits for the device; the order of handing out does not change."""
+        """Yield all records and keep them. Waits for the device."""
         for note, copy, event in self._waiting:
             event.synchronize()
             yield note, copy.tolist()
@@ -304,7 +307,7 @@ class History:
 
 
 def copies_without_waiting(device: torch.device) -> bool:
-    """Whether the device can copy to the host while the host goes on, and say later that it has."""
+    """Return whether the device can copy to the host asynchronously, and has events that tell when it is done."""
     try:
         torch.empty(1, pin_memory=True)
         torch.get_device_module(device).Event().record()

@@ -1,8 +1,9 @@
-"""One optimizer's part in a training step: what its backwards found, whether it steps, and what came of it.
+"""The step of one optimizer: what its backwards found, whether the step is skipped, and what the outcome was.
 
-A backward that overflows raises the optimizer's flag, on the device. ``step()`` is skipped if one did since the last
-step: by the fused kernel, to which the flag is handed, or by the host, which then has to read it. After the step
-masters are written back; its numbers are counted, logged and judged once they can be read without waiting.
+A backward that overflows raises the optimizer's sticky flag, on the device. If the flag is raised, ``step()`` is
+skipped: the fused kernel skips, which gets the flag as ``found_inf``, or the host skips, which must read the flag.
+After the step the masters are written into the model. The outcome is counted, logged and judged once the host can read
+it without waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Stats:
 
     Attributes:
         applied: steps taken.
-        skipped: steps left out because a gradient overflowed.
+        skipped: steps that were skipped because a gradient overflowed.
     """
 
     def __init__(self, applied: int = 0, skipped: int = 0) -> None:
@@ -52,7 +53,7 @@ class Stats:
 
 
 class StepOwner(Protocol):
-    """What an optimizer's state asks of the engine that it belongs to; the fields are :class:`Engine`'s."""
+    """The part of :class:`xamp.scaling.engine.Engine` that an optimizer's state needs."""
 
     policy: Policy
     backend: Backend
@@ -68,10 +69,10 @@ class StepOwner(Protocol):
         """The loss scales, by ``loss_id``."""
 
     def pairs(self) -> Sequence[masters.Pair]:
-        """All lowered parameters and their masters."""
+        """Return all lowered parameters and their masters."""
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
-        """Qualified names of parameters, for messages."""
+        """Return the qualified names of parameters, for messages."""
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse parameters that another optimizer of the session holds."""
@@ -81,19 +82,19 @@ class StepOwner(Protocol):
 
 
 class OptimizerState:
-    """What xamp keeps for one optimizer. It sits in the optimizer as ``_xamp`` and holds it weakly.
+    """What xamp keeps for one optimizer. It is the optimizer's attribute ``_xamp`` and holds the optimizer weakly.
 
     Attributes:
-        engine: what it belongs to.
-        index: its place among the engine's optimizers.
+        engine: the engine that it belongs to.
+        index: the index of the optimizer among the engine's.
         fused: the choice of the fused form.
-        gradients: its gradients, in and out of the loss scale.
-        outcome: what the last step did: an outcome, or the flag on the device that tells; None before the first.
+        gradients: the optimizer's gradients.
+        outcome: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
         open: a ``scale_loss`` over this optimizer is being executed.
         fresh: no backward was checked since the last step, so the sticky flag is down.
-        flag: fp32 scalar, what the backward just left found where it cannot go into ``sticky`` at once.
-        sticky: fp32 scalar, whether any backward since the last step overflowed.
-        gradients_class: what keeps its gradients.
+        flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
+        sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
+        gradients_class: the class of :attr:`gradients`.
     """
 
     gradients_class: type[Gradients] = Gradients
@@ -110,12 +111,12 @@ class OptimizerState:
         self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
         self._watch.resume(engine.overflow_runs.get(index, 0))
         self.live_in(engine.memory)
-        self._warm: set[int] = set()  # ids of parameters whose state exists: by a step, or loaded
+        self._warm: set[int] = set()  # ids of parameters whose state exists, made by a step or loaded
         self._warm_states = 0
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
-        """Keep the flags in ``memory`` from now on; what was recorded of another must have been read."""
+        """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
         self._memory = memory
         self.flag = memory.flags[self.index]
         self.sticky = memory.sticky[self.index]
@@ -130,48 +131,48 @@ class OptimizerState:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the optimizer still exists; the engine keeps what belongs to it."""
+        """Whether the optimizer still exists. The engine may hold this object longer than the optimizer lives."""
         return self._optimizer() is not None
 
     def find_parameters(self) -> None:
-        """Read the optimizer's groups again; called when they changed."""
+        """Read the optimizer's groups again. Called when they changed."""
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
         self.fused.look_again(self.optimizer)
         self._warm = set(map(id, _with_state(self.optimizer)))
         self._warm_states = len(_state_of(self.optimizer))
 
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``optimizer.state_dict()`` holds of the groups."""
+        """Return what ``optimizer.state_dict()`` shall hold of ``groups``."""
         return groups
 
     def loaded(self) -> None:
-        """``optimizer.load_state_dict`` was called."""
+        """Called after ``optimizer.load_state_dict``."""
         self.find_parameters()
 
     def mask_flag(self) -> None:
-        """Take out of what this backward found what an earlier one had found."""
+        """Lower the flag of this backward if the sticky flag is up and this check saw the same gradients again."""
         if self.gradients.mixed:
             self.flag.addcmul_(self.flag, self.sticky, value=-1)
 
     def keep_flag(self) -> None:
-        """Fold what this backward found into the sticky flag."""
+        """Raise the sticky flag if the flag of this backward is raised."""
         torch.maximum(self.sticky, self.flag, out=self.sticky)
         self.fresh = False
 
     # ---------------------------------------------------------------- the decision
 
     def settle(self, call: str) -> None:
-        """Called before anything reads or steps the gradients.
+        """Check that ``call`` may read or step the gradients now.
 
         Raises:
-            StateError: they are still scaled.
+            StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
         if self.open:
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         self.gradients.settle(call)
 
     def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``optimizer.step(*args, **kwargs)``; ``base`` is the optimizer's own.
+        """Run ``optimizer.step(*args, **kwargs)``, or skip it. ``base`` is the optimizer's own ``step``.
 
         Raises:
             StateError: a closure under loss scaling, gradients still scaled, or a backward without ``scale_loss``.
@@ -183,7 +184,7 @@ class OptimizerState:
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
-        if not self.gradients.ready:  # no gradients at all, or it would have been refused
+        if not self.gradients.ready:  # there are no gradients: any others were refused in the line above
             return base(*args, **kwargs)
         if not policy.checks:
             if self.fused.active and not self._is_warm():
@@ -216,9 +217,10 @@ class OptimizerState:
             )
 
     def _only_fills_state(self) -> bool:
-        """Whether this is the step by which ``torch.distributed.checkpoint`` makes the state of a fresh optimizer.
+        """Return whether this step only serves ``torch.distributed.checkpoint`` to make the state of a new optimizer.
 
-        It gives every parameter a gradient of zeros. Waits for the device, where there would be an error otherwise.
+        That step gives every parameter a gradient of zeros. This method waits for the device, but only where there
+        would be an error otherwise.
         """
         return not self.optimizer.state and self.gradients.all_zero()
 
@@ -238,13 +240,13 @@ class OptimizerState:
         for scaler in self.engine.scalers:
             scaler.know(values)
         self._finish(outcome)
-        self.observe_all()  # the host has waited anyway, and steps are judged in their order
+        self.observe_all()  # the host has waited anyway, and steps must be judged in order
         self._observe(used, values)
         return result
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, which torch takes too
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # one that the user set stays: torch reads it too
         optimizer.found_inf = self.sticky
         try:
             result = base(*args, **kwargs)
@@ -257,7 +259,7 @@ class OptimizerState:
         return result
 
     def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
-        """``base`` in the form that the user left, for the first step of some parameter (see :meth:`_is_warm`)."""
+        """Wrap ``base`` to step in the form the user gave. For a step before all is warm: see :meth:`_is_warm`."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             with self.fused.off(self.optimizer):
@@ -269,12 +271,13 @@ class OptimizerState:
         return step
 
     def _is_warm(self) -> bool:
-        """Whether every parameter about to move has its state.
+        """Return whether the state of every parameter about to be stepped exists.
 
-        torch's fused SGD makes momentum buffers of uninitialised memory on a step that ``found_inf`` skips, and fails
-        where one parameter has a buffer and another none; the others leave zeros where there was nothing. So the first
-        step of a parameter is decided on the host, and taken by the form that the user left it in. A loaded state
-        counts: a resumed run must take the very form that the run it resumes took, whose last bits differ.
+        On a step that ``found_inf`` skips, torch's fused SGD makes momentum buffers of uninitialised memory; it also
+        fails where one parameter has a buffer and another has none. The other fused optimizers leave state of zeros
+        where there was none. So the host decides on the first step of a parameter, and that step runs in the form the
+        user gave. A loaded state counts as warm: the last bits of the two forms differ, and a resumed run must use the
+        form that the original run used.
         """
         if len(_state_of(self.optimizer)) < self._warm_states:
             self._warm.clear()
@@ -285,33 +288,36 @@ class OptimizerState:
     # ---------------------------------------------------------------- the outcome
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
-        """The step is over: masters go back, the flags go down."""
+        """End the step: write the masters into the model and lower the sticky flag."""
         self.outcome = outcome
         if outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
         if not self.engine.policy.checks:
             self.engine.counts.applied += 1
         elif self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED:
-            self.sticky.zero_()  # needless where the host applied, for it has read a zero; too early before update()
+            # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
+            # after the step and lowers it itself.
+            self.sticky.zero_()
         self.fresh = True
         self.gradients.ready = False
         self.gradients.used.clear()
 
     def known_outcome(self) -> StepOutcome | None:
-        """What the last step did. May wait for the device."""
+        """Return what the last step did. May wait for the device."""
         if isinstance(self.outcome, torch.Tensor):
             self.outcome = StepOutcome.SKIPPED if bool(self.outcome) else StepOutcome.APPLIED
         return self.outcome
 
     def unobserved(self) -> Iterable[bool]:
-        """Whether each step overflowed that has not been counted yet. Waits for the device."""
+        """Yield, for each step that has not been counted yet, whether it overflowed. Waits for the device."""
         for _, values in self._history.peek():
             yield self._memory.overflowed(values, self.index)
 
     def overflow_run(self) -> int:
-        """Overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
+        """Return the overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
 
-        Where a run is complete and has yet to be raised, the number that makes the next overflow raise it.
+        If a run is complete but its error has not been raised yet, the result is the number with which the next
+        overflow raises it.
         """
         watch = copy.copy(self._watch)
         complete = [self._judge(watch, used, values) for used, values in self._history.peek()]
@@ -320,8 +326,8 @@ class OptimizerState:
     def resume(self, overflow_run: int) -> None:
         """Go on as after ``overflow_run`` such overflows, with the scales that were just loaded.
 
-        What a backward found before belongs to the run that is left; so do gradients that are still there, which must
-        be cleared or added to before a step.
+        The sticky flag and existing gradients belong to the run before the load, so the flag is lowered. The user must
+        clear the gradients, or add to them in a ``scale_loss``, before the next step.
         """
         self._history.forget()
         self._watch.resume(overflow_run)
@@ -331,12 +337,12 @@ class OptimizerState:
             self.fresh = True
 
     def observe_all(self) -> None:
-        """Count, log and judge every step that is not yet. Waits for the device."""
+        """Count, log and judge every recorded step. Waits for the device."""
         for late in self._history.drain():
             self._observe(*late)
 
     def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool | None:
-        """Let ``watch`` take in one step: None where it did not overflow, else whether a run is complete."""
+        """Record one step in ``watch``. Return None if it did not overflow, else whether a run is complete."""
         scales = self._memory.scales_in(values)
         if not self._memory.overflowed(values, self.index):
             watch.clean(scales)
@@ -375,12 +381,12 @@ class OptimizerState:
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
-    """The optimizer's state; what merely looks like one may have none."""
+    """Return the optimizer's state; empty for an object that has ``param_groups`` and ``step`` but no ``state``."""
     return getattr(optimizer, "state", {})
 
 
 def _with_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters that have state, and those of an SGD that keeps none."""
+    """Yield the parameters that have state, and those of an SGD without momentum, which needs none."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             state = _state_of(optimizer).get(param)

@@ -1,1 +1,1 @@
-"""The public calls, which tie the other wings together."""
+"""The public calls of xamp. They combine what the other wings do."""

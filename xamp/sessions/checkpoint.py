@@ -1,8 +1,8 @@
-"""Saving and loading what a session adds to a model and an optimizer: loss scales, and exact fp32 masters.
+"""Saves and loads what a session adds to a model and an optimizer: loss scales and exact fp32 masters.
 
-Data flow of a load: :func:`xamp.sessions.formats.read` checks the state by itself, :func:`_plan` finds for each tensor
-the parameter it belongs to and refuses what does not fit; only then is anything written. A master is written together
-with its parameter, so that model, optimizer and this may be loaded in any order.
+Data flow of a load: :func:`xamp.sessions.formats.read` checks the state on its own. :func:`_plan` finds the parameter
+of each saved tensor and refuses what does not fit. Nothing is written before that. A master is written together with
+its parameter, so the states of model, optimizer and session can be loaded in any order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CALL = "load_state_dict"
 
 
 def save(engine: Engine, kind: str = "xamp") -> Any:
-    """The state of ``engine`` in one of :data:`xamp.sessions.formats.FORMATS`. Waits for the device."""
+    """Return the state of ``engine`` in one of :data:`xamp.sessions.formats.FORMATS`. Waits for the device."""
     kind = formats.check_format("state_dict", kind)
     engine.prepare_checkpoint()
     scales = [_scale_of(scaler) for scaler in engine.scalers]
@@ -52,10 +52,10 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
 
 
 def load(engine: Engine, saved_state: object) -> None:
-    """Load ``saved_state``, of any format that can be read, into ``engine``: all of it or nothing.
+    """Load ``saved_state``, in any format that xamp reads, into ``engine``: all of it or nothing.
 
     Raises:
-        CheckpointError: it does not fit; the message names the key.
+        CheckpointError: the state does not fit; the message names the key.
         StateError: a ``scale_loss`` is open.
     """
     if not engine.enabled:
@@ -67,10 +67,11 @@ def load(engine: Engine, saved_state: object) -> None:
     moving = _moving_scales(engine, saved)
     writes = _plan(engine, saved)
     _tell_missing(engine, writes)
-    stats = engine.stats()  # before resuming drops what is not counted yet
+    stats = engine.stats()  # now, because resume() drops the steps that are not counted yet
     _write(writes)
     for scaler, scale in zip(engine.scalers, moving, strict=False):
-        tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)  # torch's kernel tests for equality
+        # torch's kernel grows the scale where the tracker equals the interval; a larger tracker would never grow it.
+        tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)
         scaler.set(scaler.rules.within(scale.scale), tracker)
     same = not engine.states or len(saved.overflow_runs) == len(engine.states)
     engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
@@ -93,7 +94,7 @@ def _scale_of(scaler: Any) -> SavedScale:
 
 
 def _moving_scales(engine: Engine, saved: Saved) -> Sequence[SavedScale]:
-    """The scales to take over: none unless they move here and moved there. A static one is set by ``initialize``."""
+    """Return the scales to load: none unless they are dynamic both here and in ``saved``; others stay as they are."""
     if not engine.policy.dynamic or any(scale.dynamic is False for scale in saved.scales):
         return ()
     if saved.scales and len(saved.scales) != len(engine.scalers):
@@ -109,7 +110,7 @@ def _moving_scales(engine: Engine, saved: Saved) -> Sequence[SavedScale]:
 
 
 def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Copies in host memory of all masters: by model and name; those of no model by optimizer and position."""
+    """Copy all masters into host memory: by model and name, or by optimizer and position if no model has them."""
     seen: set[int] = set()
     named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
     for index, model in engine.models().items():
@@ -140,7 +141,7 @@ _Write = tuple[torch.Tensor, torch.Tensor]
 
 
 def _plan(engine: Engine, saved: Saved) -> list[_Write]:
-    """What to write where; raises a CheckpointError and has written nothing."""
+    """Return what to write where, or raise a CheckpointError. Writes nothing."""
     models = engine.models()
     writes = []
     for index, named in enumerate(saved.masters):
@@ -184,7 +185,7 @@ def _matched(
 
 
 def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
-    """Log which masters a state that has masters does not have: of parameters that came since, or were frozen."""
+    """Log which masters are missing from a state that has masters: their parameters are new, or were frozen."""
     written = {id(param) for param, _ in writes}
     params = [param for model in engine.models().values() for param in model.parameters()]
     left = [p for p in params if masters.master_of(p) is not None and id(p) not in written]

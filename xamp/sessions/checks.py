@@ -1,4 +1,4 @@
-"""What ``initialize`` refuses: each check looks only, and its message names the remedy."""
+"""The checks of ``initialize``. A check changes nothing, and its error message names the remedy."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ __all__ = [
 
 
 def as_list(name: str, given: object, kind: type) -> list[object]:
-    """``given`` as a list: one ``kind`` or a list or tuple of them, each once.
+    """Return ``given`` as a list. It may be one ``kind``, or a list or tuple of them, each once.
 
     Raises:
-        PolicyError: anything else.
+        PolicyError: ``given`` is anything else.
     """
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
@@ -54,7 +54,7 @@ def as_list(name: str, given: object, kind: type) -> list[object]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile."""
+    """Return the model inside DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             model = model.module
@@ -65,7 +65,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device | None:
-    """The device of the first parameter; None where there is none.
+    """Return the device of the first parameter; None where there is no parameter.
 
     Raises:
         PolicyError: the parameters are on two device types.
@@ -82,13 +82,13 @@ def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
 
 
 def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Engine | None:
-    """Refuse what a session manages already.
+    """Refuse models and optimizers that a session manages already.
 
     Returns:
-        The engine to which ``optimizers`` are added: ``models`` were all given to it, without an optimizer.
+        None; or an engine, if all ``models`` were given to it without an optimizer: ``optimizers`` are added to it.
 
     Raises:
-        StateError: a model or optimizer is in a session, or is a copy of a model that is.
+        StateError: a model or optimizer is in a session, or a model is a copy or a part of one that is.
     """
     for optimizer in optimizers:
         if state_of(optimizer) is not None:
@@ -115,10 +115,10 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
 
 
 def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -> None:
-    """Refuse what the device cannot do.
+    """Refuse a policy that the device cannot run.
 
     Raises:
-        UnsupportedPolicy: naming what it can.
+        UnsupportedPolicy: the message names what the device can do.
     """
     can = backend.capabilities(device)
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -135,10 +135,12 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -
 
 
 def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> None:
-    """Refuse an op policy that the backend does not have: one that it declares, or the one that its spelling means.
+    """Refuse an op policy that the backend does not have.
+
+    A backend has those that it declares. A spelling of a backend, such as ``"apex"``, has only the one that it means.
 
     Raises:
-        UnsupportedPolicy: naming those it has.
+        UnsupportedPolicy: the message names the op policies of the backend.
     """
     own = SPELLINGS.get(backend.name)
     there = backend.capabilities(device).op_policies if own is None else (own,)
@@ -152,9 +154,9 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
     """Refuse models that cannot be put under ``policy``.
 
     Raises:
-        PolicyError: a half model, or one whose parameters do not exist yet.
-        UnsupportedPolicy: a ScriptModule where parameters are cast.
-        StateError: a wrapper that must come later.
+        PolicyError: a model is fp16 or bf16, or its parameters have no shape yet.
+        UnsupportedPolicy: a ScriptModule is in a model whose parameters are to be cast.
+        StateError: a wrapper is around the model already that must come after ``initialize``.
     """
     for model, outer in zip(models, given, strict=True):
         for name, param in model.named_parameters():
@@ -203,7 +205,7 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
 
 
 def _holds(outer: nn.Module, kind: type) -> bool:
-    """Whether ``kind`` is among the wrappers around the model, or inside it."""
+    """Return whether ``outer``, or a module inside it, is a ``kind``."""
     return any(isinstance(module, kind) for module in outer.modules())
 
 
@@ -211,7 +213,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     """Refuse optimizers that cannot be right.
 
     Raises:
-        PolicyError: one that holds none of the models' parameters, half parameters, or an ``eps`` that rounds to zero.
+        PolicyError: an optimizer holds none of the models' parameters, or fp16 or bf16 parameters of no model; or its
+            ``eps`` rounds to zero; or two optimizers share a parameter.
+        UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter.
     """
     check_owned(optimizers, models)
     if policy.manages_gradients:
@@ -231,10 +235,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
 
 
 def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
-    """Refuse a parameter that two optimizers hold.
+    """Refuse a parameter that two optimizers hold, because each would unscale its gradient and step its master.
 
     Raises:
-        PolicyError: each would unscale its gradient, and step a master of its own.
+        PolicyError: two optimizers hold the same parameter.
     """
     holder: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
@@ -249,7 +253,7 @@ def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
 
 
 def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer of another model.
+    """Refuse an optimizer that belongs to another model.
 
     Raises:
         PolicyError: it holds none of the models' parameters.
@@ -264,11 +268,11 @@ def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) ->
 
 
 def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
-    """Refuse what the backend knows to be stepped wrongly.
+    """Refuse an optimizer whose step would be wrong on the backend.
 
     Raises:
-        UnsupportedPolicy: an optimizer of the device's own whose own copies the level makes wrong; or a fused one of
-            parameters in a storage format that its kernel does not take.
+        UnsupportedPolicy: the device's framework made the optimizer, and the level makes the copies wrong that it keeps
+            of its parameters; or the optimizer is fused, and its kernel does not take the parameters' storage format.
     """
     name = type(optimizer).__name__
     if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters):
@@ -282,12 +286,12 @@ def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy
 
 
 def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
-    """Whether all its parameters are in the storage format that every operator takes."""
+    """Return whether all parameters of ``optimizer`` are in the storage format that every operator takes."""
     return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
 
 
 def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
-    """An optimizer around another one whose groups are its own would keep the lowered parameters, and never move."""
+    """Refuse an optimizer around one with groups of its own, which would keep the lowered parameters and never move."""
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):

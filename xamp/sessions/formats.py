@@ -1,7 +1,7 @@
-"""What a saved state looks like: xamp's own, and those of the scalers that people come from and go back to.
+"""The formats of a saved state: xamp's own, and those of the other loss scalers that users change from or to.
 
-:func:`read` turns any of them into a :class:`Saved`, or says which key is wrong; :func:`write` and
-:func:`write_foreign` make them. Nothing here knows a session. A state holds numbers, strings and CPU tensors in plain
+:func:`read` turns a state of any format into a :class:`Saved`, or says which key is wrong. :func:`write` and
+:func:`write_foreign` make states. Nothing here knows a session. A state holds numbers, strings and CPU tensors in plain
 dicts and lists, so that ``torch.load(weights_only=True)`` takes it.
 """
 
@@ -23,7 +23,7 @@ SCHEMA = 1
 FORMATS = ("xamp", "torch", "torch_npu")
 _OURS = {"format", "schema", "level", "dtype", "steps", "scalers", "optimizers", "masters"}
 _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-_STATIC_INTERVAL = 2**31 - 1  # what torch's scaler counts in is an int32
+_STATIC_INTERVAL = 2**31 - 1  # the largest int32, because torch's growth tracker is an int32
 _KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"
 
 
@@ -32,10 +32,10 @@ class SavedScale:
     """One loss scale.
 
     Attributes:
-        scale: above 0.
-        growth_tracker: clean updates since it last moved.
-        dynamic: whether it moved; None where the format does not say.
-        factors: growth factor, backoff factor and growth interval, where the format has them.
+        scale: the loss scale, above 0.
+        growth_tracker: clean updates since the scale last moved.
+        dynamic: whether the scale is dynamic; None where the format does not say.
+        factors: growth factor, backoff factor and growth interval; None where the format does not have them.
     """
 
     scale: float
@@ -49,13 +49,13 @@ class Saved:
     """A state, checked for everything that can be checked without a session.
 
     Attributes:
-        scales: by ``loss_id``.
+        scales: the loss scales, by ``loss_id``.
         masters: for each model, fp32 master weights by qualified name.
-        others: for each optimizer, the masters of parameters of no model, by ``"group.position"``.
+        others: for each optimizer, masters whose parameters are in no model, by ``"group.position"``.
         overflow_runs: for each optimizer, the overflows in a row that no smaller scale could cure.
-        steps: applied and skipped; None where the format does not say.
-        level: what it was saved at; for messages.
-        dtype: name of the lower dtype it was saved at; for messages.
+        steps: numbers of applied and of skipped steps; None where the format does not say.
+        level: level of the run that saved it; for messages.
+        dtype: name of the lower dtype of that run; for messages.
     """
 
     scales: Sequence[SavedScale]
@@ -71,7 +71,7 @@ class Saved:
 
 
 def write(saved: Saved) -> dict[str, Any]:
-    """``saved`` in xamp's own format."""
+    """Return ``saved`` in xamp's own format."""
     applied, skipped = saved.steps or (0, 0)
     return {
         "format": "xamp",
@@ -89,9 +89,9 @@ def write(saved: Saved) -> dict[str, Any]:
 
 
 def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
-    """``saved`` as ``"torch"`` or ``"torch_npu"`` writes it.
+    """Return ``saved`` in the format of ``kind``: ``"torch"`` or ``"torch_npu"``.
 
-    torch's scaler knows no static scale; factors of 1 make it one that skips a step that overflows and stays.
+    torch's scaler knows no static scale. With factors of 1 it skips a step that overflows and keeps the scale.
     """
     growth, backoff, interval = saved.factors if saved.dynamic and saved.factors else (1.0, 1.0, _STATIC_INTERVAL)
     state = {
@@ -105,7 +105,7 @@ def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
 
 
 def check_format(call: str, kind: object) -> str:
-    """``kind`` if it is one that can be written; raises a PolicyError that lists them."""
+    """Return ``kind`` if xamp writes that format; else raise a PolicyError that lists the formats."""
     if kind not in FORMATS:
         raise PolicyError(f"{call}(format={kind!r}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
     return str(kind)
@@ -118,23 +118,24 @@ def read(call: str, state: object) -> Saved:
     """Read a state of any known format.
 
     Args:
-        call: for messages.
-        state: from :func:`write`, torch's or torch_npu's GradScaler (a list of them for several losses), or apex.amp.
+        call: the user's call, for messages.
+        state: from :func:`write`, from torch's or torch_npu's GradScaler (a list of states for several losses), or from
+            apex.amp.
 
     Raises:
-        CheckpointError: it is none of them, was written by a newer xamp, or a key is missing, unknown or has a value
-            that cannot be right. The message names the key.
+        CheckpointError: the state has none of these formats, or a newer xamp wrote it, or a key is missing, unknown or
+            has a value that cannot be right. The message names the key.
     """
     try:
         return _Reader(call).read(state)
     except CheckpointError:
         raise
-    except Exception as error:  # a container or a number of somebody else's making
+    except Exception as error:  # a class of somebody else, which behaves unlike a dict or a number
         raise CheckpointError(f"{call}: the state cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Reader:
-    """Reads one state; every message begins with the call."""
+    """Reads one state. Every error message begins with the call."""
 
     def __init__(self, call: str) -> None:
         self._call = call
@@ -196,7 +197,7 @@ class _Reader:
 
     def _torch(self, value: object, key: str) -> SavedScale:
         state = self._mapping(value, key)
-        self._same_keys(state, _TORCH, key, optional=set(state))  # torch reads its five, a subclass may have more
+        self._same_keys(state, _TORCH, key, optional=set(state))  # torch reads five keys; a subclass may have more
         factors = (
             self._scale(state["growth_factor"], f"{key}['growth_factor']"),
             self._scale(state["backoff_factor"], f"{key}['backoff_factor']"),
@@ -211,7 +212,7 @@ class _Reader:
         )
 
     def _apex(self, state: Mapping[str, Any]) -> list[SavedScale]:
-        names = [f"loss_scaler{i}" for i in range(len(state))]  # by number: the order in a file means nothing
+        names = [f"loss_scaler{i}" for i in range(len(state))]  # in order of the numbers, not of the keys in the file
         self._same_keys(state, set(names), "")
         found = []
         for name in names:
@@ -263,7 +264,7 @@ class _Reader:
 
     def _scale(self, value: object, key: str) -> float:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-        if not 2.0**-149 <= number <= LARGEST_SCALE:  # what fp32 holds: a run that collapsed leaves such numbers
+        if not 2.0**-149 <= number <= LARGEST_SCALE:  # fp32's range with subnormals, which a collapsed run may leave
             raise self._error(f"must be a finite number above 0 that fp32 can hold, and is {_shown(value)}", key)
         return float(number)
 
@@ -291,8 +292,8 @@ class _Reader:
 
 
 def _unfit(value: object) -> str:
-    """What keeps ``value`` from being copied into an fp32 tensor; nothing where it can be."""
-    # A subclass, such as a sharded DTensor, copies its own way.
+    """Return why ``value`` cannot be copied into an fp32 tensor; an empty string where it can."""
+    # A subclass of Tensor, such as a sharded DTensor, copies in its own way.
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"of type {type(value).__name__}"
     assert isinstance(value, torch.Tensor)
@@ -304,7 +305,7 @@ def _unfit(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """``repr``, but of a number so long that Python will not print it."""
+    """Return ``repr(value)``, or the size of an integer so long that Python refuses to print it."""
     if type(value) is int and abs(value) >> 64:
         return f"a number of {value.bit_length()} bits"
     return repr(value)

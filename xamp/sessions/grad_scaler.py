@@ -1,8 +1,8 @@
-"""``GradScaler``: the interface of torch.cuda.amp's over the engine that serves ``initialize`` too.
+"""``GradScaler``: the interface of ``torch.cuda.amp.GradScaler`` on the engine that serves ``initialize`` too.
 
-Here is what it accepts, refuses and remembers; :mod:`xamp.sessions.manual_engine` has the engine, made on the device of
-the first
-loss: ``unscale_`` raises an optimizer's flag, ``step`` is decided by it, ``update`` moves the scale by all flags.
+This module checks the arguments and keeps the scaler's settings. The engine is in :mod:`xamp.sessions.manual_engine`
+and is made on the device of the first loss. ``unscale_`` raises the sticky flag of an optimizer, ``step`` skips if that
+flag is raised, and ``update`` moves the scale by the flags of all optimizers.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do
 
 __all__ = ["GradScaler"]
 
-# torch's methods that the engine does not call: a subclass that has its own would be ignored without a word.
+# Methods of torch's GradScaler that the engine does not call. An override in a subclass would have no effect, silently.
 _NOT_CALLED = ("_check_inf_per_device", "_maybe_opt_step", "_unscale_grads_")
 
 
 class _NothingChecked(StateError, AssertionError):
-    """What torch asserts."""
+    """An error that torch's GradScaler raises as an AssertionError."""
 
 
 class _BadFactor(PolicyError, AssertionError):
-    """What torch asserts of an argument."""
+    """A wrong factor, for which torch's GradScaler raises an AssertionError."""
 
 
 class _EmptyState(CheckpointError, RuntimeError):
-    """What torch calls a RuntimeError."""
+    """An empty state, for which torch's GradScaler raises a RuntimeError."""
 
 
 class GradScaler:
-    """Loss scaling by hand, with the methods, names and numbers of ``torch.cuda.amp.GradScaler``, on any device.
+    """Scales losses by hand, with the methods, names and numbers of ``torch.cuda.amp.GradScaler``, on any device.
 
     ::
 
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)      # where gradients are clipped or looked at
+        scaler.unscale_(optimizer)      # only to clip or read gradients before the step
         scaler.step(optimizer)
         scaler.update()
 
-    Beyond torch's: the scale has a floor; a run of overflows at it raises; :attr:`last_step` and :attr:`stats` tell
-    what was skipped; a chip that saturates instead of giving inf is asked for its flag; and ranks whose gradients are
-    not the same by themselves (sharded parameters, such chips) skip together.
+    It does more than torch's scaler. The scale has a floor, and a run of overflows at the floor raises an error.
+    :attr:`last_step` and :attr:`stats` tell which steps were skipped. On a chip that saturates instead of giving inf,
+    the scaler reads the chip's overflow flag. Ranks whose gradients are not equal anyway (sharded parameters, or such a
+    chip) skip together.
 
     Args:
         init_scale: loss scale at the start.
-        growth_factor: what it is multiplied by after ``growth_interval`` updates without inf and nan.
-        backoff_factor: what it is multiplied by when there were some.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` updates in a row without inf and nan.
+        backoff_factor: the scale is multiplied by it at an update where there was inf or nan.
         growth_interval: number of updates.
-        enabled: False, or what counts as false: every method passes through.
+        enabled: False, or any value that counts as false: ``scale`` returns its argument, ``step`` calls
+            ``optimizer.step``, and ``unscale_`` and ``update`` do nothing.
 
     Attributes:
         process_group: ranks that decide together; None: the default group where there is one.
 
     Raises:
-        PolicyError: a number out of its range.
+        PolicyError: a number is out of its range.
     """
 
     process_group: Any = None
@@ -83,7 +85,7 @@ class GradScaler:
         self._enabled = boolean("enabled", spelt, call="GradScaler") is True if isinstance(spelt, str) else bool(spelt)
         self._init_scale, self._growth_interval = init_scale, growth_interval
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        if self._enabled:  # torch looks at nothing where it does nothing
+        if self._enabled:  # torch checks no argument of a disabled scaler
             self._check_arguments()
         self._init_growth_tracker = 0
         self._lowest_set = self._init_scale
@@ -116,19 +118,22 @@ class GradScaler:
     # ---------------------------------------------------------------- the step
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each of a nested list, tuple or iterable of tensors, by the scale.
+        """Multiply a tensor, or each tensor in a nested list, tuple or iterable, by the scale.
 
         Raises:
-            PolicyError: something in it is no tensor.
+            PolicyError: ``outputs`` holds something that is not a tensor.
         """
         return self._multiply(outputs) if self._enabled else outputs
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, and look for inf and nan. ``step`` does it where needed.
+        """Divide the gradients of ``optimizer`` by the scale and check them for inf and nan.
+
+        ``step`` calls this itself if the user did not.
 
         Raises:
-            StateError: it was called since the last ``update``, or the optimizer has stepped since.
-            PolicyError: there are fp16 gradients, whose small values unscaling would lose.
+            StateError: it was already called for this optimizer, or the optimizer has stepped, since the last
+                ``update``.
+            PolicyError: there are fp16 gradients, whose small values would be lost in unscaling.
         """
         if not self._enabled:
             return
@@ -149,11 +154,11 @@ class GradScaler:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
 
         Returns:
-            What ``optimizer.step`` returns; None where it is skipped.
+            What ``optimizer.step`` returns; None where the step is skipped.
 
         Raises:
-            StateError: called twice since the last ``update``, with a closure, or without any gradient (which a fused
-                optimizer may be).
+            StateError: called twice since the last ``update``, or with a closure, or without any gradient (a fused
+                optimizer may step without one).
             LossScaleCollapsed: 50 overflows in a row at the floor.
         """
         if not self._enabled:
@@ -173,21 +178,21 @@ class GradScaler:
         try:
             return use.state.step(optimizer.step, args, kwargs) if use.checked else optimizer.step(*args, **kwargs)
         finally:
-            if not use.state.gradients.ready:  # else the optimizer raised before the step was over
+            if not use.state.gradients.ready:  # still ready: the optimizer raised before the step was over
                 use.stage = Stage.STEPPED
             if use.state.outcome is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks before it warns
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Move the scale by what was found since the last update, or set it.
+        """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
 
         Args:
-            new_scale: the scale, a number, or a tensor of one element that needs no gradient (which waits for the
-                device). It lowers the floor where it is below it, and is cut at the ceiling.
+            new_scale: the new scale: a number, or a tensor of one element that needs no gradient (reading it waits for
+                the device). A value below the floor lowers the floor. A value above the ceiling becomes the ceiling.
 
         Raises:
-            StateError: nothing was checked since the last update.
-            PolicyError: ``new_scale`` is no finite number above 0.
+            StateError: no gradient was checked since the last update.
+            PolicyError: ``new_scale`` is not a finite number above 0.
         """
         if not self._enabled:
             return
@@ -208,26 +213,26 @@ class GradScaler:
 
     @property
     def last_step(self) -> Any:
-        """What the last ``step`` did: a StepOutcome, None before the first. May wait for the device.
+        """Outcome of the last ``step``: a StepOutcome, or None before the first. May wait for the device.
 
-        With several optimizers: a dict by optimizer.
+        With several optimizers: a dict of these by optimizer.
         """
         return None if self._engine is None else self._engine.last_step()
 
     @property
     def stats(self) -> Stats:
-        """Counts of steps, over all optimizers. Waits for the device."""
+        """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
         return Stats() if self._engine is None else self._engine.stats()
 
     def get_scale(self) -> float:
-        """The scale, 1.0 where disabled. Waits for the device."""
+        """Return the scale; 1.0 where disabled. Waits for the device."""
         if not self._enabled:
             return 1.0
         return self._rules().within(self._init_scale) if self._engine is None else float(self._engine.scaler.scale)
 
     @property
     def min_loss_scale(self) -> float:
-        """Floor of the scale; may be set. A smaller ``init_scale``, ``new_scale`` or loaded scale lowers it."""
+        """Floor of the scale. It can be set. A smaller ``init_scale``, ``new_scale`` or loaded scale lowers it."""
         return self._floor
 
     @min_loss_scale.setter
@@ -236,7 +241,7 @@ class GradScaler:
 
     @property
     def max_loss_scale(self) -> float:
-        """Ceiling of the scale; may be set, and counts from the next ``update`` on. The default is what fp32 holds."""
+        """Ceiling of the scale. It can be set, with effect from the next ``update``. Default: fp32's largest number."""
         return self._ceiling
 
     @max_loss_scale.setter
@@ -244,37 +249,37 @@ class GradScaler:
         self._ceiling = _number("max_loss_scale", ceiling)
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale is multiplied when it grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set it; 1 stops the growth."""
+        """Set the growth factor. A factor of 1 stops the growth."""
         self._growth_factor = _number("growth_factor", new_factor, low=0)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by on an overflow."""
+        """Return the factor by which the scale is multiplied after an overflow."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set it."""
+        """Set the backoff factor."""
         self._backoff_factor = _number("backoff_factor", new_factor, high=LARGEST_SCALE)
 
     def get_growth_interval(self) -> int:
-        """Number of clean updates after which the scale grows."""
+        """Return the number of clean updates after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set it."""
+        """Set the growth interval."""
         self._growth_interval = int(_number("growth_interval", new_interval))
 
     def is_enabled(self) -> bool:
-        """Whether it does anything."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as torch's GradScaler has it; empty where disabled. Waits for the device."""
+        """Return the state in the format of torch's GradScaler; empty where disabled. Waits for the device."""
         if not self._enabled:
             return {}
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
@@ -282,10 +287,10 @@ class GradScaler:
         return formats.write_foreign(saved, "torch")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the state of this GradScaler, torch's or torch_npu's, or that of one scaler of apex.amp or xamp.
+        """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.
 
         Raises:
-            CheckpointError: it does not fit; the message names the key, and nothing was changed.
+            CheckpointError: the state does not fit. The message names the key, and nothing was changed.
         """
         if not self._enabled:
             return
@@ -303,8 +308,8 @@ class GradScaler:
             self._growth_factor = self._backoff_factor = 1.0
         elif saved.factors is not None:
             self._growth_factor, self._backoff_factor, self._growth_interval = saved.factors
-        self._init_scale = max(saved.scale, SMALLEST_SCALE)  # of a collapsed run's the inverse may be inf
-        # It grows where the count equals the interval: never again, were the count beyond it.
+        self._init_scale = max(saved.scale, SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
+        # The scale grows where the tracker equals the interval. With a larger tracker it would never grow again.
         self._init_growth_tracker = max(min(saved.growth_tracker, self._growth_interval - 1), 0)
         self._lowest_set = min(self._lowest_set, self._init_scale)
         if self._engine is not None:
@@ -319,7 +324,7 @@ class GradScaler:
                 "scaler.update()."
             )
         state = {**self.__dict__, "_engine": None}
-        state.pop("process_group", None)  # lives in this process only
+        state.pop("process_group", None)  # exists in this process only
         if self._engine is not None:
             state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state
@@ -328,7 +333,7 @@ class GradScaler:
 
     @property
     def _scale(self) -> torch.Tensor | None:
-        """The scale on the device, writable; None before the first loss."""
+        """The scale on the device. It can be written to. None before the first loss."""
         return None if self._engine is None else self._engine.scaler.factor
 
     @_scale.setter
@@ -342,13 +347,13 @@ class GradScaler:
             self._engine.scaler.fill(number)
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """The flag of ``optimizer``, 1.0 where something overflowed: live, so that ranks can share it before a step."""
+        """Return, by device, the sticky flag itself (1.0: overflow), so that ranks can share it before a step."""
         engine = self._require("_found_inf_per_device")
         return {engine.device: engine.use_of(optimizer, "_found_inf_per_device").state.sticky}
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        """Clean updates since the scale moved, on the device; None before the first loss."""
+        """Clean updates since the scale last moved, on the device; None before the first loss."""
         return None if self._engine is None else self._engine.scaler.growth_tracker
 
     def _get_growth_tracker(self) -> int:
@@ -367,7 +372,7 @@ class GradScaler:
     # ---------------------------------------------------------------- inside
 
     def _multiply(self, outputs: Any) -> Any:
-        """See :meth:`scale`, which a subclass may have made its own."""
+        """Do the work of :meth:`scale`. It calls itself for nested outputs, because a subclass may override it."""
         if isinstance(outputs, torch.Tensor):
             factor = self._begin(outputs.device)
             return outputs * (factor if outputs.device == factor.device else factor.to(outputs.device))
@@ -382,7 +387,7 @@ class GradScaler:
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def _begin(self, device: torch.device) -> torch.Tensor:
-        """Before a loss is scaled: what to multiply it by."""
+        """Prepare for a loss to be scaled, and return the factor to multiply it by."""
         if self._engine is None:
             self._lazy_init_scale_growth_tracker(device)
             assert self._engine is not None, "made in the line above"
@@ -400,7 +405,7 @@ class GradScaler:
         return self._engine
 
     def _set_start(self, engine: ManualEngine) -> None:
-        """Give ``engine`` the scale that was asked for or loaded, after so many clean updates."""
+        """Give ``engine`` the scale and the growth tracker that were given to the constructor or loaded."""
         self._follow_rules(engine.scaler)
         engine.scaler.set(engine.scaler.rules.within(self._init_scale), self._init_growth_tracker)
 
@@ -410,14 +415,18 @@ class GradScaler:
         return ScaleRules(True, *factors, floor, max(self.max_loss_scale, floor))
 
     def _follow_rules(self, scaler: LossScaler) -> None:
-        """Tell the loss scale how to move, where that has changed."""
+        """Give the loss scale new rules, if they have changed."""
         rules = self._rules()
         if rules != scaler.rules:
             scaler.follow(rules)
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
-    """A number in the range that ``initialize`` has for it, a scale in that of fp32; the bounds replace the range's."""
+    """Return ``value`` as a number, checked against a range.
+
+    The range of a scale is that of fp32; any other name has the range that ``initialize`` has for it. ``low`` and
+    ``high`` replace the bounds of that range.
+    """
     least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
     return number_between(
         name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
@@ -425,7 +434,7 @@ def _number(name: str, value: object, low: float | None = None, high: float | No
 
 
 def _one_element(value: float | torch.Tensor) -> object:
-    """The number that ``update`` was given."""
+    """Return the number that ``update`` was given; a tensor must have one element and need no gradient."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1 or value.requires_grad:

@@ -1,8 +1,8 @@
-"""``initialize``: look at everything, refuse what cannot be right, then change all of it or nothing.
+"""``initialize``: check everything first, then change all of it or nothing.
 
-The way of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
-:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply, with every change
-on an exit stack that a failure unwinds at once and ``session.close()`` later.
+The steps of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. Each change puts
+its undo on an exit stack. A failure unwinds the stack at once, ``session.close()`` later.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from xamp.sessions.session import register
 __all__ = ["Arguments", "initialize", "set_up"]
 
 DELEGATES = {"apex": "xamp.apex._delegate:hand_over"}
-"""By what ``backend=`` says, ``"module:function"`` of what ``delegate=True`` hands the work over to.
+"""For each value of ``backend=``: the function, as ``"module:function"``, to which ``delegate=True`` hands the work.
 
-The function takes the policy, the backend, the device of the first parameter and :class:`Arguments`, and registers the
-engine of the session that it returns.
+The function takes the policy, the backend, the device of the first parameter and :class:`Arguments`. It registers the
+engine of the session and returns it.
 """
 
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
@@ -76,48 +76,72 @@ def initialize(
     verbosity: int | str = 1,
     opt_level: str | None = None,
 ) -> Any:
-    """Put models and their optimizers under a precision level.
+    """Put models and their optimizers under a precision level. Changes them in place.
+
+    ::
+
+        model, optimizer = xamp.initialize(model, optimizer, level="O2")
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    Move the models to their device and make the optimizers before the call. At O2, O3 and O5 wrap the models in
+    DistributedDataParallel or FSDP after it. A call that raises leaves models and optimizers as they were. The levels
+    mean::
+
+        level            parameters  operators           masters  batch norm     loss scale
+        O0 ("fp32")      fp32        fp32                no       fp32           1.0
+        O1 ("amp-fp16")  fp32        fp16, by op_policy  no       by op_policy   dynamic
+        O2               fp16        fp16                fp32     fp32           dynamic
+        O3 ("fp16")      fp16        fp16                no       fp16           1.0
+        O4 ("amp-bf16")  fp32        bf16, by op_policy  no       by op_policy   1.0
+        O5               bf16        bf16                fp32     fp32           1.0
 
     Args:
-        models: an ``nn.Module`` with fp32 parameters, or a list or tuple of them.
-        optimizers: a ``torch.optim.Optimizer`` over their parameters, a list or tuple, or None for inference.
-        level: ``"O0"`` to ``"O5"``, an alias, or ``"auto"``: O4 where bf16 is native, else O1 where fp16 is, else O0.
-        backend: its name, or ``"auto"``: ``XAMP_BACKEND``, else by the device type of the parameters. ``"apex"`` is
-            the device's own with the op policy of NVIDIA's Apex.
-        loss_scale: ``"dynamic"`` or a static number, also as a string; None: the level's.
-        dtype: fp16 or bf16 in place of the level's.
-        keep_batchnorm_fp32: at O2, O3 and O5, whether batch norm stays fp32; None: the level's.
+        models: an ``nn.Module`` with fp32 parameters, or a list or tuple of modules.
+        optimizers: a ``torch.optim.Optimizer`` over the models' parameters, or a list or tuple of optimizers. None:
+            inference.
+        level: a level or its alias, see above. ``"auto"``: O4 where the device has native bf16, else O1 where it has
+            native fp16, else O0.
+        backend: the name of a backend. ``"auto"``: the environment variable ``XAMP_BACKEND``, else the backend for the
+            parameters' device. ``"apex"``: the backend for that device, with the op policy of NVIDIA's Apex.
+        loss_scale: ``"dynamic"``, or a number (also as a string) for a static scale. None: the level's default.
+        dtype: fp16 or bf16, to use it instead of the level's lower dtype.
+        keep_batchnorm_fp32: whether batch norm stays fp32 at O2, O3 and O5. None: the level's default.
         keep_fp32: module classes, qualified names or glob patterns of modules that stay fp32 at every level.
-        master_weights: at O2, O3 and O5, whether the optimizer steps fp32 masters; None: the level's.
-        cast_model_outputs: dtype of floating outputs; None: fp32; False: as they come.
-        methods: methods of the models that run under the policy, besides ``forward``.
-        num_losses: how many loss scales; ``scale_loss(..., loss_id=i)`` chooses.
-        init_scale: dynamic scale at the start.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` clean updates.
-        backoff_factor: what it is multiplied by on an overflow.
-        growth_interval: number of clean updates in a row, then it grows.
-        min_loss_scale: floor of the dynamic scale.
-        max_loss_scale: its ceiling.
-        on_static_overflow: under a static scale, ``"skip"`` checks gradients and skips an overflowed step, ``"step"``
-            never checks; None: ``"skip"``, but a static scale of 1.0 is not checked.
-        op_policy: which operator runs in which dtype at O1 and O4: ``"portable"`` is one table for every device,
-            ``"native"`` the device's own list, ``"apex"`` the lists of Apex (of backend ``"apex"``, and its default).
-        fused: ``"auto"`` uses an optimizer's fused form where it is right and the user left the choice open.
-        process_group: ranks that decide together whether to skip; None: the default group where there is one.
-        delegate: hand over to another implementation, where the backend has one.
-        enabled: False: nothing is changed, and everything else of xamp does nothing.
-        verbosity: 0 is silent, 1 logs the effective setting and overflows, and at O0 warns of what takes digits from
-            fp32 on this device.
+        master_weights: whether the optimizer steps fp32 master weights at O2, O3 and O5. None: the level's default.
+        cast_model_outputs: the dtype to which floating outputs are cast. None: fp32. False: outputs are not cast.
+        methods: names of the models' methods that run under the policy, besides ``forward``.
+        num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` chooses one.
+        init_scale: the dynamic scale at the start.
+        growth_factor: the scale is multiplied by it after ``growth_interval`` clean updates in a row.
+        backoff_factor: the scale is multiplied by it after an overflow.
+        growth_interval: the number of clean updates in a row after which the scale grows.
+        min_loss_scale: the floor of the dynamic scale. None: the default.
+        max_loss_scale: the ceiling of the dynamic scale. None: the default.
+        on_static_overflow: what to do with an overflow under a static scale. ``"skip"``: check the gradients, and skip
+            a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
+        op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one table for
+            all devices. ``"native"``: the device's own lists. ``"apex"``: the lists of Apex, for backend ``"apex"``
+            only, where it is the default.
+        fused: ``"auto"``: use the fused form of an optimizer where it is right on this device and the user has not
+            chosen a form. True: require the fused form. False: leave the optimizer as it is.
+        process_group: the ranks that decide together whether to skip a step. None: the default group, if there is one.
+        delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
+        enabled: False: change nothing. All other calls to xamp for these models and optimizers then do nothing.
+        verbosity: 0: log nothing. 1: log the effective policy and each overflow, and at O0 warn of settings that make
+            fp32 less precise on this device.
         opt_level: Apex's name for ``level``.
 
     Returns:
-        ``models``, or ``(models, optimizers)`` where optimizers were given: the very same objects, in the same shape.
+        ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in the same shape.
 
     Raises:
-        PolicyError: an argument that cannot be right. UnsupportedPolicy: this device or model cannot do it.
-        BackendUnavailable: no usable backend of that name or for that device.
-        StateError: a model or optimizer is in a session, or in a wrapper that must come later.
-        In every case models and optimizers are as they were.
+        PolicyError: an argument cannot be right.
+        UnsupportedPolicy: this device or this model cannot do what was asked.
+        BackendUnavailable: there is no usable backend of that name, or none for that device.
+        StateError: a session manages a model or optimizer already, or a wrapper was put around a model too early, or
+            the call is under ``torch.inference_mode()``.
     """
     given = locals()
     if torch.is_inference_mode_enabled() and optimizers is not None:
@@ -157,12 +181,12 @@ class Arguments:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models inside their wrappers."""
+        """The models without their wrappers."""
         return [checks.unwrap(model) for model in self.given]
 
     @property
     def objects(self) -> list[object]:
-        """Everything that leads to the session."""
+        """All objects for which ``xamp.session`` finds the session."""
         return [*self.given, *self.models, *self.optimizers]
 
 
@@ -179,7 +203,7 @@ def _level_of(level: object, opt_level: object) -> object:
 
 def _set_up(request: Request, arguments: Arguments) -> None:
     level = parse_level(request.level)
-    if level is not None:  # arguments that are wrong everywhere are refused before any backend is asked
+    if level is not None:  # refuse arguments that are wrong on every device before a backend is loaded
         compile_policy(request, level, tuple(ops.OP_POLICIES))
     existing = checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
@@ -208,10 +232,10 @@ def _set_up(request: Request, arguments: Arguments) -> None:
 
 
 def _delegate_of(backend: Backend) -> Callable[[Policy, Backend, torch.device, Arguments], object]:
-    """The function that hands models and optimizers to another implementation, named in :data:`DELEGATES`.
+    """Return the function of :data:`DELEGATES` that hands models and optimizers to another implementation.
 
     Raises:
-        UnsupportedPolicy: there is none for ``backend``.
+        UnsupportedPolicy: ``backend`` has no such function.
     """
     target = DELEGATES.get(backend.name)
     if target is None:
@@ -225,14 +249,14 @@ def _delegate_of(backend: Backend) -> Callable[[Policy, Backend, torch.device, A
 def set_up(
     policy: Policy, backend: Backend, device: torch.device, arguments: Arguments, make: type[Engine] = Engine
 ) -> Engine:
-    """Put models and optimizers that were found good under ``policy``: all of them or nothing.
+    """Put models and optimizers, which were checked, under ``policy``: all of them or nothing.
 
     Args:
-        policy: complete and checked.
-        backend: of the device.
-        device: where the loss scale is to live.
-        arguments: what is put under it.
-        make: what runs their steps.
+        policy: the policy, complete and checked.
+        backend: the backend of the device.
+        device: the device for the loss scale.
+        arguments: the models and optimizers, and the other arguments of ``initialize``.
+        make: the class of the engine.
     """
     saturates = backend.capabilities(device).overflow == "flag"
     plan = lowering.plan(
@@ -257,7 +281,10 @@ def set_up(
 
 
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
-    """What makes O0 other than plain fp32 here, a line each: who compares a level with it should know."""
+    """List the settings that make O0 differ from plain fp32 on this device, one line each.
+
+    A user who compares another level with O0 should know them.
+    """
     rows = [row for row in backend.precision_settings(device) if row.narrows_fp32 or not row.expected]
     return [
         f"O0 on {device}: {row.name} is {row.value}: {row.effect}; to undo: {row.undo}"
@@ -267,13 +294,13 @@ def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
 
 
 def _best_level(backend: Backend, device: torch.device) -> Level:
-    """What ``"auto"`` means on ``device``."""
+    """Return the level that ``"auto"`` means on ``device``."""
     fast = backend.capabilities(device).fast_dtypes
     return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
 
 
 def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
-    """Give optimizers to a session that was made for inference: an optimizer built after the model was cast."""
+    """Add optimizers to a session that was made for inference, as for an optimizer made after the model was cast."""
     if policy != engine.policy:
         raise StateError(
             f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
@@ -289,7 +316,7 @@ def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
 
 
 def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
-    """The choice of the fused form for each optimizer; raises before anything is changed."""
+    """Choose the fused form of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
     for optimizer in arguments.optimizers:
         checks.check_stepped_rightly(optimizer, engine.backend, policy)
@@ -308,7 +335,7 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
 def _take_optimizers(
     engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: contextlib.ExitStack
 ) -> None:
-    """Put masters in the optimizers' places and let the engine run their steps."""
+    """Put masters into the optimizers in place of lowered parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -326,24 +353,24 @@ def _take_optimizers(
     engine.add_states(states)
 
 
-# What undoes a change is kept by the engine, which must not keep models or optimizers alive: it holds them weakly.
+# The engine keeps these functions to undo changes. It must not keep optimizers alive, so they hold them weakly.
 
 
 def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the optimizer steps the model's parameters again, also those of groups added since."""
+    """Undo: the optimizer steps the model's parameters again, also in groups added since."""
     owner, found = engine(), optimizer()
     if owner is not None and found is not None:
         replace_params(found, [(m, p) for p, m in owner.pairs()])
 
 
 def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the groups say what they said before."""
+    """Undo: the groups have again the ``fused`` that the user gave."""
     if (found := optimizer()) is not None:
         form.switch_off(found)
 
 
 def _set_up_disabled(arguments: Arguments) -> None:
-    """A session in which everything works and does nothing."""
+    """Make a session in which every call works and does nothing."""
     checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(registry.HOST))
     policy = compile_policy(Request(), LEVELS["O0"], tuple(ops.OP_POLICIES))

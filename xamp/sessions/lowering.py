@@ -1,7 +1,7 @@
-"""Lowers a model's parameters and buffers, and puts its modules into the regions that the policy means.
+"""Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:func:`plan` looks and refuses and changes nothing; :meth:`Plan.apply` changes, and leaves on an exit stack how to take
-every change back, which serves a failed ``initialize`` and ``session.close()`` alike.
+:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes and puts on an exit stack how
+to undo each of them. Both a failed ``initialize`` and ``session.close()`` unwind that stack.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Plain = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Plan:
-    """What will be done to the models of one session.
+    """The changes to the models of one session.
 
-    It is kept, to undo what it did, by an engine that must not keep models alive, and so holds them weakly.
+    The engine keeps the plan to undo the changes. The engine must not keep models alive, so the plan holds them weakly.
 
     Attributes:
         lowered: parameters to cast.
@@ -44,18 +44,18 @@ class Plan:
         self._plain = plain
         self.device_type = device_type
         self._watched = saturates and policy.checks
-        self._islands = [weakref.ref(module) for module in _islands(models, policy.keep_fp32)]
+        self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
-        self._originals: dict[int, torch.Tensor] = {}  # by id of the parameter or buffer that took its place
-        self._grads: dict[int, torch.Tensor | None] = {}
+        self._originals: dict[int, torch.Tensor] = {}  # fp32 values, by id of the lowered parameter or buffer
+        self._grads: dict[int, torch.Tensor | None] = {}  # gradients before the cast, by id of the parameter
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
-        # Made here, where running out of memory has changed nothing yet.
+        # The lowered values are made here: if memory runs out now, nothing has changed yet.
         self._values = [plain(p.detach().to(policy.dtype)) for p in self.lowered]
 
     def _find_lowered(self) -> None:
-        kept = {id(m) for island in self.islands() for m in island.modules()}
+        kept = {id(m) for module in self.fp32_modules() for m in module.modules()}
         if self.policy.keep_batchnorm_fp32:
             norms = (m for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm))
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
@@ -74,12 +74,12 @@ class Plan:
             ]
 
     def models(self) -> Iterator[nn.Module]:
-        """The models that are still alive."""
+        """Yield the models that are still alive."""
         return (model for ref in self._models if (model := ref()) is not None)
 
-    def islands(self) -> Iterator[nn.Module]:
-        """Modules that stay fp32 in a model that does not; the outermost of each subtree."""
-        return (module for ref in self._islands if (module := ref()) is not None)
+    def fp32_modules(self) -> Iterator[nn.Module]:
+        """Yield the modules that stay fp32 (``keep_fp32``): of each subtree the outermost one."""
+        return (module for ref in self._fp32_modules if (module := ref()) is not None)
 
     def _live_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for ref, name in self._buffers:
@@ -89,22 +89,22 @@ class Plan:
                 yield module, name, buffer
 
     def apply(self, undo: contextlib.ExitStack) -> None:
-        """Cast, and enter the regions."""
+        """Cast parameters and buffers, and put the modules into their regions."""
         if self.lowered or self._buffers:
             self._lower(undo)
         for model in self.models():
             if self.policy.casts_parameters:
                 undo.callback(masters.watch_state_dicts(model))
-            kept_whole = any(model is island for island in self.islands())
+            kept_whole = any(model is module for module in self.fp32_modules())
             region = self._region(kept_whole)
             if region.does_something:
                 undo.callback(enter_policy(model, region))
-        for island in self.islands():
-            if not any(island is model for model in self.models()):
-                undo.callback(enter_policy(island, self._island_region()))
+        for module in self.fp32_modules():
+            if not any(module is model for model in self.models()):
+                undo.callback(enter_policy(module, self._fp32_region()))
 
     def commit(self) -> None:
-        """Nothing can fail any more: let go of the fp32 values that only a failure would have needed."""
+        """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""
         self._originals = {}
         self._grads = {}
 
@@ -117,15 +117,15 @@ class Plan:
             *(self._cast, policy.apart),
         )
 
-    def _island_region(self) -> Region:
+    def _fp32_region(self) -> Region:
         back = self.policy.dtype if self.policy.casts_parameters else None
         return Region(self.device_type, None, torch.float32, back)
 
     def _lower(self, undo: contextlib.ExitStack) -> None:
         grads = [p.grad for p in self.lowered]
-        undo.callback(self._raise_again)
+        undo.callback(self._restore_fp32)
         for param, value, grad in zip(self.lowered, self._values, grads, strict=True):
-            param.grad = None  # of the old dtype, which the new one does not admit
+            param.grad = None  # a gradient must have its parameter's dtype, and that changes below
             self._originals[id(param)] = param.data
             self._grads[id(param)] = grad
             master = nn.Parameter(self._plain(param.data)) if self.policy.master_weights else None
@@ -141,8 +141,8 @@ class Plan:
         for model in self.models():
             _flatten_rnns(model)
 
-    def _raise_again(self) -> None:
-        """Give each lowered parameter its fp32 values and gradient back, and each buffer its values."""
+    def _restore_fp32(self) -> None:
+        """Give each lowered parameter its fp32 values and its gradient back, and each lowered buffer its values."""
         for param in self.lowered:
             master, grad = masters.master_of(param), param.grad
             if master is not None:
@@ -169,24 +169,24 @@ def plan(
     cast: Cast = cast_floats,
     plain: Plain = lambda tensor: tensor,
 ) -> Plan:
-    """Look at ``models`` and say what the policy does to them; changes nothing.
+    """Find out what the policy changes in ``models``. Changes nothing.
 
     Args:
-        models: inside their wrappers.
-        policy: what they are put under.
-        device_type: where they are.
-        saturates: the device tells an overflow by a flag.
-        cast: what casts a model's arguments and results.
+        models: the models, without their wrappers.
+        policy: the policy under which they will run.
+        device_type: the type of their device.
+        saturates: the device saturates and reports an overflow by a flag.
+        cast: the function that casts a model's arguments and results.
         plain: see :meth:`xamp.contract.Backend.plain`.
 
     Raises:
-        PolicyError: ``keep_fp32`` names something that is not there.
+        PolicyError: ``keep_fp32`` names a module that no model has.
     """
     return Plan(models, policy, device_type, saturates, cast, plain)
 
 
-def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
-    """The modules to run in fp32: the outermost that ``keep`` matches, and those that share a parameter with them."""
+def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+    """Return the modules to run in fp32: the outermost that ``keep`` matches, and those with a parameter of theirs."""
     unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
     found: dict[int, nn.Module] = {}
     covered: set[int] = set()
@@ -195,7 +195,7 @@ def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn
             hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
             unmatched.difference_update(k for k in hits if isinstance(k, str))
             if hits and id(module) not in covered:
-                found.update((id(m), m) for m in _called(module))
+                found.update((id(m), m) for m in _with_a_forward(module))
                 covered.update(id(m) for m in module.modules())
     if unmatched:
         names = [name for model in models for name, _ in model.named_modules() if name]
@@ -206,20 +206,20 @@ def _islands(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn
     return [*found.values(), *_tied_to(found.values(), covered, models)]
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """``module``, or what is in it where it is a mere list of modules, whose forward nobody calls."""
+def _with_a_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module``, or its children if it has no forward, as a list of modules has none."""
     if type(module).forward is nn.Module.forward:
         for child in module.children():
-            yield from _called(child)
+            yield from _with_a_forward(child)
     else:
         yield module
 
 
-def _tied_to(islands: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Modules outside the islands that hold one of their parameters: it stays fp32, so they must run in fp32 too."""
-    kept = {id(p) for island in islands for p in island.parameters()}
+def _tied_to(kept: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the other modules that hold a parameter of ``kept``. It stays fp32, so they must run in fp32 too."""
+    kept_params = {id(p) for module in kept for p in module.parameters()}
     for module in {id(m): m for model in models for m in model.modules()}.values():
-        if id(module) not in covered and any(id(p) in kept for p in module._parameters.values()):
+        if id(module) not in covered and any(id(p) in kept_params for p in module._parameters.values()):
             yield module
 
 
@@ -228,7 +228,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Keep a gradient that was there before: in the master, else rounded."""
+    """Give ``param`` the gradient it had before the cast: to its master in fp32, or to itself, rounded."""
     master = masters.master_of(param)
     if master is None:
         param.grad = grad.to(param.dtype)
@@ -237,7 +237,7 @@ def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
 
 
 def _flatten_rnns(model: nn.Module) -> None:
-    """Recurrent layers keep their weights in one block on some devices; a cast takes them apart."""
+    """Put the weights of recurrent layers into one block again. Some devices keep them so, and a cast splits it."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

@@ -1,7 +1,7 @@
-"""An engine whose steps are called by hand: for optimizers that nobody gave to ``initialize``, and that come and go.
+"""The engine behind :class:`xamp.GradScaler`, for optimizers that were not given to ``initialize``.
 
-:class:`xamp.GradScaler` is the face of it. Optimizers are left as they are and held weakly; the scale moves after the
-step, in ``update``, by the flags of all of them.
+It does not change the optimizers and holds them weakly, so they may come and go. The scale moves after the step, in
+``update``, by the flags of all optimizers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from xamp.sessions.session import find_session
 
 __all__ = ["ManualEngine", "Stage", "Use", "has_nothing_to_do"]
 
-_SLOTS = 4  # optimizers that the device state has room for at first
+_SLOTS = 4  # number of optimizers for which the device state has room at first
 
 
 class Stage(enum.Enum):
-    """Where an optimizer is between two updates."""
+    """What the user has called for an optimizer since the last ``update``: nothing, ``unscale_``, ``step``."""
 
     READY = 0
     UNSCALED = 1
@@ -41,12 +41,12 @@ class Stage(enum.Enum):
 
 @dataclasses.dataclass
 class Use:
-    """One optimizer's part in the iteration.
+    """One optimizer in the current iteration.
 
     Attributes:
-        state: what the engine keeps for it.
-        stage: how far it is.
-        checked: it had gradients to look at.
+        state: what the engine keeps for the optimizer.
+        stage: what was called for it since the last ``update``.
+        checked: its gradients were checked since then; False where it had none.
     """
 
     state: OptimizerState
@@ -55,21 +55,21 @@ class Use:
 
 
 def has_nothing_to_do(use: Use, optimizer: Optimizer) -> bool:
-    """Whether a step would be a fused one over no gradients at all, which torch lets pass."""
+    """Return whether the optimizer is fused and has no gradient at all. torch's scaler accepts such a step."""
     return honours_found_inf(optimizer) and all(p.grad is None for p in use.state.gradients.stepped)
 
 
 class ManualEngine(Engine):
-    """See the module.
+    """The engine of one :class:`xamp.GradScaler`.
 
     Args:
-        device: where the scale lives.
+        device: the device of the loss scale.
         process_group: see :func:`xamp.initialize`.
 
     Attributes:
         uses: optimizer -> :class:`Use`.
-        checked: places of the optimizers whose gradients were looked at since the last update. Nobody else gets one of
-            them before the next: an optimizer that is gone by then counts.
+        checked: indices of the optimizers whose gradients were checked since the last update. A new optimizer gets none
+            of these indices before the next update, so that the flag of an optimizer that is gone by then still counts.
     """
 
     moves_before_step = False
@@ -82,12 +82,12 @@ class ManualEngine(Engine):
         super().__init__(policy, backend, device, [], process_group=process_group)
         self.prepare_state(_SLOTS)
         self._factors = [self.scaler.factor]
-        self._noticed = -1  # what losses were multiplied by since the last update
-        self._began = False
+        self._known_version = -1  # version counter of the factor when the engine last looked at it
+        self._began = False  # a loss was scaled since the last update
 
     @property
     def states(self) -> list[OptimizerState]:
-        """What is kept for the optimizers that are alive; a list would keep the parameters of the others."""
+        """The states of the optimizers that are alive. A stored list would keep the parameters of dead ones alive."""
         return [use.state for use in self.uses.values()]
 
     @property
@@ -96,16 +96,17 @@ class ManualEngine(Engine):
         return self.scalers[0]
 
     def begin(self) -> None:
-        """A loss is about to be scaled: once between two updates the device is told that backwards follow."""
+        """Clear the device's overflow flag before the first loss after an update is scaled."""
         if not self._began:
             self.backend.clear_overflow(self.device)
             self._began = True
 
     def use_of(self, optimizer: Optimizer, call: str) -> Use:
-        """The part of ``optimizer``, with its groups as they are now.
+        """Return the :class:`Use` of ``optimizer``, up to date with its groups.
 
         Raises:
-            StateError: ``initialize`` manages it. PolicyError: it is no optimizer.
+            StateError: ``initialize`` manages the optimizer.
+            PolicyError: it is not an optimizer.
         """
         try:
             use: Use | None = self.uses.get(optimizer)
@@ -139,15 +140,18 @@ class ManualEngine(Engine):
             self.checked.add(state.index)
 
     def _overflow_travels(self, state: OptimizerState) -> bool:
-        """Whether an inf reaches the other ranks with the gradients: not from shards, nor where the chip saturates."""
+        """Return whether an inf reaches the other ranks with the gradients.
+
+        It does not from sharded parameters, nor on a chip that saturates.
+        """
         return not self._saturates and not any(map(distributed.is_shard, state.gradients.stepped))
 
     def move(self) -> None:
-        """Move the scale by what was found in the gradients of all optimizers."""
+        """Back off or grow the scale by the sticky flags of all optimizers."""
         self.scaler.update(self.memory.sticky.max())
 
     def finish(self) -> None:
-        """The scale has moved or was set: a new iteration begins."""
+        """End the iteration, after the scale has moved or was set."""
         self.outdate_losses()
         self.memory.lower_flags()
         self.checked.clear()
@@ -156,17 +160,17 @@ class ManualEngine(Engine):
         self._began = False
 
     def outdate_losses(self) -> None:
-        """What was scaled until now cannot go backward any more: autograd refuses a factor that was written to."""
+        """Make autograd refuse the backward of every loss scaled until now, because its factor has a new version."""
         for factor in self._factors:
             torch.autograd.graph.increment_version(factor)
         self._factors = [self.scaler.factor]
-        self._noticed = self.scaler.factor._version
+        self._known_version = self.scaler.factor._version
 
     def notice_writes(self) -> None:
-        """A subclass of the scaler may have written to the scale, which shows in its version."""
-        if self.scaler.factor._version != self._noticed:
+        """Take in a write to the scale by a subclass of the scaler. The version counter shows it."""
+        if self.scaler.factor._version != self._known_version:
             self.scaler.changed()
-            self._noticed = self.scaler.factor._version
+            self._known_version = self.scaler.factor._version
 
     def _refuse_managed(self, optimizer: Optimizer, call: str) -> None:
         found = find_session(optimizer)
@@ -186,7 +190,7 @@ class ManualEngine(Engine):
         return OptimizerState(self, optimizer, index, FusedForm(optimizer, False, names, sparse=False))
 
     def _make_room(self) -> None:
-        """Double the number of flags."""
+        """Double the number of flags in the device state."""
         old = self.memory
         new = DeviceState(1, 2 * len(old.flags), self.device)
         for name in ("scales", "inverses", "flags", "sticky"):

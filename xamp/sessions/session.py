@@ -1,6 +1,6 @@
-"""Sessions, and the functions that people call in a training step.
+"""Sessions, and the functions that users call in a training step.
 
-A :class:`Session` is how an :class:`~xamp.scaling.engine.Engine` looks from one model or optimizer.
+A :class:`Session` gives one model or optimizer access to its :class:`~xamp.scaling.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
 
 
 class Session:
-    """What one ``initialize`` set up, seen from the model or optimizer it was asked for.
+    """The settings and the state that one call of ``initialize`` made, seen from one of its models or optimizers.
 
     Attributes:
-        engine: what all sessions of that call share.
+        engine: the engine that all sessions of that call share.
     """
 
     def __init__(self, engine: Engine, seen_from: object) -> None:
@@ -56,7 +56,7 @@ class Session:
 
     @property
     def policy(self) -> Policy:
-        """The effective setting."""
+        """The policy in effect, complete and checked."""
         return self.engine.policy
 
     @property
@@ -66,26 +66,29 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the loss scale lives: the device of the models' first parameter."""
+        """The device of the loss scale, which is that of the models' first parameter."""
         return self.engine.device
 
     @property
     def last_step(self) -> Any:
-        """What the last ``step()`` did: a StepOutcome, None before the first. May wait for the device.
+        """Outcome of the last ``step()``: a StepOutcome, or None before the first. May wait for the device.
 
-        Seen from a model with several optimizers: a dict by optimizer.
+        For the session of a model with several optimizers: a dict of these by optimizer.
         """
         state = state_of(self._seen_from())
         return self.engine.last_step() if state is None else state.known_outcome()
 
     @property
     def stats(self) -> Stats:
-        """Counts of steps, over all optimizers. Waits for the device."""
+        """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
         return self.engine.stats()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The policy as a context manager, for code outside ``forward``. At O0, O2, O3 and O5 it switches casts off."""
-        if not self.engine.enabled or not self.policy.apart:  # where nothing casts, or everything around does
+        """Return the policy as a context manager, for code outside ``forward``.
+
+        At O1 and O4 it casts as the forward does. At O0, O2, O3 and O5 it switches autocast off.
+        """
+        if not self.engine.enabled or not self.policy.apart:  # nothing casts, or the code outside is cast already
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
         return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
@@ -95,14 +98,15 @@ class Session:
         return checkpoint.save(self.engine, format)
 
     def load_state_dict(self, state: Any) -> None:
-        """See :func:`load_state_dict`. The two make a session a ``Stateful`` of torch.distributed.checkpoint."""
+        """See :func:`load_state_dict`. These two methods make a session a torch.distributed.checkpoint ``Stateful``."""
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
-        """Give the models and optimizers back as plain fp32 objects. A second call does nothing.
+        """Make the models and optimizers plain fp32 objects again. A second call does nothing.
 
         Raises:
-            StateError: a ``scale_loss`` is open, gradients are still scaled, or the work was handed over.
+            StateError: a ``scale_loss`` is open, gradients are still scaled, or ``initialize(delegate=True)`` handed
+                the models to another implementation.
         """
         self.engine.check_closable()
         for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
@@ -111,24 +115,24 @@ class Session:
 
 
 def register(engine: Engine, objects: Iterable[object]) -> None:
-    """Make :func:`session` find ``engine`` by each of ``objects``."""
+    """Make :func:`session` find ``engine`` for each of ``objects``."""
     for found in objects:
         _sessions[found] = Session(engine, found)
 
 
 def find_session(found: object) -> Session | None:
-    """The session that ``found`` belongs to, or None."""
+    """Return the session that ``found`` belongs to, or None."""
     try:
         return _sessions.get(found)
-    except TypeError:  # no weak references to it
+    except TypeError:  # it admits no weak references
         return None
 
 
 def session(obj: object) -> Session:
-    """The session of a model or optimizer that was given to ``initialize``.
+    """Return the session of a model or optimizer that was given to ``initialize``.
 
     Raises:
-        StateError: it was not, or its session was closed.
+        StateError: the object was not given to ``initialize``, or its session was closed.
     """
     found = find_session(obj)
     if found is None:
@@ -140,7 +144,7 @@ def session(obj: object) -> Session:
 
 
 def _the_engine(call: str, obj: object) -> Engine:
-    """The engine of ``obj``; for None the only one there is."""
+    """Return the engine of ``obj``; for None that of the only live session."""
     if obj is not None:
         return session(obj).engine
     live = list({id(found.engine): found.engine for found in _sessions.values()}.values())
@@ -160,26 +164,34 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
-    """Scale a loss, and unscale the gradients that its backward leaves.
+    """Scale a loss, and unscale the gradients of its backward.
 
-    On leaving, the gradients of ``optimizers`` are plain again (at O2 and O5: in the masters' ``.grad``), have been
-    checked for inf and nan, and the loss scale has moved once; all on the device. Where a wrapper postpones its
-    reduction (``no_sync``), that waits for the first ``scale_loss`` whose backward reduces.
+    ::
+
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    At the end of the ``with`` block xamp unscales the gradients of ``optimizers`` (at O2 and O5 they are then in the
+    masters' ``.grad``), checks them for inf and nan, and updates the loss scale once. All of this runs on the device.
+    Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
+    ``scale_loss`` whose backward reduces.
 
     Args:
-        loss: one floating element, on the session's device type.
-        optimizers: the optimizer, or all of them, whose parameters get gradients from ``loss``.
-        loss_id: which loss scale, of the ``num_losses`` that ``initialize`` made.
-        model: a DistributedDataParallel around the model, where xamp cannot see it run (all of it compiled).
-        delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them along with its own.
-        delay_overflow_check: unscale, but neither skip the step nor move the scale for what this backward found.
+        loss: a floating tensor of one element, on the session's device type.
+        optimizers: the optimizer, or a list of all optimizers, whose parameters get gradients from ``loss``.
+        loss_id: index of the loss scale to use, below the ``num_losses`` of ``initialize``.
+        model: the DistributedDataParallel around the model. Needed only where xamp cannot see it run, because all of it
+            is compiled.
+        delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them together with its own.
+        delay_overflow_check: unscale the gradients, but ignore an overflow of this backward: neither skip the step nor
+            move the scale.
 
     Returns:
         A context manager that yields the scaled loss, fp32.
 
     Raises:
         PolicyError: the loss or ``loss_id`` cannot be right.
-        StateError: an optimizer that no session manages, or optimizers of different sessions.
+        StateError: no session manages an optimizer, or the optimizers belong to different sessions.
     """
     states, engine = _states_of("scale_loss", optimizers)
     if model is not None:
@@ -201,7 +213,7 @@ def scale_loss(
 
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
-    """The scaler of ``loss_id``; raises a PolicyError where there is none."""
+    """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(engine.scalers):
         raise PolicyError(
             f"{call}(loss_id={loss_id!r}): initialize was called with num_losses={engine.policy.num_losses}, so "
@@ -227,7 +239,7 @@ def _check_loss(loss: object, engine: Engine) -> None:
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
     only = state_of(optimizers)
     if only is not None:
-        return [only], only.engine  # type: ignore[return-value]  # what owns a managed optimizer is an Engine
+        return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
@@ -248,10 +260,10 @@ def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Eng
 
 
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over what ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
+    """Iterate over the tensors that ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
 
     Raises:
-        StateError: the gradients are still scaled, so whoever clips or reads them now would be wrong.
+        StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
     """
     if not isinstance(optimizer, Optimizer):
         raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
@@ -264,15 +276,15 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def clip_grad_norm_(
     optimizer: Optimizer | Sequence[Optimizer], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Clip the norm of all gradients that ``optimizer`` is about to apply, in place, without waiting for the device.
+    """Clip the norm of all gradients that ``optimizer`` will apply, in place, without waiting for the device.
 
     Args:
-        optimizer: one, or several whose gradients count as one vector.
-        max_norm: the norm to come down to.
-        norm_type: of the p-norm; may be inf.
+        optimizer: one optimizer, or several whose gradients count as one vector.
+        max_norm: the largest norm allowed.
+        norm_type: the p of the p-norm; may be inf.
 
     Returns:
-        The norm before, a scalar tensor.
+        The norm before clipping, a scalar tensor.
 
     Raises:
         StateError: the gradients are still scaled.
@@ -283,14 +295,14 @@ def clip_grad_norm_(
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:
-    """The loss scale now. Waits for the device.
+    """Return the loss scale; 1.0 for a disabled session. Waits for the device.
 
     Args:
         obj: a model or optimizer; None where only one session is live.
-        loss_id: which of the session's scales.
+        loss_id: index of the loss scale in the session.
 
     Raises:
-        StateError: no session, or several and ``obj`` is None.
+        StateError: there is no session, or there are several and ``obj`` is None.
         PolicyError: ``loss_id`` is out of range.
     """
     found = _the_engine("loss_scale()", obj)
@@ -300,37 +312,40 @@ def loss_scale(obj: object = None, loss_id: int = 0) -> float:
 
 
 def state_dict(obj: object = None, format: str = "xamp") -> Any:
-    """What a resumed run needs besides the states of model and optimizer: loss scales and exact masters.
+    """Return the state of a session: its loss scales and exact masters.
+
+    A run that resumes exactly needs this besides the states of model and optimizer. The call waits for the device.
 
     Args:
         obj: a model or optimizer; None where only one session is live.
-        format: ``"xamp"``; or ``"torch"`` or ``"torch_npu"`` to go back to a GradScaler of theirs, whose state it then
-            is (a list of them under ``num_losses`` above 1, an empty dict under ``enabled=False``).
+        format: ``"xamp"``; or ``"torch"`` or ``"torch_npu"`` for the state of their GradScaler, to go back to it: a
+            list of such states if ``num_losses`` is above 1, an empty dict if ``enabled=False``.
 
     Returns:
-        Plain dicts and lists of numbers, strings and CPU tensors (copies: 4 bytes a parameter that has a master), which
-        ``torch.load(weights_only=True)`` takes. Making it waits for the device.
+        Plain dicts and lists of numbers, strings and CPU tensors, which ``torch.load(weights_only=True)`` takes. The
+        tensors are copies: 4 bytes for each parameter that has a master.
 
     Raises:
-        StateError: no session, or several and ``obj`` is None.
-        PolicyError: no such format.
+        StateError: there is no session, or there are several and ``obj`` is None.
+        PolicyError: there is no such format.
     """
     return checkpoint.save(_the_engine("state_dict()", obj), format)
 
 
 def load_state_dict(state: Any, obj: object = None) -> None:
-    """Load what :func:`state_dict` saved, or the state of torch's or torch_npu's GradScaler or of apex.amp.
+    """Load a state of :func:`state_dict`, of torch's or torch_npu's GradScaler, or of apex.amp.
 
-    It may come before or after the states of model and optimizer. Scales are taken over where they are dynamic here and
-    were there, and kept within this session's bounds; everything else about them is what ``initialize`` was told.
-    Masters are written into master and parameter, or cast into the parameter where there is no master here.
+    It may be loaded before or after the states of model and optimizer. A loss scale is loaded if it is dynamic both in
+    the state and in this session, and is kept within this session's bounds; all other settings of the scale stay as
+    ``initialize`` was told. A saved master is written into the master and its parameter, or cast into the parameter
+    where this session has no master.
 
     Args:
-        state: the state. It is not kept.
+        state: the state. xamp does not keep it.
         obj: a model or optimizer; None where only one session is live.
 
     Raises:
-        CheckpointError: it does not fit: the message names the key, and everything is as it was.
-        StateError: no session, several and ``obj`` is None, or a ``scale_loss`` is open.
+        CheckpointError: the state does not fit. The message names the key, and nothing was changed.
+        StateError: there is no session, or there are several and ``obj`` is None, or a ``scale_loss`` is open.
     """
     checkpoint.load(_the_engine("load_state_dict()", obj), state)
