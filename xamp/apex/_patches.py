@@ -167,7 +167,7 @@ def _apply() -> None:
     _clear_caches()
 
 
-# ---------------------------------------------------------------- what is to be replaced
+# ---------------------------------------------------------------- the plan: attributes to replace
 
 
 def _plan() -> dict[tuple[int, str], _Place]:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "one row for each operator of the table, on one device"
     one = actions.add_parser("show", help=about, description=about)
     one.add_argument("device", metavar="DEV", help="a device type, such as cuda, or a file that show --json wrote")
-    about = "what differs between two devices; exit code 1 where it is not expected to"
+    about = "what differs between two devices; exit code 1 where a difference is not expected"
     two = actions.add_parser("diff", help=about, description=about)
     two.add_argument("a", metavar="A", help="as DEV of show")
     two.add_argument("b", metavar="B", help="as DEV of show")

@@ -11,7 +11,7 @@ __all__ = ["defect_of"]
 
 
 def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True) -> str:
-    """What goes wrong when ``device`` computes in ``dtype`` what a training step needs; empty where nothing does.
+    """Check that ``device`` computes in ``dtype`` as a training step needs; return the defect, or an empty text.
 
     This function multiplies two matrices, checks that an inf stays an inf, and finds it with the operator that unscales
     gradients. It waits for the device. It draws no random numbers, so a seeded run is not changed.
