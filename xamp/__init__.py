@@ -10,7 +10,7 @@
             scaled.backward()
         optimizer.step()
 
-Importing xamp imports no torch and no backend and changes nothing; each name is fetched from its module on first use.
+``import xamp`` imports no torch and no backend and changes nothing. Each name is imported from its module on first use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _HOMES = {
         "XampError",
     ),
 }
-_MODULES = ("accel",)  # names whose home is what they stand for
+_MODULES = ("accel",)  # names that stand for the module itself
 _WITHOUT_TORCH = ("registry.registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -137,7 +137,7 @@ def __getattr__(name: str) -> Any:
     if home not in _WITHOUT_TORCH:
         from xamp.registry.registry import require_torch
 
-        require_torch(f"xamp.{name}")  # a typed error that says what to install, in place of an ImportError
+        require_torch(f"xamp.{name}")  # raises an error that says what to install, instead of an ImportError
     module = importlib.import_module(f"xamp.{home}")
     value = module if name in _MODULES else getattr(module, name)
     globals()[name] = value

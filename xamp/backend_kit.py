@@ -1,6 +1,7 @@
-"""What the class of a backend may use besides :mod:`xamp.contract`: trying the device, and saying what was found.
+"""Helper functions for writing a backend: they check a device, and put errors and settings into words.
 
-Public, for backends of third parties as for those that ship with xamp. Needs torch.
+This module is public, for backends of third parties as for those that ship with xamp. It needs torch. The interface
+itself is :mod:`xamp.contract`.
 """
 
 from __future__ import annotations

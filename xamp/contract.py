@@ -1,18 +1,18 @@
-"""What a backend is written against.
+"""The interface that a backend implements.
 
-A backend is one class derived from :class:`Backend` and one :class:`BackendSpec` that names it; nothing in xamp changes
-for it. Every method has a default that is right for a device on which torch's own operators work, so most backends
-override two or three. The core calls them in this order::
+To add a device, derive one class from :class:`Backend` and describe it in one :class:`BackendSpec`. Nothing in xamp
+changes. Every method has a default, which is right for a device on which torch's own operators work. Most backends
+override two or three methods. The core calls them in this order::
 
-    probe            once a process, before the backend is used or reported
-    capabilities     when a level is chosen, when a policy is checked, by tests and by ``doctor``
-    runtime          when ``xamp.accel`` is used
-    clear_overflow  on entering ``scale_loss``, and before a training forward where the chip saturates
-    unscale_         on leaving ``scale_loss``
-    plain            when ``initialize`` looks at parameters
-    optimizer_refusal  when ``initialize`` looks at an optimizer, and before each of its steps
-    precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
-    make_overflow_   never in training: how a test makes this device overflow
+    probe               once a process, before the backend is used or reported
+    capabilities        when a level is chosen, when a policy is checked, by tests and by ``doctor``
+    runtime             when ``xamp.accel`` is used
+    clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
+    unscale_            on leaving ``scale_loss``
+    plain               when ``initialize`` looks at parameters
+    optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
+    precision_settings  by ``doctor`` and at level O0, which warn of them, and by ``exact_fp32``, which undoes them
+    make_overflow_      only in tests: makes this device overflow
 
 This module imports no torch, so that a spec can be read where torch is missing or broken.
 """
@@ -49,30 +49,34 @@ __all__ = [
 
 
 CONTRACT = 1
-"""The version of this contract. It grows when a backend that was right before is not right any more."""
+"""The version of this interface. It grows when a change would break a backend that was right before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendSpec:
-    """Where a backend is and what it claims: cheap to read, names no class that needs importing.
+    """Describes a backend before it is imported: its name, its devices and where its class is.
+
+    Reading a spec imports nothing, since it names classes, tables and functions as strings.
 
     Attributes:
-        name: what ``backend=`` and ``XAMP_BACKEND`` call it.
-        device_types: the ``torch.device`` types it serves; mostly one.
-        target: ``"package.module:Class"`` of the :class:`Backend`, imported only when the backend is probed.
-        priority: among backends that serve a device type, and for the best device of a machine, the highest wins.
-        install_hint: what to do where the backend's framework is missing, shown in errors and by ``doctor``.
+        name: what users pass as ``backend=`` or set in ``XAMP_BACKEND``.
+        device_types: the ``torch.device`` types that the backend serves; mostly one.
+        target: the :class:`Backend` subclass, as ``"package.module:Class"``. It is imported when the backend is probed.
+        priority: the highest wins, among the backends of one device type and among the devices of one machine.
+        install_hint: what the user must do where the backend's framework is missing. Errors and ``doctor`` show it.
         tested: whether the project that ships the backend runs its tests on such a device.
         masks: names of the environment variables that hide such devices from a process.
-        causes: ``"package.module:NAME"`` of the table of its known failures: a sequence of :class:`Cause` rows, or a
-            function from :class:`Failure` to ``(cause, cure)`` or None. Read when something fails, importing torch
-            included, so it must need no framework; it goes before what the probe's own error says.
-        emulations: names for ``xamp emulate``, each with ``"package.module:function"`` of what runs a command where
-            such a device is emulated: from a chip's name (empty: the usual one), a number of devices and the command's
-            words to its exit code.
-        ledger: ``"package:file"`` of what it is known to fail of the conformance suite; see :mod:`xamp.testing.ledger`.
-        contract: the version of this contract that the backend was written for. A backend that relies on what a later
-            version brought says so here; it gets a clear message where it meets another one.
+        causes: the table of causes, as ``"package.module:NAME"``: a sequence of :class:`Cause` rows, or a function that
+            takes a :class:`Failure` and returns ``(cause, cure)`` or None. xamp reads it after any failure, also of
+            ``import torch``, so its module must import no framework. What the table says goes before the message of
+            the probe's own error.
+        emulations: pairs for ``xamp emulate``: a name, and ``"package.module:function"``. The function takes a chip's
+            name (empty for the usual chip), a number of devices and the words of a command. It runs the command where
+            such devices are emulated, and returns the command's exit code.
+        ledger: the file of the known gaps in the conformance suite, as ``"package:file"``; see
+            :mod:`xamp.testing.ledger`.
+        contract: the version of this interface (:data:`CONTRACT`) that the backend was written for. Where xamp has
+            another version, it refuses the backend with a message that names both.
     """
 
     name: str
@@ -93,14 +97,14 @@ class Capabilities:
     """What a backend declares for one device. Errors, selection, tests and ``doctor`` all read this one record.
 
     Attributes:
-        levels: the levels the device can run.
-        dtypes: names of the lower dtypes it computes in (``"float16"``, ``"bfloat16"``).
-        fast_dtypes: those of ``dtypes`` that its hardware runs natively; what ``level="auto"`` goes by.
+        levels: the levels that the device can run.
+        dtypes: names of the lower dtypes that it computes in (``"float16"``, ``"bfloat16"``).
+        fast_dtypes: those of ``dtypes`` that its hardware runs natively. ``level="auto"`` chooses by them.
         fused_optimizers: names of the ``torch.optim`` classes whose ``fused=True`` form honours ``found_inf`` there.
-        overflow: ``"inf"`` where an overflow shows as inf or nan in the gradient, ``"flag"`` where the chip saturates
+        overflow: ``"inf"`` where an overflow shows as inf or nan in the gradient; ``"flag"`` where the chip saturates
             and raises a flag instead.
-        process_group: the ``torch.distributed`` backend for this device; empty: there is none.
-        op_policies: the op policies it can run under.
+        process_group: the ``torch.distributed`` backend for this device; empty where there is none.
+        op_policies: the op policies that the device can run under.
     """
 
     levels: tuple[str, ...] = tuple(LEVELS)
@@ -113,7 +117,7 @@ class Capabilities:
 
 
 class Diagnosis(NamedTuple):
-    """What is wrong and what to do about it, one line each."""
+    """A cause and its cure: what is wrong, and what to do about it. Each is one line."""
 
     cause: str
     cure: str
@@ -121,16 +125,16 @@ class Diagnosis(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How importing torch, or a backend's probe, failed.
+    """How ``import torch`` or the probe of a backend failed.
 
     Attributes:
-        kind: ``"exception"``, ``"crash"`` (it ended its process) or ``"timeout"`` (it did not finish). The latter two
-            are seen by ``doctor`` alone, which looks from another process.
-        text: of an exception its type and text and those of every error behind it, one a line; else what the process
-            printed last.
-        during: ``"torch"`` while importing torch, ``"probe"`` afterwards.
-        environment: the environment variables of that process.
-        masks: those of :attr:`BackendSpec.masks` that are set, with their values.
+        kind: ``"exception"``, ``"crash"`` (the process ended) or ``"timeout"`` (it did not finish). Only ``doctor``
+            sees the last two, because it looks from another process.
+        text: for an exception, its type and text, then those of every error that it was raised from, one a line; for a
+            crash or a timeout, what the process printed last.
+        during: ``"torch"`` while torch is imported, ``"probe"`` afterwards.
+        environment: the environment variables of the process that failed.
+        masks: those variables of :attr:`BackendSpec.masks` that are set, with their values.
     """
 
     kind: str
@@ -145,15 +149,19 @@ Explanation = Callable[[Failure], "tuple[str, str] | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    r"""One known way to fail: a row of a table. Where it takes more, a function of :class:`Failure` does as a row too.
+    r"""One row of a table of causes: one known way to fail.
+
+    Where a regular expression is not enough, a function from a :class:`Failure` to ``(cause, cure)`` or None may be a
+    row too.
 
     Attributes:
         pattern: a regular expression, searched in :attr:`Failure.text`.
         cause: what is wrong, one line; ``\1`` and ``\g<name>`` stand for groups of the pattern.
-        cure: what to do about it, likewise.
-        kinds: the kinds of failure it applies to.
-        during: when it applies.
-        masked: it says that there is no device, so that a mask variable that is set is the likelier cause.
+        cure: what to do about it, one line, with the same groups.
+        kinds: the values of :attr:`Failure.kind` that the row applies to.
+        during: the values of :attr:`Failure.during` that the row applies to.
+        masked: True where the row means "there is no device". A mask variable that is set is then the likelier cause,
+            and the row names that instead.
     """
 
     pattern: str
@@ -164,7 +172,7 @@ class Cause:
     masked: bool = False
 
     def __call__(self, failure: Failure) -> tuple[str, str] | None:
-        """Cause and cure, where this row applies to ``failure``."""
+        """The cause and the cure, or None where this row does not apply to ``failure``."""
         found = re.search(self.pattern, failure.text)
         if found is None or failure.kind not in self.kinds or failure.during not in self.during:
             return None
@@ -173,7 +181,7 @@ class Cause:
 
 
 def masked(masks: Mapping[str, str]) -> Diagnosis | None:
-    """What to say where there is no device while ``masks`` are set; None where none is."""
+    """The cause and the cure where no device is found while ``masks`` are set; None where no mask is set."""
     if not masks:
         return None
     shown = " ".join(f"{name}={value!r}" for name, value in masks.items())
@@ -185,14 +193,15 @@ class Setting:
     """A switch or an environment variable that changes how a device computes.
 
     Attributes:
-        name: what it is called where it is set.
+        name: the name under which it is set.
         value: its present value.
         effect: what it changes, one line.
-        undo: how to set it back.
-        expected: it is torch's default, or changes no result for the worse: a note, and no warning.
-        narrows_fp32: it takes so many digits from float32 that ``initialize`` warns of it at level O0, expected or not.
-        exact: sets it so that float32 keeps its digits, and returns what sets it back as it was: what
-            ``xamp.exact_fp32`` calls. None where it takes none, or where a program cannot change it.
+        undo: how the user sets it back.
+        expected: it is torch's default, or makes no result worse. It is shown as a note, not as a warning.
+        narrows_fp32: it takes so many digits from float32 that ``initialize`` warns at level O0, expected or not.
+        exact: a function for ``xamp.exact_fp32``. It changes the setting so that float32 keeps its digits, and returns
+            a function that restores the old value. None where float32 loses no digits, or where a program cannot
+            change the setting.
     """
 
     name: str
@@ -205,27 +214,27 @@ class Setting:
 
     @property
     def severity(self) -> str:
-        """How it is shown: ``"note"`` or ``"warning"``."""
+        """How ``doctor`` shows the setting: ``"note"`` or ``"warning"``."""
         return "note" if self.expected else "warning"
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
-    """What is known of one registered backend after its probe.
+    """What is known about one registered backend after its probe.
 
     Attributes:
         name: the backend's name.
-        device_types: the device types it serves.
+        device_types: the device types that it serves.
         usable: whether its probe passed.
-        reason: why not, one line; empty where usable.
-        hint: what to do about it; empty where usable.
+        reason: why the backend is not usable, one line; empty where it is.
+        hint: what the user must do about it; empty where the backend is usable.
         devices: names of the devices found, in index order.
         versions: framework, driver and library versions, by name.
-        capabilities: of the first device; None where not usable.
-        source: ``"xamp"`` or the distribution (or call) that registered it.
+        capabilities: those of the first device; None where the backend is not usable.
+        source: ``"xamp"``, or the distribution or the call that registered the backend.
         tested: see :attr:`BackendSpec.tested`.
         priority: see :attr:`BackendSpec.priority`.
-        detail: the error itself, one line, where ``reason`` is a known cause of it.
+        detail: the error itself, one line, where ``reason`` comes from a table of causes.
     """
 
     name: str
@@ -243,15 +252,15 @@ class BackendReport:
 
 
 class Backend:
-    """The device side of a training step, with defaults that are right wherever torch's operators work.
+    """The device side of a training step. The defaults are right wherever torch's operators work.
 
     Attributes:
-        spec: the record it was registered with; set when the registry makes the object.
-        op_rules: what the device's own autocast does with operator overloads of :data:`xamp.casting.ops.table.RULES`
-            where that differs from what its registrations tell: overload -> ``"same"`` where the results are the
-            table's without an entry, or where the device has no kernel for them; else the kind of the device's own
-            rule, which differs. An overload that is not listed here follows the table if it is registered, and is added
-            if it is not.
+        spec: the spec that the backend was registered with; the registry passes it when it makes the object.
+        op_rules: exceptions, for overloads of the op table (:data:`xamp.casting.ops.table.RULES`), as overload -> rule.
+            xamp assumes that an overload in the device's own autocast list follows the table, and adds an entry of its
+            own for each one that is not in that list. Name here the overloads for which this is wrong. The rule is
+            ``"same"`` where the results are those of the table without an entry, or where the device has no kernel
+            for the overload. Otherwise it is the kind of the device's own rule, which differs from the table's.
     """
 
     spec: BackendSpec
@@ -262,23 +271,25 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """The name it is registered under."""
+        """The name that the backend is registered under."""
         return self.spec.name
 
     @property
     def device_type(self) -> str:
-        """The ``torch.device`` type of the first device it serves."""
+        """The first of the ``torch.device`` types that the backend serves."""
         return self.spec.device_types[0]
 
     def probe(self) -> None:
-        """Use the device for something small.
+        """Check that the device works, by using it for something small.
 
         Called once a process, before any other method, with torch imported.
 
         Raises:
-            BackendUnavailable: its first line is the cause, the lines after it are the cure; they become ``reason`` and
-                ``hint`` of the report. Any other exception, SystemExit included, is kept as the reason too, with the
-                spec's ``install_hint`` as the cure. Either gives way to what :attr:`BackendSpec.causes` knows of it.
+            BackendUnavailable: the device cannot be used. The first line of the message is the cause and becomes
+                ``reason`` of the report; the other lines are the cure and become ``hint``. Any other exception,
+                SystemExit included, counts as a failure too: its text becomes the reason and the spec's
+                ``install_hint`` the cure. Where the table of :attr:`BackendSpec.causes` knows the error, the cause and
+                the cure come from the table.
         """
 
     def devices(self) -> Sequence[str]:
@@ -292,73 +303,77 @@ class Backend:
         return {"torch": torch.__version__}
 
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
-        """What ``device`` (None: the current one) can do."""
+        """What ``device`` can do; None means the current device."""
         return Capabilities()
 
     def runtime(self, device_type: str) -> Any:
-        """What ``xamp.accel`` calls for this device: an object with the functions, and their arguments, of torch.cuda.
+        """The object whose functions ``xamp.accel`` calls, with the names and the arguments of those of torch.cuda.
 
-        It may lack names: what is right for any device with one index and one queue then comes from xamp, anything else
-        is an error where it is used. One without ``set_device`` is taken to have one index, and is never passed any.
+        The object may lack names. ``xamp.accel`` then uses its own function, where one is right for any device with one
+        index and one queue; any other missing name is an error when it is used. An object without ``set_device`` is
+        taken to have one index, and is never passed one.
 
         Args:
-            device_type: which of the types it serves, such as ``"cpu"``.
+            device_type: one of the types that the backend serves, such as ``"cpu"``.
         """
         import torch
 
         return torch.get_device_module(device_type)
 
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
-        """What is set, by torch's switches or by environment variables, that changes the arithmetic of ``device``.
+        """The settings in force, torch's switches and environment variables, that change the arithmetic of ``device``.
 
-        Only what differs from what the levels promise; ``doctor`` shows it, ``initialize`` warns of it at O0, and
-        ``exact_fp32`` calls :attr:`Setting.exact` of each that has it.
+        Return only settings whose effect differs from what the levels promise. ``doctor`` shows them, ``initialize``
+        warns of them at O0, and ``exact_fp32`` calls :attr:`Setting.exact` where a setting has it.
         """
         return ()
 
     def clear_overflow(self, device: torch.device) -> None:
-        """Forget overflows so far: a chip with an overflow flag lowers it here.
+        """Forget the overflows so far: a chip with an overflow flag lowers the flag here.
 
-        Called on entering ``scale_loss`` and, where the chip has such a flag, before a training forward; must not wait
-        for the device.
+        Called on entering ``scale_loss`` and, where the chip has such a flag, before a training forward. This method
+        must not wait for the device.
         """
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-        """Multiply ``grads`` in place by ``inv_scale`` and set ``found_inf`` to 1.0 where one is not finite.
+        """Multiply ``grads`` in place by ``inv_scale``, and set ``found_inf`` to 1.0 if a gradient is not finite.
+
+        On a chip with an overflow flag, set ``found_inf`` to 1.0 if the flag is up. Leave the flag up: this method is
+        called for each optimizer.
 
         Args:
-            grads: dense floating gradients of any dtypes, all on the device of ``found_inf``; none, where only the flag
-                of a chip that has one is asked.
-            found_inf: fp32, one element; only ever raised from 0.0 to 1.0 here. A chip's flag stays up: it is asked for
-                each optimizer.
+            grads: dense floating gradients of any dtypes, all on the device of ``found_inf``. May be empty: then only
+                the chip's flag is asked.
+            found_inf: fp32, one element; this method changes it from 0.0 to 1.0 or leaves it.
             inv_scale: fp32, one element, 1 / loss scale.
         """
         torch = sys.modules["torch"]  # an import statement costs more here than the operator
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` in the storage format that all operators take, ``torch._foreach_*`` and fused ones among them.
+        """``tensor`` in a storage format that every operator takes, also ``torch._foreach_*`` and fused operators.
 
-        Only a device that has formats of its own, which some operators refuse, makes a copy of a tensor that is in one.
-        Parameters that a level casts, and their masters, become plain; no fused form is chosen for others that are not.
+        Override it for a device whose own storage formats some operators refuse. Return a copy of a tensor in such a
+        format, and any other tensor itself. xamp makes parameters that a level casts, and their masters, plain.
+        For other parameters that are not plain it chooses no fused form.
         """
         return tensor
 
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
-        """Why a step of ``optimizer`` would be wrong without a word: the end of a sentence that begins with its name.
+        """Why a step of ``optimizer`` would give wrong results without an error; empty where the step is right.
 
-        For optimizers of the device's own, that keep copies of what they step. Called before every step, so an answer
-        must take no time where the optimizer is none of those; must not wait for the device.
+        Override it where the device's own optimizers keep copies of the parameters that they step. Called before every
+        step: it must return at once for any other optimizer, and must not wait for the device.
 
         Args:
-            optimizer: as it is now.
-            casts: whether its parameters are about to be cast, or masters to take their places.
+            optimizer: the optimizer in its present state.
+            casts: whether its parameters are about to be cast, or to be replaced by masters.
 
         Returns:
-            The reason and the cure; empty where the step is right.
+            The reason and the cure, as the end of a sentence that begins with the optimizer's name; or ``""``.
         """
         return ""
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
-        """Make the device overflow as it does in training, writing the result into ``grad``. For tests."""
+        """Make the device overflow as it does in training, and write the result into ``grad``. Only tests call this."""
         grad.fill_(float("inf"))

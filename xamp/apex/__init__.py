@@ -1,4 +1,4 @@
-"""What training scripts used of NVIDIA's Apex, without Apex: ``from xamp.apex import amp``."""
+"""The parts of NVIDIA's Apex that training scripts used, without Apex: ``from xamp.apex import amp``."""
 
 from __future__ import annotations
 

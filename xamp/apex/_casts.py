@@ -1,11 +1,11 @@
-"""The one object that every replaced function asks how to cast, and which it is where a call is made.
+"""The casting: the object that tells every replaced function how to cast; and which casting is in force for a call.
 
-A :class:`Casting` belongs to a handle of ``init``, of which the newest decides, or to regions of sessions of backend
-``"apex"``; :func:`here` tells which holds. The rules of the lists (:mod:`xamp.apex._rules`) are written against it.
+A :class:`Casting` belongs to a handle of ``init`` (the newest handle decides), or to the regions of sessions of backend
+``"apex"``. :func:`here` returns the one in force. The rules of the lists (:mod:`xamp.apex._rules`) call its methods.
 
-Cast are fp32 tensors to the lower dtype, fp16 and bf16 ones to fp32, on every device. float64 and complex numbers are
-the user's choice and stay. (Apex asked for the last word of ``tensor.type()`` and took all others for castable, so that
-a float64 product came out in fp16; ``Casting.wide`` is that way.)
+fp32 tensors are cast to the lower dtype, fp16 and bf16 tensors to fp32, on every device. float64 and complex tensors
+are the user's choice and are never cast. (Apex decided by the last word of ``tensor.type()`` and cast all other types
+too. So a float64 product came out in fp16. ``Casting.wide`` does the same.)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 class _Open:
-    """How many blocks without casts are open that began on a thread. They end in any order, on any thread."""
+    """Counts the open blocks without casts that one thread began. The blocks may end in any order, on any thread."""
 
     def __init__(self) -> None:
         self.blocks = 0
@@ -72,15 +72,15 @@ class Casting:
 
     Args:
         lower: ``torch.float16`` or ``torch.bfloat16``.
-        caching: casts of Parameters are kept until ``clear``.
-        allow_banned: banned functions run in fp32.
-        verbose: each cast is logged.
-        wide: Apex's way with other dtypes: float64, and bf16 where fp16 is the lower one, are cast too, and promotion
-            refuses them.
+        caching: keep the casts of Parameters until :meth:`clear`.
+        allow_banned: run banned functions in fp32.
+        verbose: log each cast.
+        wide: treat other dtypes as Apex does: also cast float64, and bf16 where fp16 is the lower dtype; refuse to
+            promote them.
 
     Attributes:
         active: False while casts are switched off.
-        cache: from Parameter to its cast; None without caching.
+        cache: maps a Parameter to its cast; None without caching.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class Casting:
         self._versions: dict[int, int] = {}
 
     def switch(self, on: bool) -> None:
-        """Switch casts on or off until told otherwise."""
+        """Switch casts on or off, until the next call."""
         with _lock:
             self._on = on
             self.active = on and not self._pauses
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A block without casts, for all threads; blocks may overlap."""
+        """Switch casts off in a block, for all threads. Blocks may overlap."""
         if _is_compiling():
-            torch._dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not where they stand
+            torch._dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not when they are called
         self._pause(1)
         mine = _thread.open
         mine.blocks += 1
         if active.get_slot() is None:
-            active.set_slot(APART)  # what this thread compiled with casts is not for this block
+            active.set_slot(APART)  # in this block, the thread must not use code that was compiled with casts
         try:
             yield
         finally:
@@ -131,22 +131,22 @@ class Casting:
             self.active = self._on and not self._pauses
 
     def clear(self) -> None:
-        """Forget the casts of Parameters."""
+        """Clear the cache: forget the casts of Parameters."""
         if self.cache is not None:
             self.cache.clear()
             self._versions.clear()
 
     def remove(self, parameter: torch.Tensor) -> None:
-        """Forget the cast of one."""
+        """Remove the cast of ``parameter`` from the cache."""
         if self.cache is not None:
             self.cache.pop(parameter, None)
             self._versions.pop(id(parameter), None)
 
     def cached(self, parameter: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """``parameter`` in ``dtype``, cast once until it is written to or the cache is cleared.
+        """``parameter`` in ``dtype``. The cast is kept until ``parameter`` is written to or the cache is cleared.
 
         Raises:
-            RuntimeError: what was put into the cache is no cast of ``parameter``.
+            RuntimeError: the tensor in the cache is no cast of ``parameter``.
         """
         cache = self.cache
         assert cache is not None
@@ -160,20 +160,20 @@ class Casting:
                 _check_parent(parameter, found)
                 return found
             if found.requires_grad is parameter.requires_grad or not torch.is_grad_enabled():
-                return found  # else it was made under no_grad, and would keep gradients from the parameter
+                return found  # a cast made under no_grad would pass no gradient to the parameter
         made = cache[parameter] = self._cast(parameter, dtype, name)
         self._versions[id(parameter)] = version
         return made
 
     def cast(self, value: Any, dtype: torch.dtype, given: frozenset[torch.dtype], name: str, keep: bool) -> Any:
-        """``value`` with its tensors of the dtypes ``given`` in ``dtype``.
+        """Return ``value`` with its tensors of the dtypes ``given`` cast to ``dtype``.
 
         Args:
-            value: an argument. A list or tuple is cast if all in it are floating tensors, as in Apex.
-            dtype: what to cast to.
-            given: what is cast; the rest stays.
-            name: of the function.
-            keep: casts of fp32 Parameters are cached.
+            value: an argument. A list or tuple is cast if it contains only floating tensors, as in Apex.
+            dtype: the dtype to cast to.
+            given: the dtypes to cast; tensors of other dtypes stay.
+            name: the name of the function, for the log.
+            keep: cache the casts of fp32 Parameters.
         """
         if isinstance(value, torch.Tensor):
             found = value.dtype
@@ -194,7 +194,7 @@ class Casting:
 
 
 def _check_parent(parameter: torch.Tensor, found: torch.Tensor) -> None:
-    """Refuse a cast whose gradient would go elsewhere: somebody else put it into the cache."""
+    """Refuse a cached tensor whose gradient would go to another parameter: other code put it into the cache."""
     node: Any = found.grad_fn
     parents = node.next_functions if node is not None else ()
     parent = getattr(parents[0][0], "variable", parameter) if parents else None
@@ -205,7 +205,7 @@ def _check_parent(parameter: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def all_floating(values: Iterable[Any]) -> bool:
-    """Whether there is nothing but floating tensors in ``values`` and the lists and tuples in it."""
+    """Whether ``values``, and the lists and tuples in it, contain only floating tensors."""
     for value in values:
         if isinstance(value, (list, tuple)):
             if not all_floating(value):
@@ -216,9 +216,10 @@ def all_floating(values: Iterable[Any]) -> bool:
 
 
 def may_keep(casting: Casting) -> bool:
-    """Whether casts may be cached: what a tracer or a transformation sees must not be seen again outside of it.
+    """Whether casts may be cached now.
 
-    Nor are those made without gradients: evaluations often write weights through ``.data``, which no version tells.
+    A cast made under a tracer or a transformation must not be used outside of it. A cast made without gradients is not
+    kept either: evaluation code often writes weights through ``.data``, which does not change their version.
     """
     return (
         casting.cache is not None
@@ -231,10 +232,10 @@ def may_keep(casting: Casting) -> bool:
 
 
 class _Process:
-    """What holds outside of xamp's regions, in every thread.
+    """The casting outside of xamp's regions, in every thread.
 
     Attributes:
-        casting: of the newest handle; None where there is none.
+        casting: the casting of the newest handle; None where there is no handle.
     """
 
     def __init__(self) -> None:
@@ -247,14 +248,14 @@ regions: dict[tuple[str, torch.dtype], Casting] = {}
 
 
 def here() -> Casting | None:
-    """What casts where the caller runs: nothing in a region of xamp's, unless that brings its own."""
+    """The casting for the caller: that of xamp's region around it, which may be None, or the newest handle's."""
     mark = active.surrounding()
     if mark is not None:
         casting: Casting | None = mark.casting
         return casting
     if active.get_slot() is not REPLACED:
         return process.casting
-    # A region in a compiled graph, told by the autocast state that the graph sets.
+    # A compiled graph: find its region by the autocast state that the graph sets.
     for (device_type, lower), casting in regions.items():
         if torch._C.get_autocast_dtype(device_type) is lower and not torch._C.is_autocast_enabled(device_type):
             return None if torch._C.is_autocast_cache_enabled() else casting
@@ -262,6 +263,6 @@ def here() -> Casting | None:
 
 
 def region_casting(device_type: str, lower: torch.dtype) -> Casting:
-    """What casts in regions on ``device_type`` that lower to ``lower``, the same object each time."""
+    """The casting for regions on ``device_type`` with lower dtype ``lower``; the same object at each call."""
     found = regions.get((device_type, lower))
     return regions.setdefault((device_type, lower), Casting(lower)) if found is None else found

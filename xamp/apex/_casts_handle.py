@@ -1,7 +1,8 @@
-"""A handle on the casts around torch's functions, and the list of those that live.
+"""Handles, which control the casts around torch's functions, and the list of active handles.
 
-A handle owns a :class:`~xamp.apex._casts.Casting` and wants the installation (:mod:`xamp.apex._patches`) until it is
-deactivated. Several may live: the newest decides, and when that ends the one before it does again.
+A handle owns a :class:`~xamp.apex._casts.Casting`. Until it is deactivated, it keeps the functions replaced
+(:mod:`xamp.apex._patches`). Several handles may be active. The newest decides how to cast; when it ends, the one before
+it decides again.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _Handle = TypeVar("_Handle", bound="CastsHandle")
 
 
 class CastsHandle:
-    """Casts around functions that are in force until :meth:`_deactivate`, for the whole process.
+    """Controls the casts around functions, for the whole process, until :meth:`_deactivate`.
 
     Args:
-        loss_scale: taken for Apex's sake; scaling is ``amp.initialize``'s.
-        enable_caching: casts of Parameters are kept until the cache is cleared.
-        verbose: each cast is logged.
-        casting: what its functions ask; made here if None.
-        wanted: what is to be installed.
+        loss_scale: accepted as in Apex, and not used: ``amp.initialize`` does the scaling.
+        enable_caching: keep the casts of Parameters until the cache is cleared.
+        verbose: log each cast.
+        casting: tells replaced functions how to cast; None makes one.
+        wanted: what the handle needs to be patched; None means Apex's lists only.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class CastsHandle:
         self._loss_scale = loss_scale
 
     def is_active(self) -> bool:
-        """Whether its casts are not switched off; True after :meth:`_deactivate` too, as in Apex."""
+        """Whether the casts of this handle are on. Also True after :meth:`_deactivate`, as in Apex."""
         return self._casting.active
 
     @property
@@ -62,16 +63,16 @@ class CastsHandle:
 
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
-        """Switch its casts off in a block, in all threads."""
+        """Switch the casts of this handle off in a block, for all threads."""
         with self._casting.paused():
             yield
 
     def _clear_cache(self) -> None:
-        """Forget the casts of Parameters."""
+        """Clear the cache: forget the casts of Parameters."""
         self._casting.clear()
 
     def _deactivate(self) -> None:
-        """End its casts. With the last handle, all functions are what they were; again it does nothing."""
+        """End the casts of this handle. The last handle restores all functions. A second call does nothing."""
         with _lock:
             if self in _handles:
                 _handles.remove(self)
@@ -81,16 +82,16 @@ class CastsHandle:
 
     @property
     def has_cache(self) -> bool:
-        """Whether casts of Parameters are kept."""
+        """Whether casts of Parameters are cached."""
         return self._casting.cache is not None
 
     @property
     def cache(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The casts, by Parameter."""
+        """The cached casts, by Parameter."""
         return {} if self._casting.cache is None else self._casting.cache
 
     def remove_cache(self, param: torch.Tensor) -> None:
-        """Forget the cast of ``param``."""
+        """Remove the cast of ``param`` from the cache."""
         self._casting.remove(param)
 
     @property
@@ -109,11 +110,11 @@ def start(
     user_cast_preferred: bool | None = None,
     cast_all_floats: bool = False,
 ) -> _Handle:
-    """Install the casts; the handle on them, a ``make``, is ``_amp_state.handle`` from now on.
+    """Replace the functions, make a handle of class ``make``, and set it as ``_amp_state.handle``.
 
     Raises:
         RuntimeError: ``patch_type`` is neither ``torch.float16`` nor ``torch.bfloat16``.
-        AttributeError, TypeError: a registered function cannot be replaced where it stands.
+        AttributeError, TypeError: a registered function cannot be replaced in its module.
     """
     if patch_type not in (torch.float16, torch.bfloat16):
         raise RuntimeError(
@@ -142,9 +143,9 @@ def start(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Switch the casts around functions off in a block, in all threads; nothing happens where there are none.
+    """Switch the casts of all handles off in a block, for all threads. Without handles this does nothing.
 
-    What writes fp16 numbers into a function of the fp32 list is refused in here too, as in Apex.
+    In-place functions of the fp32 list, and banned functions, still refuse fp16 arguments in the block, as in Apex.
     """
     with _lock:
         handles = list(_handles)
@@ -155,7 +156,7 @@ def disable_casts() -> Iterator[None]:
 
 
 def clear_caches() -> None:
-    """Forget the casts of Parameters, of every handle: functions ask the newest, whosever loss it is."""
+    """Clear the cache of every handle: functions use that of the newest, whichever session a loss belongs to."""
     with _lock:
         handles = list(_handles)
     for handle in handles:

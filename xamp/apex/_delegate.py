@@ -1,8 +1,8 @@
-"""``xamp.initialize(backend="apex", delegate=True)``: a session whose work a real ``apex.amp`` does.
+"""``xamp.initialize(backend="apex", delegate=True)``: a session in which an installed, real ``apex.amp`` does the work.
 
-The real one is ROCm's, Ascend's, or NVIDIA's of before its removal. It changes models and optimizers in its own way;
-this module maps a policy to its arguments, and its scalers and masters to what xamp's functions and checkpoints ask
-for.
+The real ``apex.amp`` is ROCm's, Ascend's, or a version of NVIDIA's from before its removal. It changes models and
+optimizers in its own way. This module maps a policy to the arguments of that ``apex.amp``, and maps its scalers and
+masters to the names that xamp's functions and checkpoints use.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NUMBERS = {
     "backoff_factor": "scale_backoff_factor",
     "growth_interval": "scale_window",
 }
-"""Of the loss scales: xamp's name, and that of the one Apex which lets it be chosen."""
+"""Settings of the loss scales: xamp's name -> the name in Ascend's Apex, the only one in which they can be set."""
 
 
 def real_amp() -> Any:
     """The real ``apex.amp``.
 
     Raises:
-        BackendUnavailable: there is none, or it does not import; says what is there in its place.
+        BackendUnavailable: there is none, or importing it fails; the message says what is installed instead.
     """
     found = _real.find()
     if found is None or not found.has_amp:
@@ -67,8 +67,8 @@ def hand_over(policy: Policy, backend: Backend, device: torch.device, arguments:
     """Let the real ``apex.amp`` put models and optimizers under ``policy``.
 
     Raises:
-        UnsupportedPolicy: it cannot do that, or refuses; models and optimizers are as it left them.
-        BackendUnavailable: it is not there.
+        UnsupportedPolicy: the real ``apex.amp`` cannot do that, or refuses; models and optimizers are as it left them.
+        BackendUnavailable: there is no real ``apex.amp``.
     """
     amp = real_amp()
     options = _options(amp, policy, arguments)
@@ -81,7 +81,7 @@ def hand_over(policy: Policy, backend: Backend, device: torch.device, arguments:
         raise UnsupportedPolicy(
             f"initialize(level={policy.level!r}, backend='apex', delegate=True): the real apex.amp refuses: {error}"
         ) from error
-    policy = dataclasses.replace(policy, checks=policy.dynamic)  # Apex steps at a static scale, whatever it finds
+    policy = dataclasses.replace(policy, checks=policy.dynamic)  # with a static scale, Apex never skips a step
     engine = DelegatedEngine(policy, backend, device, amp, arguments)
     register(engine, arguments.objects)
     return engine
@@ -120,7 +120,7 @@ def _options(amp: Any, policy: Policy, arguments: Arguments) -> dict[str, Any]:
 
 
 class _Scale:
-    """One of Apex's loss scales under the names of :class:`xamp.scaling.scale.LossScaler`."""
+    """Gives one of Apex's loss scales the attributes of :class:`xamp.scaling.scale.LossScaler`."""
 
     def __init__(self, scaler: Any, policy: Policy) -> None:
         self._scaler = scaler
@@ -139,10 +139,10 @@ class _Scale:
 
 
 class DelegatedEngine(Engine):
-    """What xamp's functions find of such a session.
+    """The engine that xamp's functions use for such a session.
 
     Attributes:
-        amp: the real one.
+        amp: the real ``apex.amp``.
     """
 
     def __init__(self, policy: Policy, backend: Backend, device: torch.device, amp: Any, arguments: Arguments) -> None:
@@ -157,11 +157,11 @@ class DelegatedEngine(Engine):
 
     @property
     def scalers(self) -> Any:
-        """Apex's own."""
+        """The loss scales of the real ``apex.amp``."""
         return self._apex_scalers
 
     def prepare_checkpoint(self) -> None:
-        """See :meth:`Engine.prepare_checkpoint`: Apex makes its masters late, and only Apex knows them."""
+        """See :meth:`Engine.prepare_checkpoint`. Records the masters, which Apex makes late and only Apex knows."""
         self._note_masters()
 
     def serves(self, optimizer: object) -> bool:
@@ -171,9 +171,9 @@ class DelegatedEngine(Engine):
     def scale_loss(
         self, loss: torch.Tensor, optimizers: Sequence[Optimizer], loss_id: int, **options: bool
     ) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Apex's own, watched for whether it lets the next steps be skipped.
+        """Use Apex's own ``scale_loss``, and record whether Apex will skip the next steps.
 
-        With this session's scalers and properties, which a later call of its ``initialize`` has replaced.
+        First restore the scalers and properties of this session: a later call of Apex's ``initialize`` replaces them.
         """
         self.amp._amp_state.loss_scalers, self.amp._amp_state.opt_properties = self._own
         return self._watched(self.amp.scale_loss(loss, list(optimizers), loss_id=loss_id, **options), optimizers)
@@ -197,7 +197,7 @@ class DelegatedEngine(Engine):
         return Stats(self.counts.applied, self.counts.skipped)
 
     def last_step(self) -> Any:
-        """See :meth:`Engine.last_step`; of a skip it is known on leaving ``scale_loss``."""
+        """See :meth:`Engine.last_step`; a skip is known when ``scale_loss`` ends."""
         known = {found: self._outcomes.get(found) for ref in self._optimizers if (found := ref()) is not None}
         return next(iter(known.values()), None) if len(known) <= 1 else known
 
@@ -205,7 +205,7 @@ class DelegatedEngine(Engine):
         """See :meth:`Engine.check_closable`.
 
         Raises:
-            StateError: always, for Apex has no way back.
+            StateError: always, since Apex cannot undo its changes.
         """
         raise StateError(
             "session.close(): a real apex.amp has put these models and optimizers under its policy, and cannot take "
@@ -213,7 +213,7 @@ class DelegatedEngine(Engine):
         )
 
     def _note_masters(self) -> None:
-        """Tell xamp's checkpoints which master belongs to which parameter."""
+        """Record for xamp's checkpoints which master belongs to which parameter."""
         if not self.policy.master_weights:
             return
         for optimizer in (found for ref in self._optimizers if (found := ref()) is not None):
@@ -227,5 +227,5 @@ class DelegatedEngine(Engine):
 
 
 def _will_skip(optimizer: Any) -> bool:
-    """Whether Apex has put something in the place of the next step."""
+    """Whether Apex has replaced the next step by one that does nothing."""
     return bool(getattr(getattr(optimizer, "_amp_stash", None), "already_patched", False))

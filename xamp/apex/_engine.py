@@ -1,7 +1,7 @@
-"""The one engine of xamp under Apex's rules, where they differ from xamp's own.
+"""xamp's engine with Apex's rules, where these differ from xamp's own.
 
-All optimizers of a backward that overflowed skip together; a static scale is never checked; fp16 gradients stay in the
-model, scaled, besides the masters'; nothing is refused that Apex takes.
+All optimizers of a backward that overflowed skip their step together. A static scale is never checked. The model keeps
+its fp16 gradients, still scaled, while the masters have theirs. Whatever Apex accepts is accepted.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from xamp.scaling.step import OptimizerState, StepOutcome
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
 _SAVED = "xamp_loss_scales"
-"""Key in a saved optimizer's first group: :meth:`ApexEngine.scales_in_use`."""
+"""Key in the first group of a saved optimizer, for the value of :meth:`ApexEngine.scales_in_use`."""
 
 _CLOSURE = "Currently, Amp does not support closure use with optimizers."
 
 
 @dataclasses.dataclass(frozen=True)
 class ApexPolicy(Policy):
-    """A policy under which gradients are always managed: a static scale may be set to another one at any time.
+    """A policy under which xamp always manages gradients, since a script may change a static scale at any time.
 
     Attributes:
-        patches: torch's functions are patched: in the models too.
+        patches: torch's functions are replaced by wrappers that cast, also inside of the models.
     """
 
     patches: bool = False
@@ -54,23 +54,23 @@ class ApexPolicy(Policy):
 
 
 class ApexGradients(Gradients):
-    """Gradients of lowered parameters stay where they are until the next backward; only its own are looked at."""
+    """Leaves the gradients of lowered parameters where they are until the next backward, and then drops them."""
 
     leaves_lowered = True
     sets_aside = True
 
     def enter(self, scaler: LossScaler) -> None:
-        """See :meth:`Gradients.enter`: what is in the lowered parameters has gone to the masters, or does not count."""
+        """See :meth:`Gradients.enter`. Drops old gradients of lowered parameters: the masters have all that count."""
         if not self.is_pending:
             self.drop_lowered()
         super().enter(scaler)
 
     def settle(self, call: str) -> None:
-        """Whoever reads gradients gets them as they are."""
+        """Do nothing: a caller that reads gradients gets them as they are."""
 
 
 class ApexState(OptimizerState):
-    """One optimizer's step: taken, or skipped where a backward since the last one overflowed."""
+    """The step of one optimizer: taken, or skipped if a backward since the last step overflowed."""
 
     gradients_class = ApexGradients
     engine: ApexEngine
@@ -82,7 +82,7 @@ class ApexState(OptimizerState):
         self._take_saved()
 
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """See :meth:`OptimizerState.saved_groups`: with the loss scales, for scripts that save nothing of amp."""
+        """See :meth:`OptimizerState.saved_groups`. Adds the loss scales, for scripts that save no state of amp."""
         if groups:
             groups = [{**groups[0], _SAVED: self.engine.scales_in_use()}, *groups[1:]]
         return groups
@@ -94,7 +94,7 @@ class ApexState(OptimizerState):
         super().loaded()
 
     def _take_saved(self) -> None:
-        """Take the loss scales out of a group again, where a state was loaded that has them."""
+        """Remove saved loss scales from the groups, where a loaded state has them, and resume from them."""
         for group in self.optimizer.param_groups:
             found = group.pop(_SAVED, None)
             if found is not None:
@@ -104,7 +104,7 @@ class ApexState(OptimizerState):
         """``optimizer.step(*args, **kwargs)``.
 
         Raises:
-            RuntimeError: a closure, where there are masters or the step is skipped.
+            RuntimeError: a closure is given, and there are masters or the step is skipped.
             StateError: the backend says that the step would be wrong.
         """
         self.refuse_wrong()
@@ -122,7 +122,7 @@ class ApexState(OptimizerState):
         return result
 
     def _warn_of_scaled(self) -> None:
-        """Apex steps inside of a ``scale_loss`` without a word; with Adam at O1 that even trains."""
+        """Warn once of a step inside of ``scale_loss``. Apex accepts it silently; with Adam at O1 that even trains."""
         if self.open and not self._warned:
             self._warned = True
             say(
@@ -146,7 +146,7 @@ class ApexState(OptimizerState):
             self._found.clear()
 
     def note(self, index: int, found: torch.Tensor) -> None:
-        """A backward with loss scale ``index`` was checked: keep what was ``found``, to name the scale of a skip."""
+        """Keep ``found``, the overflow flag of a backward with loss scale ``index``, so that a log line can name it."""
         before = self._found.get(index)
         self._found[index] = found.clone() if before is None else torch.maximum(before, found)
 
@@ -156,14 +156,14 @@ class ApexState(OptimizerState):
 
 
 class ApexEngine(Engine):
-    """See the module.
+    """xamp's engine with Apex's rules; see the module.
 
     Attributes:
-        resumes: what a run needs to go on was loaded.
-        scales_loaded: ``amp.load_state_dict`` was called: what an optimizer's state says of scales does not count.
-        around_step: what a step runs in: at O1 without casts.
-        after_backward: called when a ``scale_loss`` is left: at O1 drops the casts of weights.
-        unskipped: by loss, how often a static scale was used.
+        resumes: a checkpoint was loaded, and the run goes on from it.
+        scales_loaded: ``amp.load_state_dict`` was called. Loss scales in the state of an optimizer are then ignored.
+        around_step: makes the context manager that each step runs in; at O1 it switches casts off.
+        after_backward: called when a ``scale_loss`` ends; at O1 it drops the casts of weights.
+        unskipped: for each loss, how often its static scale was used.
     """
 
     skips_together = True
@@ -180,10 +180,10 @@ class ApexEngine(Engine):
         self.unskipped = [0] * self.policy.num_losses
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
-        """Apex has no objection."""
+        """Do nothing: Apex accepts shared parameters."""
 
     def has_work(self, scaler: LossScaler) -> bool:
-        """Whether a loss with this scale needs anything done."""
+        """Whether a loss with this scale needs any work."""
         return self.policy.master_weights or scaler.rules.dynamic or scaler.host_scale != 1.0
 
     def end_backward(self) -> None:
@@ -192,7 +192,7 @@ class ApexEngine(Engine):
         self.after_backward()
 
     def scales_in_use(self) -> list[list[float]]:
-        """``[index, scale, clean updates]`` of each dynamic scale that has moved a step. Waits for the device."""
+        """``[index, scale, clean updates]`` of each dynamic scale that was used. Waits for the device."""
         scalers = [self.scalers[index] for index in self._scalers_used]
         return [[s.index, float(s.scale), int(s.growth_tracker)] for s in scalers if s.rules.dynamic]
 
@@ -206,7 +206,7 @@ class ApexEngine(Engine):
         return found
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """See :meth:`Engine.adopt_group`: what is added in the middle starts as :meth:`_use_masters` says."""
+        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`_use_masters`."""
         known = len(self._pairs)
         super().adopt_group(state, group)
         self._lower(self._pairs[known:])
@@ -217,9 +217,9 @@ class ApexEngine(Engine):
                 torch._foreach_copy_([m for _, m in pairs], [p for p, _ in pairs])
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
-        """Go on with the scales that an optimizer's state holds.
+        """Go on with the loss scales from a saved state of an optimizer.
 
-        A loss that had no scale of its own in the run that was saved starts with the smallest.
+        A loss without a scale of its own in the saved run starts with the smallest of the saved scales.
         """
         self.resumes = True
         if self.scales_loaded or not self.policy.dynamic or not saved:
@@ -234,8 +234,8 @@ class ApexEngine(Engine):
     def _use_masters(self) -> None:
         """See :meth:`Engine._use_masters`.
 
-        Apex makes masters at their first use, of parameters that are in fp16 by then. They start so here too, unless
-        the run goes on from a checkpoint, whose masters are exact.
+        Apex makes masters at their first use, from parameters that are in fp16 by then. So masters start here from the
+        fp16 values too, unless the run goes on from a checkpoint, which has exact masters.
         """
         super()._use_masters()
         self._lower(self._pairs)
@@ -243,7 +243,7 @@ class ApexEngine(Engine):
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
-        """See :meth:`Engine.leave`; uses of a static scale are counted too, for the state that Apex saves."""
+        """See :meth:`Engine.leave`; also counts the uses of a static scale, for the state that Apex saves."""
         super().leave(states, scaler, delay_unscale, delay_overflow_check)
         self._scalers_used[scaler.index] = None
         if not (delay_unscale or delay_overflow_check or scaler.rules.dynamic):
@@ -251,7 +251,7 @@ class ApexEngine(Engine):
 
 
 class ApexLoss(ScaledLoss):
-    """The context manager of ``amp.scale_loss``: several optimizers may have one open each, with one scale."""
+    """The context manager of ``amp.scale_loss``. Blocks of different optimizers may be open at once, with one scale."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""``amp.initialize``: Apex's arguments, order, checks and messages; the work is the engine's."""
+"""``amp.initialize`` with Apex's arguments, order, checks and messages; the engine does the work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WITHOUT_MEANING = {
     "ddp_replica_count": "use torch's DistributedDataParallel",
     "check_combined_tensors": "gradients are not combined",
 }
-"""Ascend's keywords that change nothing, and why."""
+"""The keywords of Ascend's Apex that change nothing here, each with the reason."""
 _REPLICAS = 4  # the default of ddp_replica_count
 
 
@@ -62,43 +62,43 @@ def initialize(
     ddp_replica_count: int = _REPLICAS,
     check_combined_tensors: Any = None,
 ) -> Any:
-    """Put models and optimizers under one of Apex's levels, and patch torch's functions where the level does.
+    """Put models and optimizers under one of Apex's levels, and patch torch's functions if the level says so.
 
     Args:
         models: an ``nn.Module`` or a list of them, not yet wrapped for data parallelism.
         optimizers: a ``torch.optim.Optimizer``, a list of them, or None for inference.
         enabled: False makes every call of amp do nothing.
-        opt_level: ``"O0"`` to ``"O3"``; ROCm's ``"O4"`` and ``"O5"`` are bfloat16's O1 and O2.
-        cast_model_type: what parameters, buffers and inputs are cast to; False: nothing is. This and the four that
-            follow override the level's property of that name where they are not None.
+        opt_level: ``"O0"`` to ``"O3"``; ROCm's ``"O4"`` and ``"O5"`` are O1 and O2 with bfloat16.
+        cast_model_type: the dtype that parameters, buffers and inputs are cast to; False: none is cast. This argument
+            and the next four override the level's property of the same name, unless they are None.
         patch_torch_functions: whether torch's functions cast their arguments (O1, O4).
         keep_batchnorm_fp32: whether batch norm with weights stays fp32; also as a string.
         master_weights: whether the optimizer steps fp32 masters.
         loss_scale: ``"dynamic"`` or a number, also as a string.
-        cast_model_outputs: what outputs are cast to; None: fp32 where the model is cast.
-        num_losses: how many loss scales; ``scale_loss(..., loss_id=i)`` chooses.
-        verbosity: 0 is silent, 1 tells settings and overflows, 2 every cast.
-        min_loss_scale: floor of a dynamic scale; None: the smallest that fp32 can use, 2**-126.
-        max_loss_scale: its ceiling.
-        patch_torch_functions_type: ROCm's: the dtype that functions lower to.
-        dynamic_init_scale: Ascend's, as the three that follow: a dynamic scale's start.
-        scale_growth_factor: what it grows by.
-        scale_backoff_factor: what it falls by.
-        scale_window: how many clean updates it grows after.
-        user_cast_preferred: Ascend's: functions that the user registered are not cast by the built-in lists too.
-        combine_grad: Ascend's, as the three that follow: accepted, and explained in the log.
+        cast_model_outputs: the dtype that outputs are cast to; None: fp32 where the model is cast.
+        num_losses: the number of loss scales; ``scale_loss(..., loss_id=i)`` chooses one.
+        verbosity: 0 logs nothing, 1 settings and overflows, 2 every cast too.
+        min_loss_scale: the floor of a dynamic scale; None: the smallest that fp32 can use, 2**-126.
+        max_loss_scale: the ceiling of a dynamic scale.
+        patch_torch_functions_type: from ROCm's Apex: the dtype that functions lower to.
+        dynamic_init_scale: from Ascend's Apex, as the next three: the initial dynamic scale.
+        scale_growth_factor: the factor by which it grows.
+        scale_backoff_factor: the factor by which it falls.
+        scale_window: the number of clean updates after which it grows.
+        user_cast_preferred: from Ascend's Apex: the built-in lists do not cast functions that the user registered.
+        combine_grad: from Ascend's Apex, as the next three: accepted without effect; the log says why.
         combine_ddp: see ``combine_grad``.
         ddp_replica_count: see ``combine_grad``.
         check_combined_tensors: see ``combine_grad``.
 
     Returns:
-        Models, and optimizers where any were given: the very same objects, in the same shape.
+        The models, or models and optimizers if optimizers were given: the same objects, in the same shape.
 
     Raises:
-        RuntimeError: a level or an override that cannot be, a model that is wrapped already or comes in half precision,
-            an optimizer that was given before. TypeError: other containers than lists; a
-            ``num_losses`` that is no number.
-        AssertionError, ValueError: overrides of the wrong kind. In every case models and optimizers are as they were.
+        RuntimeError: the level or an override is not possible, a model is already wrapped or in half precision, or an
+            optimizer was given before.
+        TypeError: a container is no list, or ``num_losses`` is no number.
+        AssertionError, ValueError: an override has a wrong value. No error changes models or optimizers.
     """
     given = locals()
     properties = Properties()
@@ -140,7 +140,7 @@ def _take_state(properties: Properties, verbosity: int, floor: float | None, cei
 
 
 def _settle(properties: Properties, given: dict[str, Any]) -> None:
-    """The properties of the level and their overrides, told as Apex tells them."""
+    """Set the properties of the level and apply the overrides; log both as Apex does."""
     level = given["opt_level"]
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -167,7 +167,7 @@ _explained: set[str] = set()
 
 
 def _explain(name: str, value: Any) -> None:
-    """Say once that a keyword changes nothing."""
+    """Log once that a keyword changes nothing, and why."""
     asked = value != _REPLICAS if name == "ddp_replica_count" else value not in (None, False)
     if asked and name not in _explained:
         _explained.add(name)
@@ -188,7 +188,7 @@ def _count(num_losses: Any) -> int:
 
 
 def _arguments(models: Any, optimizers: Any) -> Arguments:
-    """Both as lists, after Apex's checks and in their order."""
+    """Models and optimizers as lists, after Apex's checks in Apex's order."""
     if _is_optimizer(optimizers):
         optimizer_list = [optimizers]
     elif optimizers is None or isinstance(optimizers, list):
@@ -210,7 +210,7 @@ def _arguments(models: Any, optimizers: Any) -> Arguments:
 
 
 def _is_optimizer(found: Any) -> bool:
-    """Whether it is one, or a wrapper with its methods such as LARC."""
+    """Whether ``found`` is an optimizer, or a wrapper with the same methods, such as LARC."""
     names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
     return isinstance(found, Optimizer) or (not isinstance(found, nn.Module) and all(hasattr(found, n) for n in names))
 
@@ -250,7 +250,7 @@ def _returned(models: Any, optimizers: Any) -> Any:
 
 
 def _hold(engine: ApexEngine, handle: _handle.AmpHandle) -> None:
-    """Patches for as long as the models live; the engine's steps run without their casts."""
+    """Keep the patches until the models are deleted, and run the engine's steps without casts."""
     engine.around_step, engine.after_backward = _casts_handle.disable_casts, _casts_handle.clear_caches
     engine.undo.callback(handle._deactivate)
     _patched.append((weakref.ref(engine), handle))
@@ -260,7 +260,7 @@ _patched: list[tuple[weakref.ref[ApexEngine], _handle.AmpHandle]] = []
 
 
 def _unpatch_for_the_dead() -> None:
-    """End the patches of calls whose models are gone: Apex left them on for whatever came next."""
+    """End the patches of earlier calls whose models are deleted. Apex left such patches in force."""
     for entry in list(_patched):
         engine = entry[0]()
         if engine is None or not engine.models():

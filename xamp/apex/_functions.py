@@ -1,7 +1,7 @@
-"""Functions of the user's that Apex's casts are put around: decorated, or registered by where they stand.
+"""Decorators and registrations that add Apex's casts to functions of the user.
 
-Both act while a handle's casts do, in every thread, and do nothing in the regions of xamp's own sessions. What is
-decorated or registered here knows nothing of ``xamp.half_function`` and the others, which act in regions only.
+These casts act while the casts of a handle are on, in every thread. They do nothing in the regions of xamp's own
+sessions. They are separate from ``xamp.half_function`` and its relatives, which act in regions only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _registered: dict[tuple[int, str, str], Registration] = {}
 
 
 class _Decorators:
-    """Whether decorated functions cast.
+    """The switch of all decorated functions.
 
     Attributes:
-        on: False after an ``init(enabled=False)``, until the next that is enabled.
+        on: whether they cast: False after ``init(enabled=False)``, until the next enabled ``init`` or ``initialize``.
     """
 
     on = True
@@ -46,7 +46,7 @@ _decorators = _Decorators()
 
 
 def half_function(fn: _Function) -> _Function:
-    """Decorate ``fn`` to get its floating arguments in fp16 while casts are on, Parameters through the cache."""
+    """Decorate ``fn`` to get its floating arguments in fp16 while casts are on. Casts of Parameters are cached."""
     made: _Function = _decorated("half", fn)
     return made
 
@@ -83,12 +83,12 @@ def _decorated(kind: str, fn: Any) -> Any:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have ``module.name`` get its floating arguments in fp16 under the next handle, and only that.
+    """Make ``module.name`` get its floating arguments in fp16, under the next handle only.
 
-    Where Apex lists the function too, Apex's cast is the outer one, unless ``user_cast_preferred``.
+    If Apex lists the function too, Apex's cast is the outer one. With ``user_cast_preferred`` there is only this one.
 
     Raises:
-        ValueError: there is no such function.
+        ValueError: ``module`` has no such function.
     """
     _register("half", module, name)
 
@@ -115,12 +115,12 @@ def _register(kind: str, module: Any, name: str) -> None:
 
 
 def take_registered() -> tuple[Registration, ...]:
-    """What was registered since it was last asked."""
+    """The functions that were registered since the last call; each is returned once."""
     found = tuple(_registered.values())
     _registered.clear()
     return found
 
 
 def switch(on: bool) -> None:
-    """Have decorated functions cast, or not."""
+    """Switch the casts of decorated functions on or off."""
     _decorators.on = on

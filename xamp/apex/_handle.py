@@ -1,4 +1,4 @@
-"""``amp.init`` and what it returns: a handle on the casts that also wraps optimizers and scales losses."""
+"""``amp.init`` and the handle that it returns. The handle controls the casts, wraps optimizers and scales losses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["AmpHandle", "NoOpHandle", "init", "start"]
 
 
 class AmpHandle(CastsHandle):
-    """Casts around functions, and the oldest of Apex's ways to scale a loss."""
+    """Controls the casts around functions, and scales losses by the oldest of Apex's interfaces."""
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """``optimizer`` with loss scales of its own, one for each of ``num_loss`` losses between two steps."""
+        """Wrap ``optimizer`` with loss scales of its own, one for each of ``num_loss`` losses between two steps."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> contextlib.AbstractContextManager[torch.Tensor]:
@@ -31,14 +31,14 @@ class AmpHandle(CastsHandle):
 
 
 start = functools.partial(start_casts, AmpHandle)
-"""What :func:`init` does where it is enabled, and ``amp.initialize`` at O1 and O4."""
+"""Starts the casts, for an enabled :func:`init` and for ``amp.initialize`` at O1 and O4."""
 
 
 class NoOpHandle:
-    """What ``init(enabled=False)`` returns: a handle on nothing."""
+    """The handle that ``init(enabled=False)`` returns. It does nothing."""
 
     def is_active(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     @contextlib.contextmanager
@@ -46,21 +46,21 @@ class NoOpHandle:
         yield
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """A wrapper that scales nothing."""
+        """Return a wrapper that scales nothing."""
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: torch.Tensor, _: Optimizer) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Hand the loss through."""
+        """Return a context manager that yields the loss unchanged."""
         return contextlib.nullcontext(loss)
 
     @property
     def has_cache(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     @property
     def verbose(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def _clear_cache(self) -> None:
@@ -71,29 +71,30 @@ class NoOpHandle:
 
 
 def init(enabled: bool = True, loss_scale: Any = "dynamic", *more: Any, **options: Any) -> AmpHandle | NoOpHandle:
-    """Cast around torch's functions from now on, in every thread, as Apex's O1 does.
+    """Replace torch's functions by wrappers that cast their arguments, in every thread, as Apex's O1 does.
 
-    The arguments are NVIDIA's, ``(enabled, loss_scale, enable_caching, verbose, allow_banned)``; with a dtype in the
-    third place they are ROCm's, ``(enabled, loss_scale, patch_type, enable_caching, verbose, allow_banned)``. By name
-    all may be given.
+    The positional arguments are NVIDIA's, ``(enabled, loss_scale, enable_caching, verbose, allow_banned)``. If the
+    third is a dtype, they are ROCm's, ``(enabled, loss_scale, patch_type, enable_caching, verbose, allow_banned)``. All
+    may be given by name.
 
     Args:
-        enabled: False returns a :class:`NoOpHandle` and installs nothing; decorated functions do nothing any more.
-        loss_scale: taken and not used, as scaling is ``amp.initialize``'s.
-        *more: ``enable_caching`` (True; casts of Parameters are kept until the handle's cache is cleared), ``verbose``
-            (False; each cast is logged), ``allow_banned`` (False; ``F.binary_cross_entropy`` runs in fp32 instead of
-            being refused), ``patch_type`` (``torch.float16``; the lower dtype) and ``user_cast_preferred`` (False; what
-            was registered for a function holds in place of Apex's list, and not within it).
-        **options: the same by name; and ``cast_all_floats`` (False): Apex's way with other dtypes: float64, and bf16
-            where fp16 is the lower one, are cast too.
+        enabled: False returns a :class:`NoOpHandle`, replaces nothing, and switches decorated functions off.
+        loss_scale: accepted and not used: ``amp.initialize`` does the scaling.
+        *more: ``enable_caching`` (True, the default: keep casts of Parameters until the cache is cleared), ``verbose``
+            (True: log each cast; default False), ``allow_banned`` (True: ``F.binary_cross_entropy`` runs in fp32;
+            default False: it is refused), ``patch_type`` (the lower dtype; default ``torch.float16``) and
+            ``user_cast_preferred`` (True: cast a registered function as registered only; default False: Apex's list
+            casts it too).
+        **options: the same by name, and ``cast_all_floats`` (True: cast other dtypes as Apex does: float64, and bf16
+            where fp16 is the lower dtype; default False).
 
     Returns:
-        The handle; ``handle._deactivate()`` undoes all of it.
+        The handle; ``handle._deactivate()`` undoes everything.
 
     Raises:
         RuntimeError: ``patch_type`` is neither ``torch.float16`` nor ``torch.bfloat16``.
     """
-    if more and isinstance(more[0], torch.dtype):  # ROCm's third place; the rest follows in the same order
+    if more and isinstance(more[0], torch.dtype):  # ROCm's third argument; the others follow in NVIDIA's order
         options["patch_type"], more = more[0], more[1:]
     given = _arguments(*more, **options)
     if not enabled:

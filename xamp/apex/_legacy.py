@@ -1,4 +1,4 @@
-"""The oldest of Apex's ways: ``handle = amp.init()``, and a handle that wraps optimizers and scales losses itself."""
+"""Apex's oldest interface: ``handle = amp.init()``; the handle wraps optimizers and scales losses."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["OptimWrapper", "scale_by_handle"]
 
 
 class Handle(Protocol):
-    """What a wrapper asks of the handle that made it."""
+    """What an optimizer wrapper needs from the handle that made it."""
 
     def is_active(self) -> bool:
         """Whether losses are scaled."""
 
 
 class OptimWrapper:
-    """An optimizer with loss scales of its own; everything that is not here is the optimizer's.
+    """Wraps an optimizer and gives it loss scales of its own; passes on every other attribute of the optimizer.
 
     Args:
-        optimizer: what is wrapped.
-        handle: of ``amp.init``; while it is inactive, nothing is scaled.
-        num_loss: how many losses there are between two steps, each with a scale of its own, in their order.
+        optimizer: the optimizer to wrap.
+        handle: the handle from ``amp.init``; while it is inactive, nothing is scaled.
+        num_loss: the number of losses between two steps. Each has its own scale; they take them in order.
     """
 
     def __init__(self, optimizer: Optimizer, handle: Handle, num_loss: int = 1) -> None:
@@ -47,7 +47,7 @@ class OptimWrapper:
         """Scale the next loss, as :func:`xamp.apex.amp.scale_loss` does.
 
         Raises:
-            AssertionError: there were ``num_loss`` losses since the last step.
+            AssertionError: ``num_loss`` losses have been scaled since the last step.
         """
         if not self._amp_handle.is_active() or self._engine is None:
             return contextlib.nullcontext(loss)
@@ -60,7 +60,7 @@ class OptimWrapper:
         """Step the optimizer, or skip the step after an overflow.
 
         Raises:
-            NotImplementedError: a closure.
+            NotImplementedError: a closure is given while the handle is active.
         """
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)
@@ -70,7 +70,7 @@ class OptimWrapper:
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":  # not there yet: while it is copied or unpickled
+        if name == "_optimizer":  # not set yet while the wrapper is copied or unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -81,7 +81,7 @@ class OptimWrapper:
 def scale_by_handle(
     handle: Handle, loss: torch.Tensor, optimizer: Optimizer
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
-    """``handle.scale_loss``: with one loss scale for the optimizer, made at its first loss."""
+    """``handle.scale_loss``: uses one loss scale for the optimizer, which is made at its first loss."""
     if not handle.is_active():
         return contextlib.nullcontext(loss)
     if state_of(optimizer) is not None:

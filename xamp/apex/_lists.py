@@ -1,10 +1,10 @@
-"""Apex's lists of functions, as data: which names O1 and O4 cast in ``torch.nn.functional``, ``torch`` and Tensor.
+"""Apex's lists of functions, as data: the names in ``torch.nn.functional``, ``torch`` and Tensor that O1 and O4 cast.
 
 The names are those of NVIDIA's ``apex/amp/lists`` (and of ROCm's fork for bfloat16), in their order; see LICENSE for
-the notice. Two things differ. ``addbmm``, ``baddbmm`` and ``bmm`` are lowered wherever they run: Apex asked for the
-version of CUDA, so that ``nn.MultiheadAttention`` raised where torch was built without it. And nothing is filtered
-here: a name that this torch has not is passed over when functions are replaced, which also reads these lists anew, so
-that a script may add to them or remove from them before ``init``.
+the notice. Two things differ. First, ``addbmm``, ``baddbmm`` and ``bmm`` are lowered on every device. Apex checked the
+version of CUDA, so ``nn.MultiheadAttention`` raised where torch was built without CUDA. Second, this module filters
+nothing: :mod:`xamp.apex._patches` skips names that this torch lacks. It reads the lists anew each time that it replaces
+functions, so a script may add names or remove them before ``init``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ class Lists:
 
     Attributes:
         module: the namespace.
-        FP16_FUNCS: run in fp16 where that is the lower dtype: fp32 arguments are cast, Parameters through the cache.
+        FP16_FUNCS: functions that run in fp16 where that is the lower dtype. fp32 arguments are cast; casts of
+            Parameters are cached.
         BFLOAT16_FUNCS: the same for bfloat16.
-        FP32_FUNCS: run in fp32.
-        CASTS: get arguments of one dtype, the widest of theirs.
-        SEQUENCE_CASTS: the same for the tensors in their first argument, a sequence.
-        BANNED_FUNCS: refused with fp16 arguments, each with the message.
+        FP32_FUNCS: functions that run in fp32.
+        CASTS: functions whose arguments are cast to the widest of their dtypes.
+        SEQUENCE_CASTS: functions that do the same with the tensors in their first argument, a sequence.
+        BANNED_FUNCS: functions that refuse fp16 arguments, each with its message.
     """
 
     module: str
@@ -169,12 +170,12 @@ TENSOR = Lists(
 LISTS = (FUNCTIONAL, TORCH, TENSOR)
 
 RNNS = ("rnn_relu", "rnn_tanh", "gru", "lstm")
-"""What the recurrent modules call in ``torch._VF``: lowered."""
+"""The functions in ``torch._VF`` that the recurrent modules call; they are lowered."""
 
 CELLS = tuple(f"{name}_cell" for name in RNNS)
-"""The same for the cells."""
+"""The functions in ``torch._VF`` that the recurrent cells call; they are lowered."""
 
 
 def in_place(names: list[str]) -> list[str]:
-    """The names of what would write into its first argument, for ``names`` of what does not."""
+    """The names of the in-place forms of ``names``, such as ``add_`` for ``add``."""
     return [f"{name}_" for name in names]

@@ -1,12 +1,12 @@
-"""Puts wrappers in the places of listed functions, for as long as anybody wants them, and takes them out without trace.
+"""Replaces listed functions by wrappers (monkey-patching) while a handle or a session needs them, then restores them.
 
-There is one installation in a process. Whoever wants it holds a :class:`Wanted`: each handle of ``init``, each session
-whose regions cast by Apex's lists. With the first, functions are replaced; with the last, every attribute is put back
-as it was. A place has one wrapper around torch's own function, whoever wants it there: nothing is wrapped twice, and
-the order in which handles end makes no difference. What a wrapper does is asked of :mod:`xamp.apex._casts`.
+A process has one set of patches. Each handle of ``init``, and each session whose regions cast by Apex's lists, holds a
+:class:`Wanted`. The first :func:`hold` replaces the functions; the last :func:`release` restores every attribute. Each
+attribute gets one wrapper around torch's own function, however many ask for it. So nothing is wrapped twice, and the
+handles may end in any order. At each call the wrapper asks :mod:`xamp.apex._casts` how to cast.
 
-What would remember wrappers, or what was made by them, is told: the caches of torch.overrides, TorchScript's table, and
-the compiler's tables, compiled functions and keys of caches on disk.
+This module also clears what could remember old functions, or results of them: the caches of torch.overrides,
+TorchScript's table, the compiler's tables and compiled functions, and the keys of the compiler's caches on disk.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = ["Registration", "Wanted", "hold", "is_installed", "release"]
 _ABSENT = object()
 
 Registration = tuple[Any, str, str]
-"""What a user registered: module, name, and one of ``"half"``, ``"bfloat16"``, ``"float"``, ``"promote"``."""
+"""A function that a user registered: module, name, and ``"half"``, ``"bfloat16"``, ``"float"`` or ``"promote"``."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wanted:
-    """What somebody wants to be installed, besides Apex's lists.
+    """What one handle or session needs to be patched, besides the functions of Apex's lists.
 
     Attributes:
-        registrations: of the user's functions.
-        user_cast_preferred: a function that the user registered is cast as registered and not as listed too.
+        registrations: the functions that the user registered.
+        user_cast_preferred: cast a function that the user registered as registered only, and not as listed too.
         wide: see :class:`xamp.apex._casts.Casting`.
-        tag: what is cast how, for the keys of the compiler's caches.
+        tag: a text that identifies the casts, for the keys of the compiler's caches.
     """
 
     registrations: tuple[Registration, ...] = ()
@@ -58,7 +58,7 @@ class Wanted:
 
 @dataclasses.dataclass
 class _Place:
-    """Where a function stands, and how it is to be cast there: ``kinds`` as for ``make_wrapper``."""
+    """An attribute to replace, and its wrapper: ``kinds``, ``message`` and ``wide`` are those of ``make_wrapper``."""
 
     owner: Any
     name: str
@@ -72,20 +72,20 @@ class _Patch:
 
     def __init__(self, place: _Place) -> None:
         self.place, owner, name = place, place.owner, place.name
-        # What stands in the owner itself, and not what a class inherits or a module finds when asked.
+        # The owner's own attribute, not one that a class inherits or that a module's __getattr__ finds.
         self._before = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
         self.original: Any = getattr(owner, name)
-        self._dress: Any = None
+        self._descriptor: Any = None
         if isinstance(owner, type):
             raw = inspect.getattr_static(owner, name)
             if isinstance(raw, (staticmethod, classmethod)):
-                self.original, self._dress = raw.__func__, type(raw)
+                self.original, self._descriptor = raw.__func__, type(raw)
             elif isinstance(raw, types.ClassMethodDescriptorType):
-                self._dress = staticmethod
+                self._descriptor = staticmethod
         self.made: Any = None
 
     def install(self, place: _Place) -> None:
-        """Put a wrapper there; in place of an earlier one, where the kinds have changed."""
+        """Replace the function by a wrapper, or an earlier wrapper by one of other kinds."""
         before, self.place = self.made, place
         maker = _rnn.check_input_wrapper if place.kinds == (_rnn.CHECK_INPUT,) else None
         if maker is not None:
@@ -95,19 +95,19 @@ class _Patch:
         owner = place.owner
         module = getattr(owner, "__module__" if isinstance(owner, type) else "__name__", None)
         if isinstance(module, str):
-            # A pickle names it by where it stands, and finds there what its reader has.
+            # A pickle stores the module and the name of a function; so it loads whatever the reader has there.
             self.made.__module__ = module
             self.made.__qualname__ = f"{owner.__qualname__}.{place.name}" if isinstance(owner, type) else place.name
         tell_script(self.original, self.made)
-        setattr(owner, place.name, self.made if self._dress is None else self._dress(self.made))
+        setattr(owner, place.name, self.made if self._descriptor is None else self._descriptor(self.made))
         if before is not None:
             forget_script(before)
 
     def remove(self) -> None:
-        """Put back what was there; not where somebody has since put something else there."""
+        """Restore the function, unless other code has replaced the wrapper since."""
         owner, name = self.place.owner, self.place.name
         found = vars(owner).get(name) if hasattr(owner, "__dict__") else getattr(owner, name, None)
-        if found is self.made or (self._dress is not None and getattr(found, "__func__", None) is self.made):
+        if found is self.made or (self._descriptor is not None and getattr(found, "__func__", None) is self.made):
             if self._before is _ABSENT:
                 delattr(owner, name)
             else:
@@ -121,15 +121,15 @@ _lock = threading.RLock()
 
 
 def is_installed() -> bool:
-    """Whether functions are replaced."""
+    """Whether functions are replaced now."""
     return bool(_patches)
 
 
 def hold(wanted: Wanted) -> None:
-    """Have functions replaced until :func:`release`.
+    """Replace the functions until :func:`release`.
 
     Raises:
-        AttributeError, TypeError: a function that was registered cannot be replaced where it stands; nothing is.
+        AttributeError, TypeError: a registered function cannot be replaced in its module; this call replaces nothing.
     """
     with _lock:
         if not _wanted:
@@ -143,7 +143,7 @@ def hold(wanted: Wanted) -> None:
 
 
 def release(wanted: Wanted) -> None:
-    """End one :func:`hold`. With the last, everything is as it was."""
+    """End one :func:`hold`. The last one restores every function."""
     with _lock:
         if wanted in _wanted:
             _wanted.remove(wanted)
@@ -151,7 +151,7 @@ def release(wanted: Wanted) -> None:
 
 
 def _apply() -> None:
-    """Make what is installed what is wanted."""
+    """Install, change and remove wrappers so that they are those of the plan."""
     plan = _plan() if _wanted else {}
     for key in [key for key in reversed(_patches) if key not in plan]:
         _patches.pop(key).remove()
@@ -164,17 +164,17 @@ def _apply() -> None:
         elif patch.place != place:
             patch.install(place)
     needs.set_replaced_outside(bool(_wanted))
-    _forget()
+    _clear_caches()
 
 
-# ---------------------------------------------------------------- what is to be replaced
+# ---------------------------------------------------------------- the plan: attributes to replace
 
 
 def _plan() -> dict[tuple[int, str], _Place]:
-    """Every place that is to have a wrapper, by owner and name."""
+    """Every attribute that needs a wrapper, by owner and name."""
     found: dict[tuple[int, str], _Place] = {}
     wide = any(wanted.wide for wanted in _wanted)
-    # What tensors are while a graph is lowered: a class of torch's that has methods of its own under the same names.
+    # The class of tensors while a graph is lowered: it has methods of its own with the same names.
     module = sys.modules.get("torch._subclasses.functional_tensor")
     functional = getattr(module, "FunctionalTensor", types.SimpleNamespace())
 
@@ -182,7 +182,7 @@ def _plan() -> dict[tuple[int, str], _Place]:
         if not hasattr(owner, name):
             return
         place = found.setdefault((id(owner), name), _Place(owner, name, wide=wide))
-        if kind not in place.kinds:  # of two lists, the later one's wrapper is the outer one
+        if kind not in place.kinds:  # the wrapper of the list that is read later is the outer one
             place.kinds, place.message = (kind, *place.kinds), message or place.message
         if owner is torch.Tensor and name in vars(functional):
             add(functional, name, kind, message)
@@ -206,7 +206,7 @@ def _plan() -> dict[tuple[int, str], _Place]:
 
 
 def _listed() -> Iterator[tuple[Any, str, str, str]]:
-    """Owner, name, kind and message of all that Apex lists."""
+    """Owner, name, kind and message of every function in Apex's lists."""
     for lists in LISTS:
         owner = _namespace(lists.module)
         for name in dict.fromkeys((*lists.FP16_FUNCS, *lists.BFLOAT16_FUNCS)):
@@ -233,7 +233,7 @@ def _namespace(path: str) -> Any:
 
 
 def _aliases(places: Mapping[tuple[int, str], _Place]) -> Iterator[tuple[Any, str, _Place]]:
-    """Other names of listed functions, which came after Apex: ``nn.PReLU`` calls ``F.prelu``, and that is torch's."""
+    """Other names of listed functions, newer than Apex: ``nn.PReLU`` calls ``F.prelu``, now the same as torch's."""
     owners = (torch, torch.nn.functional)
     functions = {
         id(_original(place.owner, place.name)): place
@@ -248,16 +248,16 @@ def _aliases(places: Mapping[tuple[int, str], _Place]) -> Iterator[tuple[Any, st
 
 
 def _original(owner: Any, name: str) -> Any:
-    """What stands there where nothing is installed."""
+    """The attribute without a wrapper."""
     patch = _patches.get((id(owner), name))
     return getattr(owner, name) if patch is None else patch.original
 
 
-# ---------------------------------------------------------------- what remembers
+# ---------------------------------------------------------------- caches of torch and of its compiler
 
 
 def _prepare_compiler() -> None:
-    """Have the compiler look up torch's functions while they are torch's: it does so once, and by name."""
+    """Make the compiler build its tables of torch's functions before any is replaced: it builds them once, by name."""
     with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
         rules = importlib.import_module("torch._dynamo.trace_rules")
         rules.get_torch_obj_rule_map()
@@ -267,8 +267,8 @@ def _prepare_compiler() -> None:
 _tag: list[str] = []
 
 
-def _forget() -> None:
-    """Forget what was found or compiled while other functions stood there."""
+def _clear_caches() -> None:
+    """Clear the caches of what was looked up or compiled while other functions were installed."""
     for function in vars(torch.overrides).values():
         clear = getattr(function, "cache_clear", None)
         if clear is not None:
@@ -281,7 +281,7 @@ def _forget() -> None:
     if _tag:
         config.cache_key_tag = config.cache_key_tag.replace(_tag.pop(), "")
     if _wanted:
-        # The keys of the compiler's caches on disk hold what was called, and not what comes of it.
+        # The keys of the compiler's caches on disk have the names of called functions. The tag adds what wrappers do.
         told = [(place.name, place.kinds) for place in (patch.place for patch in _patches.values())]
         digest = hashlib.sha256(repr((told, [wanted.tag for wanted in _wanted])).encode()).hexdigest()[:12]
         _tag.append(f";xamp-apex-{digest}")

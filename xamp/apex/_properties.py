@@ -1,4 +1,4 @@
-"""Apex's optimization levels and their overrides: names, defaults, what contradicts what, and the words for it.
+"""Apex's optimization levels and their overrides: names, defaults, contradictions and the messages for them.
 
 The names and messages are Apex's interface: scripts print, parse and catch them. Levels O4 and O5, and
 ``patch_torch_functions_type``, are those of ROCm's Apex.
@@ -24,9 +24,9 @@ class OptLevel:
     """One optimization level.
 
     Attributes:
-        brief: the line that ``initialize`` says of it.
-        defaults: its properties; dtypes by name.
-        own_type: the name of the dtype to which functions are patched; None where they are not.
+        brief: the line that ``initialize`` logs for the level.
+        defaults: its properties; dtypes are given by name.
+        own_type: the name of the dtype that patched functions lower to; None where the level patches none.
     """
 
     brief: str
@@ -75,11 +75,11 @@ OVERRIDES = (
     "master_weights",
     "loss_scale",
 )
-"""What ``initialize`` takes besides the level, in the order in which it is applied."""
+"""The properties that ``initialize`` takes besides the level, in the order in which it applies them."""
 
 
 def tell(message: str) -> None:
-    """Say it through the logger where ``verbosity`` allows."""
+    """Log ``message``, unless ``verbosity`` is 0."""
     if state.verbosity > 0:
         say("%s", message)
 
@@ -91,14 +91,15 @@ def warn_or_err(message: str) -> None:
 
 
 class Properties:
-    """The settings in force, each an attribute; setting one checks it against the level.
+    """The settings in force. Each is an attribute; setting one checks it against the level.
 
     Attributes:
-        options: all of them by name.
+        options: all settings by name.
 
     Raises:
-        RuntimeError: on setting what contradicts the level. AssertionError: a ``keep_batchnorm_fp32`` that is neither a
-            boolean nor the name of one. ValueError: a ``loss_scale`` that is no number, or none that fp32 can hold.
+        RuntimeError: the new value contradicts the level.
+        AssertionError: ``keep_batchnorm_fp32`` is neither a boolean, the name of one, nor None.
+        ValueError: ``loss_scale`` is no number, or a number that fp32 cannot hold.
     """
 
     options: dict[str, Any]
@@ -135,7 +136,7 @@ class Properties:
 
     @property
     def patch_type(self) -> torch.dtype:
-        """What patched functions lower to."""
+        """The dtype that patched functions lower to."""
         import torch
 
         asked = self.options.get("patch_torch_functions_type")
@@ -143,7 +144,7 @@ class Properties:
         return asked or getattr(torch, name)  # type: ignore[no-any-return]
 
     def lines(self) -> list[str]:
-        """One for each setting, as ``initialize`` says them."""
+        """One line for each setting, as ``initialize`` logs them."""
         return [f"{name!s:22} : {value}" for name, value in self.options.items()]
 
 

@@ -1,4 +1,4 @@
-"""Which package named ``apex`` is installed, if any. Found out by looking, without importing it."""
+"""Finds out which package named ``apex`` is installed, if any, without importing it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 __all__ = ["Installed", "find"]
 
-_NVIDIAS = ("amp", "normalization", "optimizers", "parallel", "transformer")
-"""Folders of which every Apex has some; NVIDIA's has no ``amp`` since May 2025."""
+_SUBPACKAGES = ("amp", "normalization", "optimizers", "parallel", "transformer")
+"""Subpackages of Apex: every version has some of them. NVIDIA's has no ``amp`` since May 2025."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Installed:
-    """A package that answers ``import apex``.
+    """The package that ``import apex`` finds.
 
     Attributes:
-        has_amp: ``apex.amp`` is in it; whether that imports and works on this torch is another question.
-        version: as its distribution says; empty where none does.
-        says: what it is, in a line.
+        has_amp: whether it contains ``apex.amp``; that may still fail to import, or not work on this torch.
+        version: the version of its distribution; empty where none is known.
+        says: a description of the package, one line.
     """
 
     has_amp: bool
@@ -29,7 +29,7 @@ class Installed:
 
 
 def find() -> Installed | None:
-    """What ``import apex`` would find; None where nothing is."""
+    """The package that ``import apex`` would find; None where there is none."""
     try:
         spec = importlib.util.find_spec("apex")
     except (ImportError, ValueError):
@@ -37,7 +37,7 @@ def find() -> Installed | None:
     if spec is None:
         return None
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
-    there = {name for name in _NVIDIAS for folder in folders if _is_in(folder, name)}
+    there = {name for name in _SUBPACKAGES for folder in folders if _is_in(folder, name)}
     version = _version()
     if "amp" in there:
         return Installed(True, version, "an Apex with apex.amp")

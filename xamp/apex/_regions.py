@@ -1,7 +1,7 @@
-"""Apex's lists in the regions of xamp's own sessions: op policy ``"apex"``.
+"""Casts by Apex's lists in the regions of xamp's own sessions: op policy ``"apex"``.
 
-The functions are replaced as for ``amp.init`` while such a session lives. Outside of its regions they do nothing unless
-a handle says so. In a region the device's own autocast is off, and the mark carries the casting that they ask for.
+While such a session lives, the functions are replaced as for ``amp.init``. Outside of its regions the wrappers cast
+only if a handle is active. In a region the device's own autocast is off, and the mark has the casting for the wrappers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["ApexLists"]
 
 
 class ApexLists(OpPolicy):
-    """Functions cast as Apex cast them, in regions."""
+    """The op policy under which functions in a region cast their arguments as in Apex."""
 
     def install(self, device_type: str, backend: Backend) -> None:
-        """See :meth:`OpPolicy.install`: have backward recompute as the forward ran."""
+        """See :meth:`OpPolicy.install`: make backward recompute with the casts of the forward."""
         needs.ask_for_marks()
         recompute.watch()
 

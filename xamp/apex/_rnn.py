@@ -1,8 +1,8 @@
-"""Recurrent modules: what they call in ``torch._VF`` is lowered, and the check that forbids it is satisfied.
+"""Recurrent modules: wraps ``RNNBase.check_input``, which would refuse the lowered calls of recurrent modules.
 
-Apex put a shim in the place of ``torch.nn.modules.rnn._VF`` and made one flat buffer of a module's weights by
-arithmetic on addresses, which needs cuDNN's layout; and ``nn.RNN`` went by another way than the one that it replaced.
-Here the attributes of ``torch._VF`` itself are replaced, and each weight is cast by itself and kept in the cache.
+Apex replaced ``torch.nn.modules.rnn._VF`` by a shim. It packed the weights of a module into one flat buffer by
+arithmetic on addresses, which needs cuDNN's layout. Its shim missed ``nn.RNN``, which takes another path. xamp replaces
+the attributes of ``torch._VF`` itself, and casts and caches each weight separately.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ CHECK_INPUT = "check_input"
 
 
 def check_input_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in the place of ``RNNBase.check_input``, which wants an input of the weights' dtype.
+    """Make the wrapper that replaces ``RNNBase.check_input``, which requires an input of the weights' dtype.
 
-    It is shown an empty tensor of that dtype where both will be cast, so that the shapes are still checked.
+    If the input and the weights will both be cast, the wrapper passes an empty tensor of that dtype. So the original
+    still checks the shapes.
     """
 
     @functools.wraps(original)

@@ -1,7 +1,7 @@
-"""The rules of Apex's lists: what a function of each kind does to its arguments.
+"""The rules of Apex's lists: how the arguments of a function of each kind are cast.
 
-Each rule is a function from the arguments of a call to those that the original is called with. What it depends on
-stands in a :class:`~xamp.apex._casts.Casting`.
+Each rule is a function. It takes the arguments of a call, and returns the arguments for the original function. A
+:class:`~xamp.apex._casts.Casting` has the settings that a rule depends on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Change = Callable[[Casting, str, Any, Any], tuple[Any, Any]]
 
 
 def _dtypes_in(values: Iterable[Any]) -> set[torch.dtype]:
-    """The dtypes of the floating tensors among ``values``, those in lists and tuples of nothing else included."""
+    """The dtypes of the floating tensors in ``values``, and in lists and tuples that contain only floating tensors."""
     found: set[torch.dtype] = set()
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -59,7 +59,7 @@ def _lower_bf16(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[An
 
 
 def _chosen(dtype: torch.dtype) -> Change:
-    """For functions of the user's: to ``dtype``, whatever the lower one is."""
+    """The rule for functions of the user: cast to ``dtype``, whatever the lower dtype is."""
     given = frozenset({FLOAT, *LOWER})
 
     def change(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -85,7 +85,7 @@ def _promote(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any, 
 
 
 def _sequence(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Of ``cat`` and ``stack``: other mixtures than of two are torch's to settle."""
+    """The rule of ``cat`` and ``stack``: it casts a mixture of fp32 and one lower dtype; torch handles all others."""
     given = args[0] if args else kwargs.get("tensors")
     if not isinstance(given, (list, tuple)):
         return args, kwargs
@@ -96,7 +96,7 @@ def _sequence(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any,
 
 
 def _match(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What writes into its first argument: the others get its dtype."""
+    """The rule of functions that write into their first argument: cast the other arguments to its dtype."""
     own = getattr(args[0], "dtype", None) if args else None
     if own is not FLOAT and own is not casting.lower:
         return args, kwargs
@@ -106,7 +106,7 @@ def _match(casting: Casting, name: str, args: Any, kwargs: Any) -> tuple[Any, An
 
 
 def _refused(casting: Casting) -> frozenset[torch.dtype]:
-    """What an fp32 function must not write into: with bf16 as the lower dtype both, as in ROCm's Apex."""
+    """The dtypes that in-place fp32 functions refuse: fp16, and bf16 too if that is the lower one, as in ROCm's."""
     return frozenset({HALF}) if casting.lower is HALF else LOWER
 
 

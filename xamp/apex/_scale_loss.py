@@ -1,4 +1,4 @@
-"""``amp.scale_loss`` and what belongs to it: the loss scales' state, and the parameters that an optimizer steps."""
+"""``amp.scale_loss``, ``amp.master_params``, and the functions that save and load the loss scales."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> contextlib.AbstractContextManager[torch.Tensor]:
-    """Scale a loss; on leaving, unscale the gradients that its backward left, and move the scale.
+    """Scale a loss. On leaving the block, unscale the gradients of its backward, and update the loss scale.
 
-    Where a gradient is not finite under a dynamic scale, every optimizer given here skips its next step.
+    If a gradient is not finite under a dynamic scale, every optimizer given here skips its next step.
 
     Args:
-        loss: the loss; more than one element is as good.
-        optimizers: the optimizer, or all of them, whose parameters get gradients from it.
-        loss_id: which loss scale, of the ``num_losses`` that ``initialize`` made.
-        model: Apex does not use it.
-        delay_unscale: leave the gradients scaled; a later call unscales them along with its own.
-        delay_overflow_check: unscale, but neither skip a step nor move the scale for what this backward found.
+        loss: the loss; it may have more than one element.
+        optimizers: all optimizers whose parameters get gradients from the loss, or the only one.
+        loss_id: the index of the loss scale, among the ``num_losses`` that ``initialize`` made.
+        model: not used, as in Apex.
+        delay_unscale: leave the gradients scaled; a later call unscales them together with its own.
+        delay_overflow_check: unscale, but ignore an overflow of this backward: skip no step and keep the scale.
 
     Returns:
         A context manager that yields the scaled loss, fp32.
 
     Raises:
-        RuntimeError: before ``initialize``, or optimizers that it was not given. IndexError: no such loss scale.
+        RuntimeError: ``initialize`` was not called, or not with these optimizers.
+        IndexError: there is no such loss scale.
     """
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     states = [found for optimizer in given if (found := state_of(optimizer)) is not None]
@@ -71,7 +72,7 @@ def scale_loss(
 
 
 def _engine_of(states: Sequence[OptimizerState]) -> Any:
-    """The engine that the optimizers share; of optimizers that nobody manages the newest."""
+    """The engine that the optimizers share; the newest engine where no engine manages them."""
     if not states:
         return state.loss_scalers[0].engine
     if any(found.engine is not states[0].engine for found in states):
@@ -83,7 +84,7 @@ def _engine_of(states: Sequence[OptimizerState]) -> Any:
 
 
 class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
-    """A loss that is handed through; the casts of weights are dropped after its backward all the same."""
+    """The context manager for a loss that needs no scale: it yields the loss, and at the end drops casts of weights."""
 
     def __init__(self, engine: ApexEngine, loss: torch.Tensor) -> None:
         self._engine = engine
@@ -97,7 +98,7 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
 
 
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over what ``optimizer`` steps: at O2 and O5 the fp32 masters."""
+    """Iterate over the parameters that ``optimizer`` steps: at O2 and O5 the fp32 masters."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -108,10 +109,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     The masters of O2 and O5 are in ``model.state_dict()``, exact and in fp32.
 
     Args:
-        destination: filled and returned, where given.
+        destination: a dict to fill and return; None makes a new one.
 
     Raises:
-        AttributeError: before ``initialize``.
+        AttributeError: ``initialize`` was not called.
     """
     filled = collections.OrderedDict() if destination is None else destination
     for index, scaler in enumerate(state.loss_scalers):
@@ -120,11 +121,11 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load what :func:`state_dict`, of any Apex, saved: one entry after the other into one loss scale after the other.
+    """Load what :func:`state_dict` of any Apex saved: the entries go into the loss scales in order.
 
     Raises:
-        RuntimeError: entries that belong to no loss scale; the others have been loaded. AttributeError: before
-            ``initialize``.
+        RuntimeError: some entries belong to no loss scale; the other entries have been loaded.
+        AttributeError: ``initialize`` was not called.
     """
     scalers = state.loss_scalers
     if len(state_dict) != len(scalers):

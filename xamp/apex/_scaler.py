@@ -1,4 +1,4 @@
-"""A loss scale as scripts reach for it: ``amp._amp_state.loss_scalers[i]``. The number itself is the engine's."""
+"""A loss scale as scripts access it: ``amp._amp_state.loss_scalers[i]``. The engine keeps the value itself."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["LossScaler"]
 
 
 class LossScaler:
-    """One loss's scale, a view of the engine's own; it does not keep models or optimizers.
+    """The scale of one loss: a view of the engine's. It keeps no model and no optimizer alive.
 
     Attributes:
-        index: its ``loss_id``.
-        dynamic: whether it moves.
+        index: the ``loss_id``.
+        dynamic: whether the scale is dynamic.
     """
 
     def __init__(self, engine: ApexEngine, index: int) -> None:
@@ -30,15 +30,15 @@ class LossScaler:
 
     @property
     def engine(self) -> ApexEngine | None:
-        """Whose it is; None when models and optimizers are gone."""
+        """The engine that has the scale; None once models and optimizers are deleted."""
         return self._engine()
 
     def loss_scale(self) -> float:
-        """The scale. Waits for the device where it is dynamic."""
+        """The value. Waits for the device where the scale is dynamic."""
         return self._loss_scale
 
     def load(self, scale: float, clean: int) -> None:
-        """Take over what was saved; what an optimizer's state says does not count any more."""
+        """Set the saved values. From now on, loss scales in the state of an optimizer are ignored."""
         self._unskipped, self._loss_scale = clean, scale
         engine = self.engine
         if engine is not None:

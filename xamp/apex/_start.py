@@ -1,4 +1,4 @@
-"""Starts an engine under Apex's properties: the one way for ``amp.initialize`` and for handles of ``amp.init``."""
+"""Starts an engine under Apex's properties, for ``amp.initialize`` and for the handles of ``amp.init``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Scaling", "start_engine"]
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """The numbers of the loss scales."""
+    """The settings of the loss scales."""
 
     num_losses: int = 1
     init_scale: float = 2.0**16
@@ -49,22 +49,22 @@ class Scaling:
 def start_engine(
     arguments: Arguments, properties: Properties, scaling: Scaling, output_dtype: torch.dtype | None = None
 ) -> ApexEngine:
-    """Put models and optimizers under ``properties``: all of them or nothing."""
+    """Put models and optimizers under ``properties``. A call that raises changes none of them."""
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve("auto", device.type)
     policy = _policy(properties, scaling, output_dtype)
     checks.check_capabilities(backend, device, policy)
-    arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _has_it_already(m, policy)])
+    arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _is_already_under(m, policy)])
     engine = set_up(policy, backend, device, arguments, ApexEngine)
     assert isinstance(engine, ApexEngine)
     return engine
 
 
-def _has_it_already(model: nn.Module, policy: ApexPolicy) -> bool:
-    """Whether an earlier call put ``model`` under just this policy.
+def _is_already_under(model: nn.Module, policy: ApexPolicy) -> bool:
+    """Whether an earlier call put ``model`` under exactly this policy.
 
     Raises:
-        StateError: under another, or it is a copy of a model that is under one.
+        StateError: ``model`` is under another policy, or is a copy of a model that is under one.
     """
     if not is_under_policy(model):
         return False

@@ -1,9 +1,9 @@
-"""What stands in the place of a listed function: the original, unless something among the arguments has to be cast.
+"""The wrappers that replace listed functions: each casts the arguments where needed, then calls the original.
 
-A call that needs no cast pays for a look at its arguments, and asks nobody whether casts are on. That look is written
-out in each kind of wrapper, since to call another function would cost as much as all of it; what it does not know at
-sight is left to the rule. Only then :func:`xamp.apex._casts.here` is asked, so that a wrapper that somebody keeps does
-nothing once there is nothing to do.
+A wrapper first looks at the types and dtypes of its arguments. Where they show that no cast is needed, it calls the
+original at once, without asking whether casts are on. Each kind of wrapper has this look written out, since a call of
+another function would cost as much as the look. Where the look cannot decide, the rule does. Only then the wrapper asks
+:func:`xamp.apex._casts.here` which casting is in force. So a wrapper that outlives its handle casts nothing.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ HALF, BFLOAT16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 _Call = Callable[..., Any]
 
 _REFUSING = ("refuse_method", "refuse_function", "banned")
-"""Kinds that act while casts are switched off too, as Apex's do."""
+"""The kinds of wrappers that also act while casts are switched off, as in Apex."""
 
 
 def make_wrapper(original: _Call, name: str, kinds: tuple[str, ...], message: str = "", *, wide: bool = False) -> _Call:
-    """What stands in the place of ``original``.
+    """Make the wrapper that replaces ``original``.
 
     Args:
-        original: what is called.
-        name: as it is called in messages.
-        kinds: of :data:`xamp.apex._rules.CHANGES`, the outermost first; or ``"banned"``.
-        message: of the error, where it is banned.
-        wide: a :class:`~xamp.apex._casts.Casting` that has this set may hold.
+        original: the function that the wrapper calls.
+        name: its name in messages.
+        kinds: keys of :data:`xamp.apex._rules.CHANGES`, the outermost first; or ``"banned"``.
+        message: the text of the error, for a banned function.
+        wide: True where a :class:`~xamp.apex._casts.Casting` with ``wide`` may be in force. The wrapper then asks for
+            the casting at each call.
     """
     changes = [banned(message) if kind == "banned" else CHANGES[kind] for kind in kinds]
     if len(kinds) > 1:
         made = _chain(original, name, kinds, changes)
     elif wide or kinds[0] not in _MAKERS:
-        made = _asking(original, name, changes[0], always=kinds[0] in _REFUSING)
-    elif kinds == ("float",) and (written := _written_out(original, name, changes[0])) is not None:
+        made = _unchecked(original, name, changes[0], always=kinds[0] in _REFUSING)
+    elif kinds == ("float",) and (written := _generated(original, name, changes[0])) is not None:
         made = written
     else:
         made = _MAKERS[kinds[0]](original, name, changes[0])
@@ -75,7 +76,7 @@ def _lowering(original: _Call, name: str, change: Change) -> _Call:
     return wrapper
 
 
-def _lifting(original: _Call, name: str, change: Change, always: bool = False) -> _Call:
+def _raising(original: _Call, name: str, change: Change, always: bool = False) -> _Call:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
@@ -123,19 +124,20 @@ def _promoting(original: _Call, name: str, change: Change) -> _Call:
     return wrapper
 
 
-_WRITTEN = """
+_TEMPLATE = """
 def wrapper({parameters}):
     if {plain}:
         return _original({arguments})
-    return _asking({arguments})
+    return _unchecked({arguments})
 """
 _PLAIN = "({0} is None or ((_k := type({0})) is _T or _k is _P) and (_d := {0}.dtype) is not _H and _d is not _B)"
 
 
-def _written_out(original: _Call, name: str, change: Change) -> _Call | None:
-    """:func:`_lifting` for a function in Python that says which of its parameters are tensors: with its very signature.
+def _generated(original: _Call, name: str, change: Change) -> _Call | None:
+    """A wrapper of kind ``"float"`` with the signature of ``original``; annotations tell which arguments are tensors.
 
-    Half as dear, since nothing is packed and unpacked. None where the signature does not tell.
+    It costs half as much as :func:`_raising`, since it packs and unpacks no arguments. None where ``original`` is no
+    Python function of ``torch.nn.functional``, or its annotations are incomplete.
     """
     if getattr(original, "__module__", None) != "torch.nn.functional" or hasattr(original, "__wrapped__"):
         return None
@@ -143,7 +145,7 @@ def _written_out(original: _Call, name: str, change: Change) -> _Call | None:
     if found is None:
         return None
     names = {"_T": Tensor, "_P": Parameter, "_H": HALF, "_B": BFLOAT16, "_original": original, **found[1]}
-    names["_asking"] = _asking(original, name, change, always=False)
+    names["_unchecked"] = _unchecked(original, name, change, always=False)
     exec(found[0], names)
     written: _Call = names["wrapper"]
     return written
@@ -151,7 +153,7 @@ def _written_out(original: _Call, name: str, change: Change) -> _Call | None:
 
 @functools.cache
 def _code(original: _Call) -> tuple[types.CodeType, dict[str, Any]] | None:
-    """What :data:`_WRITTEN` is for a function, and the names that it uses for the defaults."""
+    """The compiled :data:`_TEMPLATE` for a function, and the default values that it uses, by name."""
     try:
         parameters = list(inspect.signature(original).parameters.values())
     except ValueError:  # a builtin
@@ -164,7 +166,7 @@ def _code(original: _Call) -> tuple[types.CodeType, dict[str, Any]] | None:
     first = next((i for i, p in enumerate(parameters) if p.kind is by_name), None)
     if first is not None:
         told.insert(first, "*")
-    text = _WRITTEN.format(
+    text = _TEMPLATE.format(
         parameters=", ".join(told),
         plain=" and ".join(_PLAIN.format(tensor) for tensor in tensors),
         arguments=", ".join(p.name if p.kind is by_place else f"{p.name}={p.name}" for p in parameters),
@@ -172,7 +174,9 @@ def _code(original: _Call) -> tuple[types.CodeType, dict[str, Any]] | None:
     return compile(text, __file__, "exec"), {f"_{p.name}": p.default for p in parameters if p.default is not p.empty}
 
 
-def _asking(original: _Call, name: str, change: Change, always: bool) -> _Call:
+def _unchecked(original: _Call, name: str, change: Change, always: bool) -> _Call:
+    """A wrapper that does not look at its arguments first: the rule does."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         casting = here()
         if casting is None or not (casting.active or always):
@@ -184,7 +188,7 @@ def _asking(original: _Call, name: str, change: Change, always: bool) -> _Call:
 
 
 def _chain(original: _Call, name: str, kinds: Sequence[str], changes: Sequence[Change]) -> _Call:
-    """For a function that is listed more than once: by Apex and by the user."""
+    """A wrapper for a function that is listed more than once, such as by Apex and by the user."""
     steps = [(change, kind in _REFUSING) for kind, change in zip(kinds, changes, strict=True)]
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -226,8 +230,8 @@ _MAKERS: dict[str, Callable[..., _Call]] = {
     "lower": _lowering,
     "lower_fp16": _lowering,
     "lower_bf16": _lowering,
-    "float": _lifting,
-    **dict.fromkeys(_REFUSING, functools.partial(_lifting, always=True)),
+    "float": _raising,
+    **dict.fromkeys(_REFUSING, functools.partial(_raising, always=True)),
     "promote": _promoting,
     "match": _promoting,
     "sequence": _sequences,

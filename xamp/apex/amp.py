@@ -1,4 +1,4 @@
-"""``from xamp.apex import amp``: what ``from apex import amp`` was, on any device, with its names and its rules."""
+"""``from xamp.apex import amp`` replaces ``from apex import amp`` on any device, with Apex's names and Apex's rules."""
 
 from __future__ import annotations
 

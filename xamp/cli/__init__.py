@@ -1,7 +1,7 @@
 """The command ``xamp``, also ``python -m xamp``.
 
-A command is a module with a docstring (its help), ``add_arguments(parser)`` and ``run(args) -> int``, and one line in
-``_COMMANDS``. Such modules import no torch at module level, so that each works where torch does not.
+A command is a module with a docstring (its help text), ``add_arguments(parser)`` and ``run(args) -> int``, and has one
+line in ``_COMMANDS``. These modules import no torch at module level, so that each command works where torch does not.
 Exit codes: 0 fine, 1 found something, 2 wrong use.
 """
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: the arguments after the program's name; None takes those of the process.
+        argv: the arguments after the program's name; None means those of this process.
 
     Returns:
         The exit code: 0 fine, 1 found something, 2 wrong use, 130 interrupted.
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(argv)
-    except SystemExit as stop:  # after --help, --version and wrong use, whose text is printed already
+    except SystemExit as stop:  # raised after --help, --version and wrong use; the text is already printed
         return stop.code if isinstance(stop.code, int) else 0
     if args.run is None:
         parser.print_help(sys.stderr)
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:
-        return 130  # as a shell says of what SIGINT ended
+        return 130  # the exit code that a shell gives a process ended by SIGINT: 128 + 2
     return code
 
 

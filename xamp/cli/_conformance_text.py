@@ -1,4 +1,4 @@
-"""What ``xamp conformance`` shows: a bar while it runs, or a line a tier where nobody watches; then a table."""
+"""The output of ``xamp conformance``: progress as a bar, or as a line per tier without a terminal; then tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TEXT_LINES = 30
 
 
 class Progress(Listener):
-    """Shows how far the run is, on standard error: a bar on a terminal, else a line when a tier is done."""
+    """Shows the progress of the run on standard error: a bar on a terminal, else a line when a tier is done."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -49,16 +49,16 @@ class Progress(Listener):
         self._bar.stop()
 
     def begin(self, counts: dict[tuple[str, str], int]) -> None:
-        """Learn how much there is to do."""
+        """Take the number of clauses of each lane and tier, and show an empty bar."""
         self._left, self._done = dict(counts), {key: [] for key in counts}
         self._task = self._bar.add_task("", total=sum(counts.values()))
 
     def start(self, lane: str, clause: str) -> None:
-        """Show what runs."""
+        """Show the clause that runs now."""
         self._bar.update(self._task, description=escape(f"{lane}  {clause}"[:60].ljust(60)))
 
     def end(self, result: Result) -> None:
-        """Count it, show it if it failed, and the tier if that is done."""
+        """Count the result. Print it if it failed, and print the line of its tier if the tier is done."""
         key = result.lane, result.tier
         self._done[key].append(result)
         self._bar.advance(self._task)
@@ -84,7 +84,7 @@ def _sums(results: Sequence[Result]) -> str:
 
 
 def render(lanes: Sequence[Lane], results: Sequence[Result], *, whole: bool) -> None:
-    """Print the tables, what did not pass and why, and one line a device; ``whole``: no clause was left out."""
+    """Print a table for each lane, what did not pass and why, and a verdict. ``whole``: no clause was left out."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
@@ -130,7 +130,7 @@ def _cells(results: Sequence[Result]) -> list[Text]:
 
 
 def _reasons(outcome: str, results: Sequence[Result]) -> Iterator[Text]:
-    """Each reason once, with the clauses that have it."""
+    """Each reason once, with the clauses to which it applies."""
     by_reason: dict[str, Counter[str]] = {}
     for result in results:
         by_reason.setdefault(result.reason, Counter())[result.clause.partition("[")[0]] += 1

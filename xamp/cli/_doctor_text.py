@@ -1,4 +1,4 @@
-"""The words of ``xamp doctor``: its findings as text for a person, and as a block for a bug report."""
+"""The output of ``xamp doctor``: its findings as text for a person, and as a block for a bug report."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Findings = dict[str, Any]
 
 
 def render(findings: Findings) -> str:
-    """The text for a person of what :func:`xamp.cli.doctor.examine` found; the report stands at its end."""
+    """Format what :func:`xamp.cli.doctor.examine` found as text for a person. The text ends with the report."""
     sections = (_machine, _backends, _choice, _precision, _environment, _verdict)
     lines = [line for section in sections for line in section(findings)]
     return "\n".join([*lines, "", "to paste into a bug report", "", report(findings)])
 
 
 def report(findings: Findings) -> str:
-    """What a bug report needs, in a fence, without the name of the user and without paths of this machine."""
+    """Format what a bug report needs, as a fenced block. It has no name of the user and no paths of this machine."""
     return "\n".join([_FENCE, *(_anonymous(line) for line in _report_lines(findings)), _FENCE])
 
 
@@ -122,7 +122,7 @@ def _precision(findings: Findings) -> Iterator[str]:
 
 
 def _settings(findings: Findings) -> Iterable[tuple[str, str, str, str, str]]:
-    """Of all backends, warnings first; what is set for all of them is said once."""
+    """The settings of all backends, warnings first. A setting that several backends report appears once."""
     fields = ("severity", "name", "value", "effect", "undo")
     found = {tuple(setting[field] for field in fields) for row in findings["backends"] for setting in row["settings"]}
     return sorted(found, reverse=True)
@@ -211,13 +211,13 @@ def _home() -> str:
 
 
 def _printed(lines: list[str], indent: int) -> Iterator[str]:
-    """What something printed before it ended, as it is."""
+    """The lines that a process printed before it ended, unchanged."""
     for number, line in enumerate(lines):
         yield " " * indent + f"{'' if number else 'printed':<{_LABEL}}{line}"
 
 
 def _labelled(indent: int, *fields: tuple[str, str]) -> Iterator[str]:
-    """Those of ``fields`` that say something."""
+    """Those of ``fields`` (pairs of label and text) whose text is not empty."""
     for label, text in fields:
         if text:
             yield from _field(label, text, indent)

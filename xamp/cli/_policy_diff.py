@@ -1,19 +1,19 @@
-"""What differs between two surveys of ``xamp policy show``. Needs no torch.
+"""Compares two surveys of ``xamp policy show``. Needs no torch.
 
-What ``xamp policy diff --json`` writes is one JSON object, whose keys are added to and never taken away while its
-``schema`` stays:
+``xamp policy diff --json`` writes one JSON object. While its ``schema`` stays the same, keys may be added and are never
+removed:
 
 * ``what``, ``schema``: ``"xamp policy diff"`` and 1.
-* ``equal``: whether nothing differs but what is expected to.
+* ``equal``: true where nothing differs, or only what is expected to differ.
 * ``a``, ``b``: the two surveys without their rows and lists.
 * ``same``: how many overloads are alike.
-* ``differences``: other dtypes, or a call that only one refuses; each an object of ``overload``, ``a`` and ``b``, the
-  latter two being the rows.
-* ``expected``: the same for overloads that one of two types of devices cannot equalise, with ``why``.
-* ``unknown``: overloads of which one of the two does not show enough to tell.
-* ``rows``, with ``a`` and ``b``: overloads of which only this one has a row, since its table is another version's.
-* ``device_only``, with ``a`` and ``b``: overloads in the list of only this one, which the table does not govern. They
-  are expected between two types of devices, and differences between two of one type.
+* ``differences``: overloads whose results have different dtypes, or whose call only one side refuses. Each is an object
+  of ``overload``, ``a`` and ``b``; the last two are the rows.
+* ``expected``: the same for overloads that one of two types of devices cannot equalise; each also has ``why``.
+* ``unknown``: overloads for which one of the two surveys does not show enough to compare.
+* ``rows``, with ``a`` and ``b``: overloads that have a row on this side only, because its table is of another version.
+* ``device_only``, with ``a`` and ``b``: overloads in the device's list of this side only, which the table does not
+  govern. Between two types of devices they are expected; between two devices of one type they are differences.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCHEMA = 1
 
 
 def compare(a: Saved, b: Saved) -> Diff:
-    """What differs between ``a`` and ``b``, which were made under one op policy with one lower dtype."""
+    """Compare ``a`` and ``b``, which were made under the same op policy with the same lower dtype."""
     rows_a, rows_b = ({row["overload"]: row for row in side["rows"]} for side in (a, b))
     one_type = a["device"] == b["device"]
     found: dict[str, list[Diff]] = {"same": [], "differences": [], "expected": [], "unknown": []}
@@ -57,13 +57,13 @@ def compare(a: Saved, b: Saved) -> Diff:
 
 
 def _pair(a: Saved, b: Saved, *devices: str) -> Diff:
-    """The rows of one overload, and what keeps either from following the table."""
+    """The two rows of one overload, and why a device cannot follow the table there."""
     why = [f"{device}: {row['cannot']}" for device, row in zip(devices, (a, b), strict=True) if row["cannot"]]
     return {"overload": a["overload"], "a": a, "b": b, "why": "; ".join(why)}
 
 
 def _verdict(a: Saved, b: Saved, one_type: bool) -> str:
-    """To which list of the answer two rows belong."""
+    """The list of the answer that a pair of rows belongs to."""
     if a["cannot"] or b["cannot"]:
         alike = (a["cannot"], a["results"]) == (b["cannot"], b["results"])
         return "same" if alike else "differences" if one_type else "expected"

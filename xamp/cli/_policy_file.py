@@ -1,13 +1,13 @@
-"""What ``xamp policy show --json`` writes, and reading it back. Needs no torch.
+"""The file that ``xamp policy show --json`` writes: its format, and how it is read back. Needs no torch.
 
-One JSON object, whose keys are added to and never taken away while its ``schema`` stays:
+The file is one JSON object. While its ``schema`` stays the same, keys may be added and are never removed:
 
 * ``what``, ``schema``: ``"xamp policy show"`` and 1.
-* ``torch``, ``xamp``: their versions where it was written.
-* ``device``, ``present``: the device type, and whether such a device was there.
-* ``op_policy``: ``"portable"`` or ``"native"``; ``dtype``: the lower one, ``"float16"`` or ``"bfloat16"``.
-* ``rows``: one object for each overload of the table, in the alphabet's order.
-* ``device_only``: the overloads in the device's own list that are not in the table, in the alphabet's order.
+* ``torch``, ``xamp``: their versions where the file was written.
+* ``device``, ``present``: the device type, and whether such a device was present.
+* ``op_policy``: ``"portable"`` or ``"native"``; ``dtype``: the lower dtype, ``"float16"`` or ``"bfloat16"``.
+* ``rows``: one object for each overload of the table, in alphabetical order.
+* ``device_only``: the overloads in the device's own list that are not in the table, in alphabetical order.
 
 A row has the fields of :class:`xamp.casting.ops.survey.Row`, which says what they mean: ``overload``, ``rule``,
 ``reason``, ``registered``, ``native``, ``added``, ``results`` (an object of ``fp32``, ``lower``, ``mixed``, ``named``),
@@ -45,16 +45,16 @@ _ROW: dict[str, type | tuple[type, ...]] = {
 
 
 def read(path: str) -> Saved:
-    """What was written to ``path``.
+    """Read the file at ``path`` and check it.
 
     Raises:
-        PolicyError: it cannot be read, is no JSON, is something else, or is of a newer schema.
+        PolicyError: the file cannot be read, is no JSON, is JSON of something else, is damaged, or has another schema.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise PolicyError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # of which no encoding and no JSON are kinds
+    except (ValueError, RecursionError) as error:  # a wrong encoding and wrong JSON both raise a ValueError
         raise PolicyError(f"{path}: no JSON ({error}); {_HOW}") from error
     if not isinstance(found, dict) or found.get("what") != WHAT:
         raise PolicyError(f"{path}: JSON, but of something else; {_HOW}")
@@ -73,7 +73,7 @@ _HOW = "a file is written by `xamp policy show DEV --json > FILE`"
 
 
 def _defect(found: Saved) -> str:
-    """What is wrong with it; empty where nothing is."""
+    """What is wrong with the object in the file; empty where nothing is."""
     for key, kind in _TOP.items():
         if not isinstance(found.get(key), kind):
             return f"{key!r} is missing, or no {kind.__name__}"
@@ -89,7 +89,7 @@ def _defect(found: Saved) -> str:
 
 
 def _wrong_field(row: object) -> str:
-    """The first field of a row that is not as it should be; empty where all are."""
+    """The first field of a row that is missing or of the wrong type; empty where all are right."""
     fields = row if isinstance(row, dict) else {}
     for key, kind in _ROW.items():
         if key not in fields or not isinstance(fields[key], kind):

@@ -1,4 +1,4 @@
-"""The words of ``xamp policy``: a survey, or what differs between two, as aligned text for a person."""
+"""The output of ``xamp policy``: a survey, or the differences between two, as aligned text for a person."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xamp.cli._policy_file import Saved
 __all__ = ["WIDTH", "render_diff", "render_show"]
 
 WIDTH = 118
-"""Columns that the tables need. Where there are fewer, rows have no column that others tell, and differences stand one
-below the other."""
+"""Columns that the tables need. On a narrower terminal, ``show`` leaves out columns that follow from the others, and
+``diff`` prints the two sides one below the other."""
 
 _LEAST = 80
-_NAME = 27  # columns where there are few; a longer name has a line of its own
+_NAME = 27  # columns for a name on a narrow terminal; a longer name gets its own line
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64", UNKNOWN: "?"}
 _LEGEND = (
     ("table", "the rule of the portable table; why: the note below"),
@@ -37,14 +37,14 @@ Cells = Sequence[str]
 
 
 def render_show(found: Saved, width: int = WIDTH) -> str:
-    """The text for a person of what ``xamp policy show`` found: rows that differ first."""
+    """Format what ``xamp policy show`` found as text for a person; rows that differ come first."""
     width = max(_LEAST, min(width, WIDTH))
     parts = (_heading, _groups, _device_only, _summary)
     return "\n".join(line for part in parts for line in part(found, width))
 
 
 def render_diff(found: Diff, width: int = WIDTH) -> str:
-    """The text for a person of what ``xamp policy diff`` found: what matters first."""
+    """Format what ``xamp policy diff`` found as text for a person; what matters most comes first."""
     width = max(_LEAST, min(width, WIDTH))
     parts = (_sides, _differences, _expected, _unknown, _only_rows, _only_entries, _result)
     return "\n".join(line for part in parts for line in part(found, width))
@@ -64,7 +64,7 @@ def _how_seen(found: Saved) -> str:
 
 def _groups(found: Saved, width: int) -> Iterator[str]:
     reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
-    rows = {title: [row for row in found["rows"] if _title(row) == title] for title in _TITLES}
+    rows = {title: [row for row in found["rows"] if _group_of(row) == title] for title in _TITLES}
     head, cells = (_HEAD, _cells) if width == WIDTH else (_NARROW, _narrow_cells)
     lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
     widths = _widths([head, *(cells for group in lines.values() for cells in group)])
@@ -89,8 +89,8 @@ _DIFFERS, _CANNOT, _UNSEEN, _ADDED, _ALIKE = _TITLES = (
 )
 
 
-def _title(row: Saved) -> str:
-    """The group that a row stands in."""
+def _group_of(row: Saved) -> str:
+    """The title of the group that a row belongs to."""
     if row["cannot"]:
         return _CANNOT
     if row["agrees"] is False:
@@ -107,7 +107,10 @@ def _cells(row: Saved, reasons: list[str]) -> Cells:
 
 
 def _narrow_cells(row: Saved, reasons: list[str]) -> Cells:
-    """The device's rule is told where it is another; what xamp adds is the table's, and the group says that it does."""
+    """The cells on a narrow terminal: the device's rule only where it differs from the table's; not what xamp adds.
+
+    What xamp adds is the table's rule, and the title of the group says that xamp adds it.
+    """
     overload, table, device, _, *results, source, why = _cells(row, reasons)
     told = "same" if device == table else device
     return [overload, table, told, " ".join(results), why + "*" * (source == _SOURCES["table"])]
@@ -122,7 +125,7 @@ def _device_only(found: Saved, width: int) -> Iterator[str]:
 
 def _summary(found: Saved, width: int) -> Iterator[str]:
     yield ""
-    count = Counter(map(_title, found["rows"]))
+    count = Counter(map(_group_of, found["rows"]))
     computed = sum(row["source"] == "table" for row in found["rows"])
     parts = [f"{count[title]} {title}" for title in _TITLES if count[title]]
     yield from _wrapped(
@@ -140,7 +143,7 @@ def _sides(found: Diff, width: int) -> Iterator[str]:
 
 
 def _names(found: Diff) -> tuple[str, str]:
-    """What the two are called: by their devices, or by their letters where those are alike."""
+    """The names of the two sides: their device types, with a letter where the device types are the same."""
     a, b = found["a"]["device"], found["b"]["device"]
     return (a, b) if a != b else (f"A ({a})", f"B ({b})")
 
@@ -157,12 +160,15 @@ def _expected(found: Diff, width: int) -> Iterator[str]:
 
 
 def _side_by_side(found: Diff, rows: list[Diff], width: int) -> Iterator[str]:
-    """Each side as rule, then results: ``none: fp32 fp16 -``."""
+    """One line per overload; each side shows its rule, then its results, such as ``none: fp32 fp16 -``."""
     if not rows:
         return
     names = _names(found)
     lines: list[Cells] = [("overload", "table", *names, "")]
-    lines += [(row["overload"], row["a"]["rule"], _told(row["a"]), _told(row["b"]), row.get("why", "")) for row in rows]
+    lines += [
+        (row["overload"], row["a"]["rule"], _side_text(row["a"]), _side_text(row["b"]), row.get("why", ""))
+        for row in rows
+    ]
     widths = _widths(lines)
     if sum(widths) + 2 * len(widths) <= width:
         yield from (_aligned(cells, widths) for cells in lines)
@@ -179,7 +185,7 @@ def _side_by_side(found: Diff, rows: list[Diff], width: int) -> Iterator[str]:
     )
 
 
-def _told(row: Saved) -> str:
+def _side_text(row: Saved) -> str:
     results = [_short(result) for result in row["results"].values()]
     added = f" + {row['added']}" if row["added"] else ""
     seen = ", computed" if row["source"] == "table" else ""
@@ -239,7 +245,7 @@ def _aligned(cells: Cells, widths: list[int]) -> str:
 
 
 def _aligned_narrow(cells: Cells, widths: list[int]) -> str:
-    """With one space between, and a name that would push the others aside on a line of its own."""
+    """A line with one space between its cells. A name that is too long for its column gets its own line."""
     name, *rest = cells
     padded = [f"{name:<{_NAME}}", *(f"{cell:<{width}}" for cell, width in zip(rest, widths[1:], strict=True))]
     line = " ".join(padded) if len(name) <= _NAME else " ".join([f"{name}\n  {'':{_NAME}}", *padded[1:]])

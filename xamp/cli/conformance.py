@@ -1,9 +1,9 @@
-"""Run the conformance suite: whether each level means on a device what it means everywhere.
+"""Run the conformance suite: check that each level means on a device what it means everywhere.
 
-Every usable device is tried unless one is named; what is named must be there. A capability that a backend declares and
-that fails is a failure; what it does not declare is listed as such, and --require turns that, and every skip, into a
-failure. Needs pytest and rich: pip install 'xamp[testing]'. Exit code 1 where a clause fails or no device that is asked
-for is usable, 2 for a name that there is not.
+The suite runs on every usable device, or on the devices that you name; those must be usable. A declared capability that
+does not work is a failure. A capability that the backend does not declare is listed as such; --require turns this, and
+every skip, into a failure. Needs pytest and rich: pip install 'xamp[testing]'. Exit code 1 where a clause fails or no
+requested device is usable, 2 where a name is unknown.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; 0 all that is declared passes, 1 something failed, 2 wrong use."""
-    unfit = _unfit(args)
-    if unfit:
-        return _say(2, unfit)
+    """Run the suite. Return 0 where all that is declared passes, 1 where something failed, 2 for wrong use."""
+    reason = _reason_not_to_run(args)
+    if reason:
+        return _say(2, reason)
     try:
         lanes = _lanes(args)
     except BackendUnavailable as error:
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     return int(any(result.outcome == "failed" for result in results))
 
 
-def _unfit(args: argparse.Namespace) -> str:
-    """Why it cannot run at all, or could not tell what came of it; empty where it can."""
+def _reason_not_to_run(args: argparse.Namespace) -> str:
+    """Why the suite cannot run, or cannot report its results; empty where it can."""
     missing = _missing()
     if missing:
         return f"{missing} is needed: pip install 'xamp[testing]', and a torch"
@@ -116,7 +116,7 @@ def _lanes(args: argparse.Namespace) -> list[Lane]:
 
 
 def _is_known(args: argparse.Namespace) -> bool:
-    """Whether what is asked for exists, though it cannot be used."""
+    """Whether the requested backend and device types are registered, usable or not."""
     from xamp.registry.registry import REGISTRY
 
     specs = [spec for spec in REGISTRY.specs() if args.backend in ("auto", spec.name)]
@@ -125,7 +125,7 @@ def _is_known(args: argparse.Namespace) -> bool:
 
 
 def _describe(lanes: list[Lane], results: list[Result], clauses: list[str]) -> dict[str, Any]:
-    """All that came of a run, ready for JSON. Keys are added, never taken away, while ``schema`` stays."""
+    """The results of a run, ready for JSON. While ``schema`` stays the same, keys are added and never removed."""
     from xamp.testing.run import OUTCOMES
 
     counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in OUTCOMES}

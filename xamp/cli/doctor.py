@@ -1,9 +1,8 @@
 """Show what xamp finds on this machine and, for each thing that cannot be used, the cause and the cure.
 
-Everything is examined in processes of their own, so that what crashes or hangs is reported too. Exit code 1 where
-something is broken: torch or every backend is unusable, an XAMP_ variable asks for what this machine cannot do, a
-backend or an entry point fails in a way that it does not explain, or does not do what it declares. An accelerator that
-is merely absent is no finding.
+Child processes run all checks, so that a crash or a hang is reported too. Exit code 1 where something is broken: torch
+or every backend is unusable, an XAMP_ variable asks for what this machine cannot do, a backend or an entry point fails
+in a way that it does not explain, or a backend does not do what it declares. An absent accelerator is no finding.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; 0 fine, 1 found something."""
+    """Print the findings. Return 0 where all is fine, 1 where something was found."""
     findings = examine(args.timeout)
     if args.json:
         print(json.dumps(findings, indent=2))
@@ -62,19 +61,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(limit: float = LIMIT) -> dict[str, Any]:
-    """All that the command shows, as plain values ready for JSON. Raises nothing but KeyboardInterrupt.
+    """Find out all that the command shows, as plain values ready for JSON. Raises only KeyboardInterrupt.
 
     Args:
         limit: seconds that one step may take.
 
     Returns:
         ``schema`` (1), ``ok``, ``xamp``, ``python``, ``platform`` (strings), ``torch`` (``version``, ``reason``,
-        ``hint``, ``detail``, ``printed``), ``apex`` (what a package of that name is: ``has_amp``, ``version``,
+        ``hint``, ``detail``, ``printed``), ``apex`` (the installed package of that name: ``has_amp``, ``version``,
         ``says``; null where there is none), ``backends`` (the fields of :class:`~xamp.contract.BackendReport`,
         ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``), ``chosen`` (``device``, ``backend``,
-        ``reason``; null where there is none), ``environment`` (the variables that are set and matter) and
-        ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without a device). Keys are added,
-        never taken away, while ``schema`` stays.
+        ``reason``; null where there is none), ``environment`` (the variables that are set and matter here) and
+        ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without a device). While ``schema``
+        stays the same, keys may be added and are never removed.
     """
     found, apex = examine_machine(limit, _say), find_apex()
     return {
@@ -98,7 +97,7 @@ def _is_sound(rows: list[dict[str, Any]]) -> bool:
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that choose or hide devices, steer torch, or change its arithmetic."""
+    """The variables that choose or hide devices, configure torch, or change its arithmetic."""
     masks = {mask for spec in BUILT_INS for mask in spec.masks}
     return {name: value for name, value in sorted(variables.items()) if _VARIABLE.fullmatch(name) or name in masks}
 

@@ -1,8 +1,8 @@
 """Run a command where a device is emulated: `xamp emulate ascend:Ascend910A --devices 2 -- python train.py`.
 
-The name is a backend's for the kind of device, the part after the colon a chip. The vendor's own package runs
-unmodified, with operators computed on the CPU; what that proves and what it cannot is in docs/ascend.md. The exit code
-is the command's, or 2 where the emulation cannot be set up.
+NAME is a kind of device that a backend can emulate; the part after the colon is a chip. The vendor's own package runs
+unmodified, and the CPU computes the operators. docs/ascend.md says what this proves and what it cannot prove. The exit
+code is that of the command, or 2 where the emulation cannot be set up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; its exit code, or 2 for wrong use and where the emulation cannot be set up."""
+    """Run the command. Return its exit code, or 2 for wrong use and where the emulation cannot be set up."""
     name, _, chip = args.what.partition(":")
     known = _emulations()
     if name not in known:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """The words of the command; options between the name and ``--``, which argparse leaves, go to ``args``."""
+    """The words of the command. Parses into ``args`` the options between NAME and ``--``, which argparse left over."""
     words: list[str] = args.words
     if not words or not words[0].startswith("-"):
         return words
@@ -59,7 +59,7 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def _emulations() -> dict[str, str]:
-    """Where the functions are, by what they emulate."""
+    """The functions that emulate, as ``"package.module:function"`` by the name of what they emulate."""
     from xamp.registry.registry import REGISTRY
 
     return {name: target for spec in REGISTRY.specs() for name, target in spec.emulations}

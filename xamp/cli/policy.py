@@ -1,8 +1,8 @@
-"""Show in which dtype each operator runs on a device and who sees to that, or what differs between two devices.
+"""Show in which dtype each operator runs on a device and which list decides that, or compare two devices.
 
-A device need not be there: the autocast lists of all devices are in every torch, and fake tensors of an absent device
-pass through them. What show --json wrote, on another machine or with another torch, takes a device's place.
-Exit codes: 0 fine, 1 differences that are not expected, 2 wrong use: an unknown device, a broken file.
+The device need not be present: every torch has the autocast lists of all devices, and fake tensors of an absent device
+pass through them. In place of a device you may name a file that show --json wrote, on another machine or with another
+torch. Exit codes: 0 fine, 1 differences that are not expected, 2 wrong use: an unknown device, a broken file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "one row for each operator of the table, on one device"
     one = actions.add_parser("show", help=about, description=about)
     one.add_argument("device", metavar="DEV", help="a device type, such as cuda, or a file that show --json wrote")
-    about = "what differs between two devices; exit code 1 where it is not expected to"
+    about = "what differs between two devices; exit code 1 where a difference is not expected"
     two = actions.add_parser("diff", help=about, description=about)
     two.add_argument("a", metavar="A", help="as DEV of show")
     two.add_argument("b", metavar="B", help="as DEV of show")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the rows or the differences; 0 fine, 1 differences that are not expected, 2 wrong use."""
+    """Print the rows or the differences. Return 0 where all is fine, 1 for unexpected differences, 2 for wrong use."""
     try:
         if args.action == "show":
             (found,) = _sides([args.device], args)
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") -> Saved:
-    """All that ``xamp policy show`` shows of a device, as plain values ready for JSON; a file of them is read back.
+    """Find out all that ``xamp policy show`` shows about a device, as plain values ready for JSON.
 
     Returns:
-        What :mod:`xamp.cli._policy_file` describes.
+        The object that :mod:`xamp.cli._policy_file` describes and reads back from a file.
 
     Raises:
         PolicyError: no backend serves such a device.
@@ -84,7 +84,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
 
     try:
         torch.device(device_type)
-    except RuntimeError:  # what the backend imports when it starts may be what adds the type
+    except RuntimeError:  # a module that the backend imports may add the type: start the backend
         with contextlib.suppress(BackendUnavailable):
             REGISTRY.best_for(device_type)
 
@@ -110,7 +110,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
 
 
 def _sides(names: list[str], args: argparse.Namespace) -> list[Saved]:
-    """What was asked for: files as they are, devices under the policy and the dtype of the files."""
+    """The surveys to show or compare: files as they are; devices under the op policy and the dtype of the files."""
     devices = _devices()
     files = {name: read(name) for name in names if name not in devices and _is_file(name, devices)}
     settings = [_setting(option, files, vars(args)[option], default) for option, default in _DEFAULTS.items()]
@@ -121,7 +121,7 @@ _DEFAULTS = {"op_policy": _POLICIES[0], "dtype": _DTYPES[0]}
 
 
 def _is_file(name: str, devices: list[str]) -> bool:
-    """True; raises PolicyError where there is none of that name."""
+    """Return True where ``name`` is a file; raise a PolicyError where it is none."""
     if Path(name).is_file():
         return True
     close = difflib.get_close_matches(name, devices, n=1, cutoff=0.7)
@@ -133,7 +133,7 @@ def _is_file(name: str, devices: list[str]) -> bool:
 
 
 def _setting(option: str, files: Mapping[str, Saved], asked: str | None, default: str) -> str:
-    """The value of an option: what was asked for, else what the files have, which must not disagree."""
+    """The value of an option: the one on the command line, else that of the files. All of them must agree."""
     found: dict[str, str] = {} if asked is None else {f"--{option.replace('_', '-')}": asked}
     found |= {name: saved[option] for name, saved in files.items()}
     if len(set(found.values())) > 1:
@@ -143,7 +143,7 @@ def _setting(option: str, files: Mapping[str, Saved], asked: str | None, default
 
 
 def _op_rules(device_type: str) -> Mapping[str, str]:
-    """What the backend of a device says of its own rules, from its class: the device is not asked."""
+    """``op_rules`` of the backend of a device, read from its class: neither the backend nor the device is started."""
     failures = []
     for spec in REGISTRY.specs():
         if device_type not in spec.device_types:
@@ -153,7 +153,7 @@ def _op_rules(device_type: str) -> Mapping[str, str]:
             return rules
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a third party's code, which may even end the process
+        except BaseException as error:  # third-party code, which may even raise SystemExit
             failures.append(f"backend {spec.name!r} cannot be imported: {one_line(error)}\n{spec.install_hint}".strip())
     if failures:
         raise BackendUnavailable("\n".join(failures))
@@ -166,7 +166,7 @@ def _devices() -> list[str]:
 
 
 def _torch() -> Any:
-    """torch, whose C++ code must not warn of deprecated operators: some of the table are."""
+    """Import torch so that its C++ code does not warn of deprecated operators: the table has some."""
     quiet = "torch" not in sys.modules and _LOG_LEVEL not in os.environ
     if quiet:
         os.environ[_LOG_LEVEL] = "ERROR"  # read once, on import
@@ -178,7 +178,7 @@ def _torch() -> Any:
 
 
 def _width() -> int:
-    """Columns for the text: the terminal's, or where it goes elsewhere all that it takes."""
+    """Columns for the text: those of the terminal; where the output is no terminal, as many as the text needs."""
     return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
 
 
@@ -186,5 +186,5 @@ def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # names of files may not fit a terminal's encoding
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # such as of head, which has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

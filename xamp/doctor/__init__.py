@@ -1,5 +1,6 @@
-"""What ``xamp doctor`` finds out, and how: everything that may break is tried in child processes.
+"""The examination behind ``xamp doctor``. Child processes run everything that may break.
 
-``survey`` decides what to look at next, ``children`` runs a child, ``examine`` is what a child does, ``known`` what is
-known so far, ``advice`` which level to take and why. The asking process imports no torch and no backend.
+``survey`` decides what to examine next, ``children`` runs a child process, and ``examine`` is the code that the child
+runs. ``known`` keeps what is known so far. ``trial`` checks what a backend declares. ``advice`` says which level to use
+and why. The parent process imports no torch and no backend.
 """

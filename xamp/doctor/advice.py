@@ -1,4 +1,4 @@
-"""Which level to train at on a device, and why: what ``level="auto"`` means there, in words."""
+"""Recommends a level for a device, and says why: the level is the one that ``level="auto"`` means there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHY = {
     "float16": "float16 is native to this device and bfloat16 is not; the loss is scaled, for float16's range is small",
     "bfloat16": "bfloat16 is native to this device; it has float32's range, so the loss needs no scale",
 }
-# What may suit better, and when, by the dtype that is recommended.
+# By the dtype of the recommended level: other levels, each with the case in which it is the better one.
 _ALTERNATIVES = {
     None: (),
     "float16": (("O2", "parameters in float16 with float32 masters: less memory for activations, fewer casts"),),
@@ -31,13 +31,13 @@ _TILE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What to pass for ``level``.
+    """The recommended level for a device.
 
     Attributes:
-        level: what ``"auto"`` means on the device.
-        reason: why.
-        alternatives: other levels, each with when it suits better.
-        shapes: which sizes the device likes; empty where it does not matter.
+        level: the level that ``"auto"`` means on the device.
+        reason: why this level.
+        alternatives: pairs: another level, and the case in which it is the better one.
+        shapes: which tensor sizes run fast on the device; empty where the size makes no difference.
     """
 
     level: str
@@ -47,7 +47,7 @@ class Advice:
 
 
 def advise(backend: Backend, device: torch.device) -> Advice:
-    """The level for ``device``, chosen as ``initialize`` chooses it."""
+    """Recommend a level for ``device``; choose it as ``initialize`` does."""
     level, can = _best_level(backend, device), backend.capabilities(device)
     alternatives = [
         (name, when)

@@ -1,7 +1,7 @@
-"""Runs a part of ``doctor``'s examination in a process of its own, and says how that process ended.
+"""Runs a part of ``doctor``'s examination in a child process, and reports how that process ended.
 
-Third-party code runs there, so the process may crash, hang, leave, or print without end. Its results come by a file of
-their own; what it prints comes by a pipe, of which the end is kept, by step of the examination.
+The child runs third-party code, so it may crash, hang, exit or print without end. It writes its results to a file, the
+journal. What it prints goes through a pipe; this module keeps the last bytes of each step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["Outcome", "end_children", "run_child"]
+__all__ = ["Outcome", "kill_children", "run_child"]
 
-# The parent's path as it is: the child must find the modules that the asking process would.
+# The child takes over sys.path of the parent, so that it finds the same modules.
 _START = (
     "import json, sys; plan = json.load(open(sys.argv[1], encoding='utf-8')); sys.path[:] = plan['path']; "
     "from xamp.doctor.examine import main; main(plan)"
@@ -38,7 +38,7 @@ _POLL_SECONDS, _DRAIN_SECONDS = 0.1, 2.0
 
 @dataclasses.dataclass
 class Printed:
-    """What one step of a child printed: how many bytes, and the last of them."""
+    """What one step of a child printed: the number of bytes, and the last ones."""
 
     size: int = 0
     tail: bytes = b""
@@ -50,12 +50,12 @@ class Printed:
 
     @property
     def text(self) -> str:
-        """The end of it."""
+        """The kept bytes as text."""
         return self.tail.decode("utf-8", "backslashreplace")
 
     @property
     def lines(self) -> list[str]:
-        """The lines that say most: around the head of a traceback that the interpreter dumped, else the last ones."""
+        """The most useful lines: those around the head of a traceback that the interpreter dumped, else the last."""
         lines = [line[:_LINE_LENGTH].rstrip() for line in self.text.splitlines() if line.strip()]
         lines = [line for line, _ in itertools.groupby(lines) if not line.startswith(_NOISE)]
         for number, line in enumerate(lines):
@@ -67,14 +67,14 @@ class Printed:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a child.
+    """How a child ended, and what it found.
 
     Attributes:
-        records: what it found, in order; each has ``at``, the step it belongs to.
-        kind: ``""`` where it finished, else ``"crash"`` or ``"timeout"``.
-        how: how it ended, to follow its subject in a sentence.
-        open_step: the step it was at when it ended; None where it had begun none.
-        printed: by step, what it printed; before the first step under ``("", "")``.
+        records: what the child found, in order; each record has ``at``, the step that it belongs to.
+        kind: ``""`` where the child finished, else ``"crash"`` or ``"timeout"``.
+        how: how the child ended; the end of a sentence whose subject is the child.
+        open_step: the step during which the child ended; None where it had begun none.
+        printed: what the child printed, by step; the key ``("", "")`` has what it printed before the first step.
     """
 
     records: Sequence[Mapping[str, Any]]
@@ -85,22 +85,22 @@ class Outcome:
 
     @property
     def last_text(self) -> str:
-        """The end of what it printed during the step at which it ended."""
+        """The last text that the child printed, during the step in which it ended."""
         return self.printed.get(self.open_step or ("", ""), Printed()).text
 
     @property
-    def last_words(self) -> list[str]:
-        """The lines of that which say most."""
+    def last_lines(self) -> list[str]:
+        """The most useful lines of :attr:`last_text`."""
         return self.printed.get(self.open_step or ("", ""), Printed()).lines
 
 
 def run_child(plan: Mapping[str, Any], limit: float, variables: Mapping[str, str] | None = None) -> Outcome:
-    """Examine what ``plan`` says in a new process.
+    """Run the examination that ``plan`` describes in a new process.
 
     Args:
         plan: see :func:`xamp.doctor.examine.main`.
-        limit: seconds that one step may take; then the process, and what it has started, is ended.
-        variables: environment variables to set over the present ones.
+        limit: seconds that one step may take. After that the process, and all that it has started, is killed.
+        variables: environment variables to set in the child, over those of this process.
     """
     mark = b"\x1e" + secrets.token_hex(16).encode()
     with tempfile.TemporaryDirectory(prefix="xamp-doctor-", ignore_cleanup_errors=True) as folder:
@@ -116,10 +116,10 @@ def run_child(plan: Mapping[str, Any], limit: float, variables: Mapping[str, str
         return _outcome(_read(journal), code, limit, reader.parts)
 
 
-def end_children() -> None:
-    """End every child that other threads wait for."""
+def kill_children() -> None:
+    """Kill every child that other threads wait for."""
     for process in list(_running):
-        _end(process)
+        _kill(process)
 
 
 def _flags() -> list[str]:
@@ -130,7 +130,7 @@ def _flags() -> list[str]:
 def _run(
     command: list[str], journal: Path, mark: bytes, limit: float, environment: Mapping[str, str]
 ) -> tuple[int | None, _Reader]:
-    """The exit code (None: it had to be ended) and what was printed."""
+    """Run ``command``; return its exit code (None: it was killed) and what it printed."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -138,7 +138,7 @@ def _run(
         stderr=subprocess.STDOUT,
         bufsize=0,
         env=environment,
-        start_new_session=True,  # so that what it starts ends with it
+        start_new_session=True,  # a process group of its own, so that its own children are killed with it
     )
     assert process.stdout is not None
     reader = _Reader(process.stdout, mark)
@@ -148,13 +148,13 @@ def _run(
         code = _wait(process, journal, limit)
     finally:
         _running.discard(process)
-        _end(process)
-    reader.join(_DRAIN_SECONDS)  # a grandchild that got away may hold the pipe open for ever
+        _kill(process)
+    reader.join(_DRAIN_SECONDS)  # a grandchild that left the group may hold the pipe open for ever
     return code, reader
 
 
 def _wait(process: subprocess.Popen[bytes], journal: Path, limit: float) -> int | None:
-    """The exit code; None where nothing was written to ``journal`` for ``limit`` seconds."""
+    """Wait for the exit code; return None once nothing was written to ``journal`` for ``limit`` seconds."""
     size, deadline = 0, time.monotonic() + limit
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -166,8 +166,8 @@ def _wait(process: subprocess.Popen[bytes], journal: Path, limit: float) -> int 
             return None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all that it started."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and all that it started."""
     killpg = getattr(os, "killpg", None)
     with contextlib.suppress(OSError):
         if killpg is not None:
@@ -178,7 +178,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Reader(threading.Thread):
-    """Reads what a child prints, however much, and keeps the end of each step's; ``mark`` begins the next step."""
+    """Reads all that a child prints, and keeps the last bytes of each step. ``mark`` separates the steps."""
 
     def __init__(self, stream: IO[bytes], mark: bytes) -> None:
         super().__init__(daemon=True)
@@ -187,7 +187,7 @@ class _Reader(threading.Thread):
         self._mark = mark
 
     def run(self) -> None:
-        pending, most = b"", len(self._mark) - 1  # of a mark that one read cuts in two
+        pending, most = b"", len(self._mark) - 1  # one read may cut a mark in two: that many bytes wait
         while data := self._stream.read(1 << 16):
             *ended, rest = (pending + data).split(self._mark)
             for part in ended:
@@ -201,7 +201,7 @@ class _Reader(threading.Thread):
 
 def _read(journal: Path) -> list[dict[str, Any]]:
     records = []
-    with contextlib.suppress(OSError, ValueError):  # the last line may be cut off
+    with contextlib.suppress(OSError, ValueError):  # the last line may be incomplete
         for line in journal.read_bytes().splitlines():
             records.append(json.loads(line))
     return records
@@ -215,7 +215,7 @@ def _outcome(journal: list[dict[str, Any]], code: int | None, limit: float, part
     records = [line for line in journal if "at" in line]
     if any("done" in line for line in journal):
         return Outcome(records, "", "finished", None, printed)
-    kind, how = ("timeout", f"does not finish within {limit:g} s") if code is None else ("crash", _ended_by(code))
+    kind, how = ("timeout", f"does not finish within {limit:g} s") if code is None else ("crash", _exit_text(code))
     last = begun[-1] if begun else None
     flood = printed.get(last or ("", ""), Printed()).size
     if flood >= 1e6:
@@ -223,7 +223,7 @@ def _outcome(journal: list[dict[str, Any]], code: int | None, limit: float, part
     return Outcome(records, kind, how, last, printed)
 
 
-def _ended_by(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"ends its process by {signal.Signals(-code).name} ({(signal.strsignal(-code) or '').lower()})"

@@ -1,6 +1,6 @@
-"""What ``doctor`` does in a child process: import torch, load entry points, start backends and try what they declare.
+"""The examination in a child process: imports torch, loads entry points, starts backends and checks what they declare.
 
-Each step is announced in a journal before it begins, so that whoever reads it knows where the process ended.
+The child writes each step into a journal before the step begins. So the parent knows in which step the child ended.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ __all__ = ["main"]
 
 
 def main(plan: Mapping[str, Any]) -> None:
-    """Run an examination, and leave without the interpreter's clean-up, which third-party code may hang.
+    """Run an examination, then exit without the interpreter's clean-up, in which third-party code may hang.
 
     Args:
-        plan: ``points`` (name, value, source of the entry points to load), ``torch`` (whether to import it),
-            ``torch_failure`` (kind, reason, text of how it was seen to fail; it is not tried then), ``starts`` (names
-            of the backends to start; null: all), ``explain`` (kind, text of how a backend was seen to fail, by its
-            name), ``choose`` (whether to choose a device), ``journal`` (file), ``mark`` (printed where a step begins)
-            and ``limit`` (seconds that a step may take before the parent ends the process).
+        plan: a dict with these keys: ``points`` (name, value and source of each entry point to load), ``torch``
+            (whether to import torch), ``torch_failure`` (kind, reason and text of a failure seen in another child;
+            torch is not imported then), ``starts`` (names of the backends to start; null: all), ``explain`` (by name of
+            a backend: kind and text of the failure to explain), ``choose`` (whether to choose a device), ``journal``
+            (the file to write to), ``mark`` (printed where a step begins) and ``limit`` (seconds that a step may take
+            before the parent kills the process).
     """
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
@@ -56,12 +57,12 @@ def main(plan: Mapping[str, Any]) -> None:
 class _Examination:
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self._plan = plan
-        # Written line by line, and never closed: the process may end at any of them.
+        # Line-buffered and never closed: the process may end after any line.
         self._journal = Path(plan["journal"]).open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._began = 0.0
 
     def run(self) -> None:
-        """All that the plan asks for, in an order that leaves no doubt which step ended the process."""
+        """Do all that the plan asks for, in an order that makes it certain which step ended the process."""
         plan = self._plan
         found: object = None
         if plan["torch_failure"]:
@@ -88,10 +89,10 @@ class _Examination:
 
     def _begin(self, step: str, subject: str = "") -> None:
         _flush()
-        with contextlib.suppress(OSError):  # somebody may have closed it
+        with contextlib.suppress(OSError):  # third-party code may have closed it
             os.write(1, self._plan["mark"].encode())
         self._journal.write(json.dumps({"begin": [step, subject]}) + "\n")
-        faulthandler.dump_traceback_later(self._plan["limit"] * 0.9)  # says where it hangs
+        faulthandler.dump_traceback_later(self._plan["limit"] * 0.9)  # prints where the step hangs
         self._began = time.perf_counter()
 
     def _seconds(self) -> float:
@@ -123,11 +124,11 @@ class _Examination:
     def _try(self, backend: Backend) -> None:
         import torch
 
-        from xamp.doctor.trial import lies_of
+        from xamp.doctor.trial import find_mismatches
 
         device = torch.device(backend.device_type)
         self._begin("declared", backend.name)
-        self._write("declared", backend.name, findings=_plain(lies_of(backend, device)))
+        self._write("declared", backend.name, findings=_as_dicts(find_mismatches(backend, device)))
         self._begin("settings", backend.name)
         settings, findings = _settings(backend, device)
         self._write("settings", backend.name, settings=settings, findings=findings)
@@ -141,11 +142,11 @@ class _Examination:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # somebody may have replaced it
+        with contextlib.suppress(Exception):  # third-party code may have replaced it
             stream.flush()
 
 
-def _plain(findings: list[Finding]) -> list[dict[str, str]]:
+def _as_dicts(findings: list[Finding]) -> list[dict[str, str]]:
     return [dataclasses.asdict(finding) for finding in findings]
 
 
@@ -156,7 +157,7 @@ def _torch_record(found: object) -> dict[str, Any]:
 
 
 def _table_findings(spec: BackendSpec) -> list[dict[str, str]]:
-    """What is wrong with the table of causes of ``spec``: it is for days when something else is wrong."""
+    """Check the table of causes of ``spec``. Without this check, a broken table would show only at the next failure."""
     try:
         for row in table_of(spec):
             row(Failure("exception", ""))
@@ -164,7 +165,7 @@ def _table_findings(spec: BackendSpec) -> list[dict[str, str]]:
         raise
     except BaseException as error:
         text = f"its table of causes {spec.causes!r} cannot be read: {one_line(error)}"
-        return _plain([Finding(DEFECT, text, "report it to whoever ships the backend")])
+        return _as_dicts([Finding(DEFECT, text, "report it to whoever ships the backend")])
     return []
 
 
@@ -173,21 +174,21 @@ def _settings(backend: Backend, device: torch.device) -> tuple[list[dict[str, An
 
     try:
         found = [*torch_settings(), *backend.precision_settings(device)]
-        return [_plain_setting(setting) for setting in found], []
+        return [_setting_as_dict(setting) for setting in found], []
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         text = f"its precision_settings() failed: {one_line(error)}"
-        return [], _plain([Finding(DEFECT, text, "report it to whoever ships the backend")])
+        return [], _as_dicts([Finding(DEFECT, text, "report it to whoever ships the backend")])
 
 
-def _plain_setting(setting: Setting) -> dict[str, Any]:
+def _setting_as_dict(setting: Setting) -> dict[str, Any]:
     row = {field.name: getattr(setting, field.name) for field in dataclasses.fields(setting)}
     return {**row, "exact": setting.exact is not None, "severity": setting.severity}
 
 
 def _choose(found: object) -> dict[str, Any]:
-    """The device that xamp would take, and the level there; the reason where it takes none, for want of torch say."""
+    """The device that xamp chooses, and the level there. Where it chooses none, such as without torch, the reason."""
     if isinstance(found, TorchFailure):
         return no_choice(REGISTRY.explain_torch(found).reason)
     try:

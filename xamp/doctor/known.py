@@ -1,4 +1,4 @@
-"""What an examination by ``doctor`` knows so far: by step what a child found or how it ended; the rows made of it.
+"""The records of an examination by ``doctor``: for each step what a child found, or how it ended; and the output rows.
 
 A step is a pair: ``("torch", "")``, ``("load", key of an entry point)``, then for each backend ``("start", name)``,
 ``("declared", name)``, ``("settings", name)`` and ``("finished", name)``, and at the end ``("choose", "")``.
@@ -18,7 +18,7 @@ from xamp.registry.registry import BUILT_INS
 
 __all__ = ["Known", "Record", "Step", "no_choice", "row_of"]
 
-SLOW_LOAD, SLOW_START = 2.0, 10.0  # seconds: a spec's module imports nothing heavy, but a device may have to wake up
+SLOW_LOAD, SLOW_START = 2.0, 10.0  # seconds: a spec's module imports nothing heavy; a device may start slowly
 FLOOD = 1_000_000  # bytes
 
 Record = dict[str, Any]
@@ -26,7 +26,7 @@ Step = tuple[str, str]
 
 
 def row_of(report: BackendReport, **more: Any) -> Record:
-    """A row: the fields of ``report`` and what ``doctor`` adds, which ``more`` gives."""
+    """A row: the fields of ``report``, and those that ``doctor`` adds, with defaults that ``more`` overrides."""
     added: Record = {"broken": False, "findings": [], "settings": [], "seconds": None, "printed": []}
     return {**dataclasses.asdict(report), **added, **more}
 
@@ -37,33 +37,33 @@ def no_choice(reason: str) -> Record:
 
 
 class Known:
-    """Records by step, and what follows from them.
+    """The records by step, and what follows from them.
 
     Attributes:
-        records: what is known of each step.
+        records: what is known about each step.
         points: the entry points, by their keys.
-        deadly: keys of those whose loading, or whose backend, ended a process of its own.
+        fatal: keys of the entry points that ended a process: one loaded alone, or one whose backend was started alone.
     """
 
     def __init__(self, points: Sequence[EntryPoint]) -> None:
         self.records: dict[Step, Record] = {}
         self.points = {point.key: point for point in points}
-        self.deadly: set[str] = set()
+        self.fatal: set[str] = set()
 
     def keep(self, step: str, subject: str = "", **record: Any) -> None:
-        """Add to what is known of a step."""
+        """Add ``record`` to what is known about a step."""
         self.records.setdefault((step, subject), {}).update(record)
 
     def of(self, step: str, subject: str = "") -> Record:
-        """What is known of a step; empty where nothing is."""
+        """What is known about a step; empty where nothing is."""
         return self.records.get((step, subject), {})
 
     def unloaded(self) -> list[str]:
-        """Keys of the entry points of which nothing is known."""
+        """Keys of the entry points that have no record yet."""
         return [key for key in self.points if ("load", key) not in self.records]
 
     def unstarted(self) -> list[str]:
-        """Names of the backends that are not done with."""
+        """Names of the backends whose examination is not finished."""
         return [spec.name for _, spec in self.specs() if ("finished", spec.name) not in self.records]
 
     def is_complete(self) -> bool:
@@ -72,7 +72,7 @@ class Known:
         return not self.unloaded() and not self.unstarted() and all(end in self.records for end in ends)
 
     def specs(self) -> Iterator[tuple[str, BackendSpec]]:
-        """Every registered spec, after its entry point's key (empty for a built-in); a name's first holder keeps it."""
+        """Pairs of an entry point's key (empty for a built-in) and a spec; the first spec of a name holds the name."""
         taken = set()
         for key, spec in self._offered():
             if spec.name not in taken:
@@ -80,15 +80,15 @@ class Known:
                 yield key, spec
 
     def point_of(self, name: str) -> list[str]:
-        """The key of the entry point that a backend comes from; none for a built-in."""
+        """A list with the key of the entry point that a backend comes from; empty for a built-in."""
         return [key for key, spec in self.specs() if spec.name == name and key]
 
     def source_of(self, key: str) -> str:
-        """Who ships the backend of an entry point's key."""
+        """The distribution of the entry point ``key``; ``"xamp"`` for a built-in."""
         return self.points[key].source if key else "xamp"
 
     def rows(self) -> list[Record]:
-        """A row for each backend and for each entry point that gives none; highest priority first, then by name."""
+        """A row for each backend, and for each entry point without one; highest priority first, then by name."""
         rows, holders = [], dict[str, str]()
         for key, spec in self._offered():
             if spec.name in holders:
@@ -125,7 +125,7 @@ class Known:
         return {**row, "settings": settings.get("settings", []), "seconds": start.get("seconds"), "printed": printed}
 
     def _findings(self, key: str, spec: BackendSpec) -> Iterator[Finding]:
-        """What the examination itself has to say of a backend."""
+        """The findings about a backend that come from the examination itself."""
         start, load = self.of("start", spec.name), self.of("load", key)
         for how in ("ended", "together"):
             if how in start:

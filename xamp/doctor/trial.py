@@ -1,4 +1,4 @@
-"""Tries what a backend declares: computing in a dtype, skipping a step on overflow, the rest of its capabilities."""
+"""Checks on the device what a backend declares: its dtypes, fused optimizers, overflow mode and other capabilities."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from xamp.registry.device_trial import defect_of
 from xamp.registry.findings import DEFECT, WARNING, Finding
 from xamp.scaling.fused import is_right
 
-__all__ = ["lies_of"]
+__all__ = ["find_mismatches"]
 
 _TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies")
 _OVERFLOWS = ("inf", "flag")
 
 
-def lies_of(backend: Backend, device: torch.device) -> list[Finding]:
-    """Where ``backend`` does not do on ``device`` what it declares; each is tried. Raises only KeyboardInterrupt."""
+def find_mismatches(backend: Backend, device: torch.device) -> list[Finding]:
+    """Check each capability that ``backend`` declares for ``device``; return a finding for each that is wrong.
+
+    Raises only KeyboardInterrupt.
+    """
     try:
         can = backend.capabilities(device)
         malformed = list(_malformed(can))
         if malformed:
-            return [_lie(*pair) for pair in malformed]
+            return [_mismatch(*pair) for pair in malformed]
         pairs = [*_names(can), *_computing(can, device), *_fused(can, device), *_unscaling(backend, can, device)]
-        return [*(_lie(*pair) for pair in pairs), *_process_group(can)]
+        return [*(_mismatch(*pair) for pair in pairs), *_process_group(can)]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -38,14 +41,14 @@ def lies_of(backend: Backend, device: torch.device) -> list[Finding]:
 
 
 _REPAIR = "the backend's capabilities() must declare what the device does; report it to whoever ships the backend"
-_Lies = Iterator[tuple[str, str]]  # what is declared, and what is the case
+_Mismatches = Iterator[tuple[str, str]]  # pairs: what the backend declares, and what is true
 
 
-def _lie(declared: str, case: str) -> Finding:
+def _mismatch(declared: str, case: str) -> Finding:
     return Finding(DEFECT, f"declares {declared}, but {case}", _REPAIR)
 
 
-def _malformed(can: Capabilities) -> _Lies:
+def _malformed(can: Capabilities) -> _Mismatches:
     for field in _TUPLES:
         value: object = getattr(can, field)
         if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
@@ -54,8 +57,8 @@ def _malformed(can: Capabilities) -> _Lies:
         yield f"overflow={can.overflow!r}", f"it must be one of {', '.join(_OVERFLOWS)}"
 
 
-def _names(can: Capabilities) -> _Lies:
-    """What can be seen without the device: levels, dtypes and policies that exist and fit together."""
+def _names(can: Capabilities) -> _Mismatches:
+    """Check what needs no device: levels, dtypes and op policies must exist and fit together."""
     for level in can.levels:
         if level not in LEVELS:
             yield f"level {level!r}", f"there is no such level; there are {', '.join(LEVELS)}"
@@ -74,7 +77,7 @@ def _names(can: Capabilities) -> _Lies:
             yield f"op_policy {op_policy!r}", f"there is no such op policy; there are {', '.join(ops.OP_POLICIES)}"
 
 
-def _computing(can: Capabilities, device: torch.device) -> _Lies:
+def _computing(can: Capabilities, device: torch.device) -> _Mismatches:
     keeps_inf = can.overflow == "inf"
     for dtype in can.dtypes:
         kind = getattr(torch, dtype, None)
@@ -84,8 +87,8 @@ def _computing(can: Capabilities, device: torch.device) -> _Lies:
             yield f"dtype {dtype!r}", defect
 
 
-def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Lies:
-    """Whether an overflow, made as the backend makes one, is found, and a gradient without one is not taken for one."""
+def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Mismatches:
+    """Check that ``unscale_`` finds an overflow that the backend makes, and finds none in a finite gradient."""
     half, declared = torch.full((), 0.5, device=device), f"overflow={can.overflow!r}"
     for overflows in (False, True):
         grad, found = torch.ones(8, device=device), torch.zeros((), device=device)
@@ -104,7 +107,7 @@ def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Li
             yield declared, "unscale_ does not multiply the gradient by inv_scale"
 
 
-def _fused(can: Capabilities, device: torch.device) -> _Lies:
+def _fused(can: Capabilities, device: torch.device) -> _Mismatches:
     for name in can.fused_optimizers:
         if defect := _fused_defect(name, device):
             yield f"fused optimizer {name!r}", defect
@@ -142,7 +145,7 @@ def _process_group(can: Capabilities) -> list[Finding]:
         return [Finding(WARNING, f"declares {declared}, but this torch is built without torch.distributed")]
     if can.process_group not in distributed.Backend.backend_list:
         known = ", ".join(name for name in distributed.Backend.backend_list if name != "undefined")
-        return [_lie(declared, f"torch.distributed knows none of that name; it knows {known}")]
+        return [_mismatch(declared, f"torch.distributed knows none of that name; it knows {known}")]
     if not distributed.is_backend_available(can.process_group):
         return [Finding(WARNING, f"declares {declared}, but this build of torch comes without it: one process only")]
     return []

@@ -1,1 +1,1 @@
-"""Which backends there are, which of them work here, and why one does not."""
+"""The registered backends: which there are, which of them work here, and why one does not."""

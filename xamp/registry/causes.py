@@ -1,8 +1,8 @@
-"""Why something cannot be used, in words: the tables in which a backend writes down how it fails and what to do then.
+"""Explains failures: looks up the cause and the cure of an error in the tables of causes that backends supply.
 
-A backend names its table in :attr:`~xamp.contract.BackendSpec.causes`. One table serves everywhere: when importing
-torch fails, when the backend's probe does, and when ``doctor`` saw either of them end a process or hang. So a table,
-and the module that it stands in, must need no framework.
+A backend names its table in :attr:`~xamp.contract.BackendSpec.causes`. The same table is read when importing torch
+fails, when the backend's probe fails, and when ``doctor`` saw either of them end a process or hang. So a table, and the
+module that holds it, must import no framework.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class TorchFailure:
     """Why torch cannot be used.
 
     Attributes:
-        reason: one line.
-        hint: what to do about it, one line.
-        error: what ``import torch`` raised; None where it imports but is not a torch that xamp can use.
+        reason: the cause, one line.
+        hint: the cure, one line.
+        error: what ``import torch`` raised; None where torch imports but is not a torch that xamp can use.
         kind: see :attr:`xamp.contract.Failure.kind`.
         text: see :attr:`xamp.contract.Failure.text`; empty where there is nothing to explain.
-        detail: the error itself, one line, where ``reason`` is in a backend's words.
+        detail: the error itself, one line, where ``reason`` comes from a table of causes.
     """
 
     reason: str
@@ -42,22 +42,24 @@ class TorchFailure:
 
 
 def explain(spec: BackendSpec, failure: Failure) -> Diagnosis | None:
-    """What the table of ``spec`` knows of ``failure``. Raises only KeyboardInterrupt, whatever the table does."""
+    """The cause and the cure from the table of ``spec``; None where it has none. Raises only KeyboardInterrupt."""
     masks = {name: failure.environment[name] for name in spec.masks if name in failure.environment}
     try:
-        return _first(table_of(spec), dataclasses.replace(failure, masks=masks))
+        return _first_match(table_of(spec), dataclasses.replace(failure, masks=masks))
     except KeyboardInterrupt:
         raise
-    except BaseException:  # said by doctor, which reads each table by itself
+    except BaseException:  # doctor reports it: it reads each table separately
         return None
 
 
 def explain_torch(found: TorchFailure, specs: Iterable[BackendSpec]) -> TorchFailure:
-    """``found`` in the words of the first backend that knows why: extensions that torch loads can break it."""
+    """``found`` with the cause and the cure of the first table that knows it: an extension can break torch's import."""
     if not found.text:
         return found
     failure = Failure(found.kind, found.text, "torch")
-    known = next((known for spec in specs if (known := explain(spec, failure))), None) or _first(_OF_TORCH, failure)
+    known = next((known for spec in specs if (known := explain(spec, failure))), None) or _first_match(
+        _TORCH_CAUSES, failure
+    )
     if known is None:
         return found
     detail = found.reason.removeprefix(_UNIMPORTABLE)
@@ -65,10 +67,10 @@ def explain_torch(found: TorchFailure, specs: Iterable[BackendSpec]) -> TorchFai
 
 
 def table_of(spec: BackendSpec) -> Sequence[Explanation]:
-    """The rows of the table that ``spec`` names; none where it names none. Imports the table's module.
+    """The rows of the table that ``spec`` names; empty where it names none. Imports the table's module.
 
     Raises:
-        TypeError: what it names is neither a function nor a sequence of them. Else what its module raises.
+        TypeError: the spec names neither a function nor a sequence of functions. What the module raises is passed on.
     """
     if not spec.causes:
         return ()
@@ -83,22 +85,22 @@ def table_of(spec: BackendSpec) -> Sequence[Explanation]:
 
 
 def one_line(error: BaseException) -> str:
-    """Type and text of ``error`` on one line, and of the first error behind it where it was raised from another."""
+    """Type and text of ``error`` on one line; then those of the root cause where ``error`` was raised from another."""
     *_, root = chain = list(_chain(error))
-    return _named(error) if len(chain) == 1 else f"{_named(error)} (caused by {_named(root)})"
+    return _type_and_text(error) if len(chain) == 1 else f"{_type_and_text(error)} (caused by {_type_and_text(root)})"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the text of ``error`` that says something."""
+    """The first line of the text of ``error`` that is not blank."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
 
 
 def full_text(error: BaseException) -> str:
-    """Type and whole text of ``error`` and of every error behind it."""
+    """Type and whole text of ``error`` and of every error that it was raised from."""
     return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
 
 
-def _first(rows: Iterable[Explanation], failure: Failure) -> Diagnosis | None:
+def _first_match(rows: Iterable[Explanation], failure: Failure) -> Diagnosis | None:
     for row in rows:
         known = row(failure)
         if known is not None:
@@ -123,20 +125,20 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be read)"
 
 
-def _named(error: BaseException) -> str:
+def _type_and_text(error: BaseException) -> str:
     text = " ".join(_text(error).split())
     if len(text) > _REASON_LENGTH:
         text = text[: _REASON_LENGTH - 3] + "..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# --- torch's own: what no backend has to know, asked last
+# --- the table of torch's own failures, read after those of the backends
 
 _UNIMPORTABLE = "torch cannot be imported: "
 _EXTENSION = r"Failed to load the backend extension: ([\w.-]+?)\.?(?:\s|$)"
 
 
-def _of_an_extension(failure: Failure) -> tuple[str, str] | None:
+def _explain_extension(failure: Failure) -> tuple[str, str] | None:
     found = re.search(_EXTENSION, failure.text)
     if found is None:
         return None
@@ -148,13 +150,13 @@ def _of_an_extension(failure: Failure) -> tuple[str, str] | None:
     )
 
 
-_OF_TORCH: tuple[Explanation, ...] = (
+_TORCH_CAUSES: tuple[Explanation, ...] = (
     Cause(
         r"(\S+): cannot allocate memory in static TLS block",
         r"\1 was loaded too late to find room in static TLS",
         r"have it loaded first: start with LD_PRELOAD=\1",
     ),
-    _of_an_extension,
+    _explain_extension,
     Cause(
         r"partially initialized module 'torch'.*\((.*)\)",
         r"a module in the way has the name of one of torch's, or torch is half installed (\1)",

@@ -1,4 +1,4 @@
-"""The device in use: the one that ``XAMP_DEVICE`` names, else the best accelerator that works, else the CPU."""
+"""Chooses the device in use: the one that ``XAMP_DEVICE`` names, else the best accelerator that works, else the CPU."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def device(index: int | None = None) -> torch.device:
     """The device to train on.
 
     Args:
-        index: which of the devices of that type; None leaves it to ``XAMP_DEVICE`` or, where that has none, to torch's
-            current device (the result then has no index). It means nothing on a CPU, so that ``device(local_rank)`` is
-            right there too.
+        index: the index among the devices of that type. With None, ``XAMP_DEVICE`` gives the index. Where that has none
+            either, the result has no index and means torch's current device. On a CPU the index is ignored, so that
+            ``device(local_rank)`` is right there too.
 
     Returns:
-        What ``XAMP_DEVICE`` names (``"cpu"``, or a type with or without ``:index``); without it the usable accelerator
-        whose backend has the highest priority, else the CPU. Finding that out uses the accelerator once a process.
+        The device that ``XAMP_DEVICE`` names (``"cpu"``, or a type with or without ``:index``). Where the variable is
+        not set, the usable accelerator whose backend has the highest priority; where there is none, the CPU. The first
+        such call of a process uses the accelerator, to see whether it works.
 
     Raises:
         BackendUnavailable: ``XAMP_DEVICE`` names a device that is unknown or cannot be used, or there is no device of
@@ -87,11 +88,11 @@ def distributed_backend() -> str:
 
 
 class InUse(NamedTuple):
-    """The device in use and what serves it.
+    """The device in use and its backend.
 
     Attributes:
-        device: what :func:`device` returned when this was found.
-        backend: what ``XAMP_BACKEND`` names, else the best one for the device.
+        device: the device that :func:`device` returns.
+        backend: the backend that ``XAMP_BACKEND`` names, else the best one for the device.
     """
 
     device: torch.device
@@ -102,10 +103,10 @@ _last: tuple[tuple[object, ...], InUse] | None = None
 
 
 def in_use() -> InUse:
-    """The device in use, found again whenever the environment or the registered backends have changed.
+    """The device in use and its backend, cached until the environment or the registered backends change.
 
-    This is the one place that remembers it: finding it takes 20 us, asking again 2 us. As long as nothing has changed
-    the very same object comes back, so that others can hang on it what they find out about the device.
+    No other function caches them. Finding them takes 20 us, a cached answer 2 us. While nothing changes, this function
+    returns the same object, so that a caller can use it as the key for what it finds out about the device.
 
     Raises:
         BackendUnavailable: as :func:`device` and :func:`distributed_backend`.
@@ -122,7 +123,7 @@ _Choice = tuple[str, int | None, Backend | None]
 
 
 def _requested() -> _Choice | None:
-    """What ``XAMP_DEVICE`` asks for, checked; None where it is not set."""
+    """The device that ``XAMP_DEVICE`` asks for, checked; None where the variable is not set."""
     value = os.environ.get(DEVICE_VARIABLE, "").strip()
     if not value:
         return None
@@ -157,10 +158,10 @@ def _best() -> _Choice:
 
 
 def require_index(kind: str, index: int, backend: Backend, origin: str) -> torch.device:
-    """The device of that index, which ``origin`` asked for.
+    """The device ``kind:index``; ``origin`` says in the error who asked for it.
 
     Raises:
-        BackendUnavailable: there is none; lists those there are.
+        BackendUnavailable: there is no such device; the message lists those that exist.
     """
     present = list(backend.devices())
     if index >= len(present):

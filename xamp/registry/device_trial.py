@@ -1,4 +1,4 @@
-"""Tries whether a device computes rightly in a dtype. Imports torch only when it is called."""
+"""Checks whether a device computes correctly in a dtype. Imports torch only when it is called."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["defect_of"]
 
 
 def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True) -> str:
-    """What goes wrong when ``device`` computes in ``dtype`` what a training step needs; empty where nothing does.
+    """Check that ``device`` computes in ``dtype`` as a training step needs; return the defect, or an empty text.
 
-    A product of two matrices, an inf that has to stay one, and finding it with the operator that unscales gradients.
-    Waits for the device. Draws no random numbers, so that a seeded run is not changed by it.
+    This function multiplies two matrices, checks that an inf stays an inf, and finds it with the operator that unscales
+    gradients. It waits for the device. It draws no random numbers, so a seeded run is not changed.
 
     Args:
-        device: where.
+        device: the device to check.
         dtype: the dtype's name.
-        keeps_inf: False for a chip that saturates and raises a flag: the product alone is tried.
+        keeps_inf: False for a chip that saturates and raises a flag; then only the product is checked.
     """
     import torch
 

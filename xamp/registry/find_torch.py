@@ -1,7 +1,7 @@
-"""Where torch is imported for those that must live without it: what to say when that fails.
+"""Imports torch for callers that must work without it, and explains a failed import.
 
-``import torch`` fails in more ways than one: it is missing, it is older than what xamp is written for, a folder named
-``torch`` shadows it, or an extension that loads itself with torch raises, whatever it likes, for want of a driver.
+``import torch`` fails in several ways: torch is missing, it is older than what xamp is written for, a folder named
+``torch`` shadows it, or an extension that torch loads by itself raises any kind of error because its driver is missing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MINIMUM_TORCH = (2, 6)
 _INSTALL = 'pip install "xamp[torch]"'
 
 
-# A second `import torch` after one that raised half-way fails differently (names are already registered), so the
-# first failure is the one to tell. A missing torch is not kept: it may be installed while a notebook runs.
+# The first failure is kept and reported: after one `import torch` that raised half-way, a second one fails differently,
+# since names are already registered. A missing torch is not kept: the user may install it while a notebook runs.
 _first_failure: TorchFailure | None = None
 
 
 def find_torch() -> ModuleType | TorchFailure:
-    """Import torch, or say why it cannot be used. Raises nothing but KeyboardInterrupt."""
+    """Import torch, or return why it cannot be used. Raises only KeyboardInterrupt."""
     global _first_failure
     if _first_failure is not None:
         return _first_failure
@@ -41,12 +41,12 @@ def find_torch() -> ModuleType | TorchFailure:
 
 
 def assume_failure(kind: str, reason: str, text: str) -> None:
-    """Let :func:`find_torch` fail without trying: importing torch was seen to end a process, or to hang.
+    """Make :func:`find_torch` fail without trying, because importing torch ended another process or hung in it.
 
     Args:
         kind: ``"crash"`` or ``"timeout"``.
-        reason: what was seen, one line.
-        text: what the process printed last.
+        reason: what happened, one line.
+        text: what that process printed last.
     """
     global _first_failure
     _first_failure = TorchFailure(reason, _repair_hint(), kind=kind, text=text or reason)

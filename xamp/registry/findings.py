@@ -1,4 +1,4 @@
-"""What ``doctor`` says beside cause and cure: findings about a backend, and settings that change arithmetic."""
+"""Findings about a backend, and settings that change arithmetic: what ``doctor`` reports beside cause and cure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from xamp.contract import Setting
 __all__ = ["DEFECT", "NOTE", "WARNING", "Finding", "environment_settings", "torch_settings"]
 
 DEFECT = "defect"  # something is broken: exit code 1
-WARNING = "warning"  # works, and not as one would expect
+WARNING = "warning"  # works, but not as one would expect
 NOTE = "note"  # good to know
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something about a backend that whoever uses it should know.
+    """Something about a backend that its users should know.
 
     Attributes:
         severity: :data:`DEFECT`, :data:`WARNING` or :data:`NOTE`.
-        text: what it is, one line.
-        cure: what to do about it; empty where nothing needs doing.
+        text: what was found, one line.
+        cure: what to do about it; empty where nothing needs to be done.
     """
 
     severity: str
@@ -38,10 +38,10 @@ def environment_settings(
     """A setting for each variable of ``table`` that is set.
 
     Args:
-        table: by the variable's name the values that mean nothing (lower case, separated by spaces), the effect, and
-            whether it is a note only.
-        environment: None: the process's.
-        narrowing: those of them that take digits from float32.
+        table: maps the name of a variable to three things: the values that have no effect (lower case, separated by
+            spaces), the effect of other values, and True where the setting is a note instead of a warning.
+        environment: the environment variables; None means those of this process.
+        narrowing: names of the variables that take digits from float32.
     """
     variables = os.environ if environment is None else environment
     for name, (harmless, effect, expected) in table.items():
@@ -51,7 +51,7 @@ def environment_settings(
 
 
 def torch_settings() -> Iterator[Setting]:
-    """What is set for every device: in torch's switches, not in a backend's."""
+    """The settings in force for every device: torch's own switches, not those of a backend."""
     import torch
 
     precision = torch.get_float32_matmul_precision()

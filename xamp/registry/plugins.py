@@ -1,4 +1,4 @@
-"""Specs from outside: what makes one valid, and reading those that installed distributions offer as entry points."""
+"""Checks specs of third parties, and reads those that installed distributions offer as entry points."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 @dataclasses.dataclass(frozen=True)
 class PluginSpec:
-    """A spec that an installed distribution offers, and that distribution."""
+    """A spec from an entry point, and ``source``: name and version of the distribution that offers it."""
 
     spec: BackendSpec
     source: str
 
     def clashing_with(self, holder: str) -> BackendReport:
-        """The row of :func:`xamp.available_backends` for a spec whose name ``holder`` has already."""
+        """The row of :func:`xamp.available_backends` for this spec where ``holder`` already has its name."""
         return BackendReport(
             self.spec.name,
             self.spec.device_types,
@@ -50,13 +50,13 @@ def check_spec(spec: object, call: str) -> BackendSpec:
         call: the call to echo in the message.
 
     Raises:
-        PolicyError: it is not; the message says what the field must be.
+        PolicyError: the spec is malformed; the message says what the field must be.
     """
     if not isinstance(spec, BackendSpec):
         raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
     if spec.contract != CONTRACT:
         raise PolicyError(f"{call}: {_other_contract(spec.contract)}")
-    # by getattr: for a type checker the annotations have settled what is checked here
+    # Read with getattr: a type checker trusts the annotations and would call these checks unreachable.
     fields = ("name", "device_types", "target", "priority", "masks", "causes", "ledger", "emulations")
     name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
     problem = ""
@@ -83,7 +83,7 @@ def check_spec(spec: object, call: str) -> BackendSpec:
 
 
 def _other_contract(version: object) -> str:
-    """What is wrong with a spec that was written for another version of the contract."""
+    """The end of the error for a spec that was written for another version of the contract."""
     newer = isinstance(version, int) and version > CONTRACT
     fix = "Update xamp" if newer else "Update the package that ships the backend"
     return (
@@ -93,12 +93,12 @@ def _other_contract(version: object) -> str:
 
 
 def _names_what_is_gone(error: BaseException) -> bool:
-    """Whether ``error`` says that a spec was made with a field that this version of the contract does not have."""
+    """Whether ``error`` says that a spec was made with a field which this version of the contract does not have."""
     return isinstance(error, TypeError) and "BackendSpec.__init__() got an unexpected keyword argument" in str(error)
 
 
 def spec_of(fields: Mapping[str, Any]) -> BackendSpec:
-    """The spec whose fields went through JSON, which makes lists of tuples."""
+    """The spec with these ``fields``, which were read from JSON: there a tuple has become a list."""
     return BackendSpec(**{name: _as_tuples(value) for name, value in fields.items()})
 
 
@@ -112,7 +112,7 @@ def _is_emulation(found: object) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class EntryPoint:
-    """An entry point as its distribution describes it; nothing of it is imported before :meth:`read`.
+    """An entry point as its distribution describes it; only :meth:`read` imports its module.
 
     Attributes:
         name: its name.
@@ -126,11 +126,11 @@ class EntryPoint:
 
     @property
     def key(self) -> str:
-        """What tells it from the others."""
+        """A text that identifies the entry point: its name and its distribution."""
         return f"{self.name} ({self.source})"
 
     def read(self) -> PluginSpec | BackendReport:
-        """Load it; an unusable report with the reason where it raises or is no valid spec."""
+        """Load the entry point. Return an unusable report with the reason where that raises or gives no valid spec."""
         try:
             found = metadata.EntryPoint(self.name, self.value, group="").load()
             return PluginSpec(check_spec(found, f"entry point {self.name} = {self.value}"), self.source)
@@ -145,11 +145,11 @@ class EntryPoint:
             return self.failed(how)
 
     def failed(self, how: str, hint: str = "") -> BackendReport:
-        """The row of :func:`xamp.available_backends` for one that cannot be loaded.
+        """The row of :func:`xamp.available_backends` for an entry point that cannot be loaded.
 
         Args:
-            how: what happened, to follow its subject in a sentence.
-            hint: what to know beside the cure that always helps.
+            how: what happened; the end of a sentence whose subject is the entry point.
+            hint: text to append to the cure "repair or uninstall".
         """
         reason, cure = f"its entry point {self.value!r} {how}", f"repair or uninstall {self.source}{hint}"
         return BackendReport(self.name, (), usable=False, reason=reason, hint=cure, source=self.source)
@@ -159,8 +159,8 @@ def list_entry_points(group: str) -> list[EntryPoint] | BackendReport:
     """The entry points of ``group``, by distribution and name, without loading any.
 
     Returns:
-        An unusable report in their place where a damaged distribution, not even one of ours, keeps them from being
-        listed.
+        The entry points. Where a damaged distribution, which may have nothing to do with xamp, prevents the listing,
+        an unusable report instead.
     """
     try:
         found = [EntryPoint(point.name, point.value, _source(point)) for point in metadata.entry_points(group=group)]
@@ -175,15 +175,15 @@ def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
     """Load the entry points of ``group``, by distribution and name.
 
     Returns:
-        For each a :class:`PluginSpec`, or an unusable report with the reason where it raised or is no valid spec.
-        Raises nothing but KeyboardInterrupt.
+        For each entry point a :class:`PluginSpec`, or an unusable report with the reason where it raised or gave no
+        valid spec. Raises only KeyboardInterrupt.
     """
     listed = list_entry_points(group)
     return [listed] if isinstance(listed, BackendReport) else [point.read() for point in listed]
 
 
 def _source(point: metadata.EntryPoint) -> str:
-    """Name and version of the distribution that the entry point is from."""
+    """Name and version of the distribution that declares the entry point."""
     try:
         distribution = point.dist
         return f"{distribution.metadata['Name']} {distribution.version}" if distribution else "an unknown distribution"

@@ -1,4 +1,4 @@
-"""Turns a spec into a working backend, or into the reason why it does not work here."""
+"""Starts a backend from its spec: returns the working backend, or the reason why it does not work here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Failed", "Ready", "start"]
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A backend whose probe passed, and what it said of itself."""
+    """A backend whose probe passed, and its report."""
 
     backend: Backend
     report: BackendReport
@@ -27,11 +27,12 @@ class Failed:
     """Why a backend cannot be used; ``str()`` gives the reason, and the hint on a line of its own.
 
     Attributes:
-        reason: one line.
-        hint: what to do about it.
-        error: what was raised.
-        detail: that error in one line, where ``reason`` comes from the backend's table of causes.
-        broken: nobody foresaw it: a defect, not the absence of a device or of its framework.
+        reason: the cause, one line.
+        hint: the cure.
+        error: the exception.
+        detail: the exception in one line, where ``reason`` comes from the backend's table of causes.
+        broken: True for a defect: the backend failed in a way that it does not explain. False where a device or its
+            framework is absent.
     """
 
     reason: str
@@ -47,11 +48,12 @@ class Failed:
 def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailure]) -> Ready | Failed:
     """Import, construct, probe and describe the backend of ``spec``.
 
-    Third-party code runs here, so nothing that it raises gets out, SystemExit included; KeyboardInterrupt does.
+    Third-party code runs here. This function catches whatever that raises, SystemExit included; only KeyboardInterrupt
+    is passed on.
 
     Args:
-        spec: which.
-        explain_torch: puts a failure to import torch into the words of whichever backend knows why.
+        spec: the backend to start.
+        explain_torch: looks up why importing torch failed in the tables of causes.
     """
     torch = find_torch()
     if isinstance(torch, TorchFailure):
@@ -61,7 +63,7 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
         backend = _construct(spec)
         backend.probe()
         for kind in spec.device_types:
-            _require_type(kind)  # only now: what the backend imports may be what adds the type
+            _require_type(kind)  # only now: a module that the backend imports may add the type
         return Ready(backend, _describe(backend))
     except KeyboardInterrupt:
         raise
@@ -77,7 +79,7 @@ def _failed(spec: BackendSpec, error: BaseException) -> Failed:
     if isinstance(error, BackendUnavailable):
         reason, _, hint = str(error).strip().partition("\n")
         return Failed(reason or "its probe failed", hint.strip() or spec.install_hint, error)
-    # A module that is missing is the framework, unless it is the backend's own.
+    # A missing module is the framework, which is no defect, unless it is the backend's own module.
     own = spec.target.partition(":")[0].partition(".")[0]
     broken = not (isinstance(error, ModuleNotFoundError) and (error.name or own).partition(".")[0] != own)
     hint = spec.install_hint or "this looks like a defect of the backend: update it, or report it to whoever ships it"
@@ -107,7 +109,7 @@ def _construct(spec: BackendSpec) -> Backend:
 
 
 def _describe(backend: Backend) -> BackendReport:
-    """Ask once for all that a report shows, so that a backend that cannot answer counts as unusable everywhere."""
+    """Call once every method that the report shows: a backend that cannot answer one of them counts as unusable."""
     capabilities: object = backend.capabilities()
     if not isinstance(capabilities, Capabilities):
         raise TypeError(f"capabilities() of {type(backend).__qualname__} returned {capabilities!r}, not Capabilities")

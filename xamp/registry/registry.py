@@ -1,9 +1,10 @@
-"""Which backends there are, which of them work here, and which one serves a model.
+"""The registry of backends: lists them, starts them, and chooses the one that serves a model.
 
-Three sources, in this order: the built-ins below, entry points of installed distributions (group ``xamp.backends``,
-each naming a :class:`~xamp.contract.BackendSpec` in a module that is cheap to import), and :func:`register_backend`.
-A backend's own code is imported when the backend is first asked for, and probed once; one that breaks keeps its reason
-and harms no other. Imports no torch at module level, and knows no device beyond the table of built-ins.
+Backends come from three sources, in this order: the built-ins below, the entry points of installed distributions (group
+``xamp.backends``, each of which names a :class:`~xamp.contract.BackendSpec` in a module that is cheap to import), and
+:func:`register_backend`. The registry imports and probes a backend when it is first asked for, once. Where one fails,
+the registry keeps the reason and goes on with the others. This module imports no torch at module level, and names no
+device outside the table of built-ins.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ _logger = logging.getLogger("xamp")
 
 
 class Registry:
-    """The registered backends of a process and what became of those that were asked for.
+    """The registered backends of a process, and the outcome of each one that was started.
 
     Args:
-        built_ins: specs known from the start.
-        group: entry-point group, read on first use; None reads none.
+        built_ins: the specs that are registered from the start.
+        group: the entry-point group, read on first use; with None no entry point is read.
     """
 
     def __init__(self, built_ins: Iterable[BackendSpec] = BUILT_INS, group: str | None = ENTRY_POINT_GROUP) -> None:
@@ -115,7 +116,7 @@ class Registry:
 
     @property
     def generation(self) -> int:
-        """A number that grows whenever backends were registered: what was found before may hold no more."""
+        """A number that grows with each registration. When it has grown, drop what you cached about backends."""
         with self._lock:
             self._read_entry_points()
             return self._generation
@@ -127,13 +128,13 @@ class Registry:
             return sorted(self._specs.values(), key=lambda spec: (-spec.priority, spec.name))
 
     def adopt(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
-        """Take ``entries`` for all that installed distributions offer; no entry point is read any more."""
+        """Register ``entries`` in place of the entry points, which are then not read any more."""
         with self._lock:
             self._unread_group = None
             self._take(entries)
 
     def explain_torch(self, failure: TorchFailure) -> TorchFailure:
-        """``failure`` in the words of the first registered backend that knows why torch cannot be imported."""
+        """``failure`` with the cause and the cure from the first table of causes that knows it."""
         return explain_torch(failure, self.specs())
 
     def load(self, spec: BackendSpec) -> Backend:
@@ -165,7 +166,7 @@ class Registry:
         return outcome.backend
 
     def _under_name(self, name: str, backend: Backend) -> Backend:
-        """``backend`` as it is, but for its name."""
+        """A copy of ``backend`` under another name; one copy for each name."""
         with self._lock:
             found = self._spelt.get((name, backend))
             if found is None:
@@ -174,10 +175,11 @@ class Registry:
             return found
 
     def best_for(self, device_type: str) -> Backend:
-        """The usable backend of highest priority that serves ``device_type``, whatever the environment asks for.
+        """The usable backend of highest priority that serves ``device_type``. Ignores ``XAMP_BACKEND``.
 
         Raises:
-            BackendUnavailable: none is registered (says how to register one) or none works (says why not).
+            BackendUnavailable: no backend is registered for it (the message says how to register one), or none of them
+                works (the message says why).
         """
         failures: list[tuple[str, Failed]] = []
         for spec in self.specs():
@@ -203,7 +205,7 @@ class Registry:
     def _read_entry_points(self) -> None:
         if self._unread_group is None:
             return
-        group, self._unread_group = self._unread_group, None  # first, since a plugin's module may register more
+        group, self._unread_group = self._unread_group, None  # first: a plugin's module may call register_backend
         self._take(read_entry_points(group))
 
     def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
@@ -218,7 +220,7 @@ class Registry:
                 self._sources[entry.spec.name] = entry.source
 
     def outcome(self, spec: BackendSpec) -> Ready | Failed:
-        """What became of the backend of ``spec``, which is started where it was not yet."""
+        """The outcome of starting the backend of ``spec``; starts it on the first call."""
         with self._lock:
             if spec not in self._outcomes:
                 self._outcomes[spec] = start(spec, self.explain_torch)
@@ -274,7 +276,7 @@ REGISTRY = Registry()
 
 
 def register_backend(spec: BackendSpec, *, override: bool = False) -> None:
-    """Make a backend known under ``spec.name`` for the rest of the process; imports and probes nothing yet.
+    """Register a backend under ``spec.name`` for the rest of the process. Imports and probes nothing yet.
 
     Args:
         spec: where the backend is and what it serves.
@@ -293,7 +295,8 @@ def load(spec: BackendSpec) -> Backend:
 
     Raises:
         PolicyError: the spec is malformed.
-        BackendUnavailable: any of that failed, now or before; carries reason and hint, chained from the error.
+        BackendUnavailable: one of these steps failed, now or before; has the reason and the hint, and the error as its
+            cause.
     """
     return REGISTRY.load(spec)
 
@@ -313,25 +316,26 @@ def resolve(name: str, device_type: str) -> Backend:
 
 
 def available_backends() -> list[BackendReport]:
-    """What is known of every registered backend, highest priority first, then by name; probes those not probed yet.
+    """A report on every registered backend, highest priority first, then by name. Probes those not probed yet.
 
-    A backend that cannot be used is listed with its reason; so is an entry point that breaks or whose name is taken.
-    Never raises. Probing uses each device for something small, which on most accelerators initialises their runtime.
+    A backend that cannot be used is listed with its reason. So is an entry point that fails or whose name is taken.
+    This function never raises. A probe uses its device for something small; on most accelerators that initialises their
+    runtime.
     """
     return REGISTRY.reports()
 
 
 def require_torch(needed_by: str = "xamp") -> ModuleType:
-    """Import torch for something that cannot do without it.
+    """Import torch for a caller that needs it.
 
     Args:
-        needed_by: what the user asked for, to begin the message with.
+        needed_by: what the user asked for; the message begins with it.
 
     Returns:
         The module ``torch``.
 
     Raises:
-        BackendUnavailable: torch is missing, too old or raises on import; says what to install.
+        BackendUnavailable: torch is missing, too old or raises on import; the message says what to install.
     """
     found = find_torch()
     if isinstance(found, TorchFailure):

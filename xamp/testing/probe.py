@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xamp
-from xamp.doctor.trial import lies_of
+from xamp.doctor.trial import find_mismatches
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import LEVELS
 from xamp.registry import registry
@@ -57,7 +57,7 @@ class Probe(Tier):
 
     def test_declarations(self, lane: Lane) -> None:
         """Each thing that it declares is so, as ``xamp doctor`` tries it."""
-        assert [finding.text for finding in lies_of(lane.backend, lane.device)] == []
+        assert [finding.text for finding in find_mismatches(lane.backend, lane.device)] == []
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_product(self, lane: Lane, dtype: str) -> None:

@@ -19,7 +19,7 @@ from site_packages import distribution, plain_environment
 
 from xamp.contract import BackendReport, BackendSpec
 from xamp.doctor import children, survey
-from xamp.doctor.children import Outcome, Printed, _ended_by, _Reader
+from xamp.doctor.children import Outcome, Printed, _exit_text, _Reader
 from xamp.doctor.known import Known
 from xamp.doctor.survey import Examined, examine_machine
 from xamp.registry.plugins import EntryPoint
@@ -80,7 +80,7 @@ def test_of_a_dumped_traceback_the_head_is_kept_with_the_line_before() -> None:
     ],
 )
 def test_how_a_process_ended_in_words(code: int, how: str) -> None:
-    assert _ended_by(code) == how
+    assert _exit_text(code) == how
 
 
 def test_a_python_that_cannot_be_started_is_an_ending_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.doctor import trial
-from xamp.doctor.trial import lies_of
+from xamp.doctor.trial import find_mismatches
 from xamp.policy import LEVELS
 from xamp.registry import device_trial
 from xamp.registry.findings import DEFECT, WARNING
@@ -31,14 +31,14 @@ class Declaring(Backend):
 
 
 def texts(backend: Backend, severity: str = DEFECT) -> list[str]:
-    return [finding.text for finding in lies_of(backend, CPU) if finding.severity == severity]
+    return [finding.text for finding in find_mismatches(backend, CPU) if finding.severity == severity]
 
 
 def test_what_is_true_is_no_finding() -> None:
-    assert lies_of(Declaring(), CPU) == []
+    assert find_mismatches(Declaring(), CPU) == []
     fp16_only = {"levels": ("O0", "O1"), "dtypes": ("float16",), "fast_dtypes": ("float16",)}
-    assert lies_of(Declaring(**fp16_only), CPU) == []
-    assert lies_of(Declaring(levels=("O0",), dtypes=(), fast_dtypes=()), CPU) == []
+    assert find_mismatches(Declaring(**fp16_only), CPU) == []
+    assert find_mismatches(Declaring(levels=("O0",), dtypes=(), fast_dtypes=()), CPU) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ class Flagged(Declaring):
 
 
 def test_an_overflow_by_flag_is_tried_as_the_backend_makes_one() -> None:
-    assert lies_of(Flagged(overflow="flag"), CPU) == []
+    assert find_mismatches(Flagged(overflow="flag"), CPU) == []
 
 
 def replaced(name: str, method: Callable[..., Any]) -> Declaring:
@@ -227,7 +227,7 @@ def test_ctrl_c_gets_through() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lies_of(replaced("capabilities", interrupted), CPU)
+        find_mismatches(replaced("capabilities", interrupted), CPU)
 
 
 def test_every_level_that_auto_may_mean_is_known_to_the_trial() -> None:

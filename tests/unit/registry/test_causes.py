@@ -265,7 +265,7 @@ def test_the_ways_in_which_torch_itself_breaks(text: str, cause: str, cure: str)
 
 
 def test_every_pattern_compiles_and_every_row_has_a_cure() -> None:
-    rows = [row for spec in BUILT_INS for row in table_of(spec)] + list(causes._OF_TORCH)
+    rows = [row for spec in BUILT_INS for row in table_of(spec)] + list(causes._TORCH_CAUSES)
     for row in rows:
         if isinstance(row, Cause):
             assert row(failure("no such text")) is None
