@@ -248,7 +248,7 @@ regions: dict[tuple[str, torch.dtype], Casting] = {}
 
 def here() -> Casting | None:
     """What casts where the caller runs: nothing in a region of xamp's, unless that brings its own."""
-    mark = active.surrounding()
+    mark = active.innermost()
     if mark is not None:
         casting: Casting | None = mark.casting
         return casting
