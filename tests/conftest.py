@@ -108,4 +108,4 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     assert (torch.get_default_dtype(), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()) == before
     assert not torch.is_autocast_enabled("cpu"), "autocast was left on"
-    assert active.standing() == (None, None), "a region was left open"
+    assert active.snapshot() == (None, None), "a region was left open"

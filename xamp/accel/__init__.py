@@ -1,19 +1,19 @@
 """``xamp.accel``: the names of torch.cuda, on the device in use, so that a script is ported by renaming.
 
-The device in use is :func:`xamp.device`: what ``XAMP_DEVICE`` names, else the best accelerator that works, else the
-CPU. Names, arguments and results are torch.cuda's. What a CPU makes of each stands in its docstring. An accelerator
-whose module in torch lacks a name gets a neutral answer where that cannot be wrong (``Stream`` on a device with one
-queue of work); else using it raises ``UnsupportedPolicy``. A name that is not listed here is looked up in the device's
-own module (``CUDAGraph``).
+The device in use is :func:`xamp.device`: the device that ``XAMP_DEVICE`` names, else the best accelerator that works,
+else the CPU. Names, arguments and results are those of torch.cuda. The docstring of each function says what it does on
+a CPU. If the torch module of an accelerator lacks a name, ``xamp.accel`` gives a neutral answer where that cannot be
+wrong (``Stream`` on a device with one queue of work); otherwise a use of the name raises ``UnsupportedPolicy``. A name
+that is not listed here is looked up in the device's own module (``CUDAGraph``).
 
-These are classes of the device in use, to make, to subclass and to ask ``isinstance`` of::
+These are classes of the device in use. They can be instantiated, subclassed and used with ``isinstance``::
 
-    Stream, Event, StreamContext   queues of work and points in them; on a CPU everything is done in order, at once
+    Stream, Event, StreamContext   queues of work and points in them; a CPU does all work in order, at once
     device(index), device_of(obj)  blocks in which that device is the current one; on a CPU it always is
 
-A device is an index, a ``torch.device``, a string, or None for the current one. One of another type is a
-``PolicyError``, one that is not there ``BackendUnavailable``; on a CPU every index is the one device. Where
-``XAMP_DEVICE`` has an index, the first use makes that device torch's current one.
+A device is an index, a ``torch.device``, a string, or None for the current one. A device of another type raises
+``PolicyError``, an absent one ``BackendUnavailable``. On a CPU every index means the one device. If ``XAMP_DEVICE`` has
+an index, the first use makes that device torch's current one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from xamp.accel.random import (
 from xamp.accel.use import Device, check_device, in_use
 from xamp.registry.device_in_use import is_available
 
-if TYPE_CHECKING:  # at run time they are those of the device in use, see __getattr__
+if TYPE_CHECKING:  # at run time __getattr__ returns the classes of the device in use
     from types import ModuleType
 
     from xamp.accel.neutral import device, device_of
@@ -128,95 +128,95 @@ OutOfMemoryError = torch.OutOfMemoryError
 
 
 def device_count() -> int:
-    """How many devices of the type in use there are; 1 on a CPU, where a rank modulo this must be right too."""
+    """Return the number of devices of the type in use; 1 on a CPU, so that scripts can take a rank modulo this."""
     return int(call("device_count"))
 
 
 def current_device() -> int:
-    """The index of the current device; 0 on a CPU."""
+    """Return the index of the current device; 0 on a CPU."""
     return int(call("current_device"))
 
 
 def set_device(device: Device) -> None:
-    """Make ``device`` the current one; a CPU only checks that it is a device.
+    """Make ``device`` the current one; on a CPU, only check that it is a device.
 
-    None and a device without an index stand for the current one, and change nothing.
+    None and a device without an index mean the current device and change nothing.
     """
     if check_device("set_device", device) is not None:
         call("set_device", device)
 
 
 def synchronize(device: Device = None) -> None:
-    """Wait for all work given to ``device``; a CPU has done it already."""
+    """Wait for all work given to ``device``; on a CPU, all work is done already."""
     call_on("synchronize", device)
 
 
 def init() -> None:
-    """Begin to use the device; a CPU needs no beginning."""
+    """Initialize the device; a CPU needs no initialization."""
     call("init")
 
 
 def is_initialized() -> bool:
-    """Whether the device is in use already; always on a CPU."""
+    """Tell whether the device is initialized; a CPU always is."""
     return bool(call("is_initialized"))
 
 
 def get_device_name(device: Device = None) -> str:
-    """What the device is called; on a CPU the processor's name."""
+    """Return the name of the device; on a CPU, the name of the processor."""
     return str(call_on("get_device_name", device))
 
 
 def get_device_properties(device: Device = None) -> Any:
-    """An object with ``name``, ``total_memory`` in bytes, ``multi_processor_count`` and more, as the device has it.
+    """Return an object with ``name``, ``total_memory`` in bytes, ``multi_processor_count``, and more on some devices.
 
-    On a CPU the memory is the machine's (or the container's), the processors are those that this process may run on,
-    and ``major`` and ``minor`` are 0.
+    On a CPU, the memory is that of the machine or of the container, the processors are those on which this process may
+    run, and ``major`` and ``minor`` are 0.
     """
     return call_on("get_device_properties", device)
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """The CUDA compute capability; (0, 0) on every device that has none, so that no test for a feature passes there."""
+    """Return the CUDA compute capability; (0, 0) on devices without one, so that tests for a feature fail there."""
     found = call_on("get_device_capability", device)
     if isinstance(found, (tuple, list)) and len(found) == 2:
         return int(found[0]), int(found[1])
-    return 0, 0  # others' capabilities are a dict, or None
+    return 0, 0  # other devices return a dict or None
 
 
 def get_arch_list() -> list[str]:
-    """The chips that torch was built for; empty on a CPU."""
+    """Return the chips that torch was built for; empty on a CPU."""
     return list(call("get_arch_list"))
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """Whether one device reads the other's memory; False on a CPU, which has no peer."""
+    """Tell whether ``device`` can access the memory of ``peer_device``; False on a CPU, which has no peer."""
     check_device("can_device_access_peer", device)
     check_device("can_device_access_peer", peer_device)
     return bool(call("can_device_access_peer", device, peer_device))
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Whether the device computes in bf16, as its backend declares.
+    """Tell whether the device computes in bf16, as its backend declares.
 
     Args:
-        including_emulation: False asks whether its hardware does so natively.
+        including_emulation: False asks whether the hardware computes in bf16 natively.
     """
     declared = in_use().backend.capabilities()
     return "bfloat16" in (declared.dtypes if including_emulation else declared.fast_dtypes)
 
 
 def is_tf32_supported() -> bool:
-    """Whether the device computes in TF32; False on a CPU."""
+    """Tell whether the device computes in TF32; False on a CPU."""
     return bool(call("is_tf32_supported"))
 
 
 def ipc_collect() -> None:
-    """Free memory that other processes of the machine have let go; nothing on a CPU."""
+    """Free the memory that other processes of the machine have released; nothing on a CPU."""
     call("ipc_collect")
 
 
 def cudart() -> Any:
-    """The CUDA runtime's own interface.
+    """Return the interface of the CUDA runtime.
 
     Raises:
         UnsupportedPolicy: the device has none.
@@ -227,35 +227,35 @@ def cudart() -> Any:
 
 
 def stream(stream: Stream | None) -> StreamContext:
-    """A block in which ``stream`` is the current one of this thread; None changes nothing."""
+    """Return a block in which ``stream`` is the current stream of this thread; None changes nothing."""
     context: StreamContext = call("stream", stream)
     return context
 
 
 def current_stream(device: Device = None) -> Stream:
-    """The current stream of this thread; tensors take it in ``record_stream`` on a CPU too."""
+    """Return the current stream of this thread; ``tensor.record_stream`` accepts it on a CPU too."""
     found: Stream = call_on("current_stream", device)
     return found
 
 
 def default_stream(device: Device = None) -> Stream:
-    """The stream that is current where none was chosen."""
+    """Return the stream that is current if none was chosen."""
     found: Stream = call_on("default_stream", device)
     return found
 
 
 def set_stream(stream: Stream) -> None:
-    """Make ``stream`` the current one of this thread, for good."""
+    """Make ``stream`` the current stream of this thread until another one is set."""
     call("set_stream", stream)
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether a graph is being captured; False on a CPU."""
+    """Tell whether a graph is being captured; False on a CPU."""
     return bool(call("is_current_stream_capturing"))
 
 
 def __getattr__(name: str) -> Any:
-    if name == "amp":  # torch.cuda.amp; not imported above, since xamp stands above this module
+    if name == "amp":  # torch.cuda.amp; not imported above, because xamp imports this module
         return sys.modules["xamp"]
     return attribute(name, __all__)
 

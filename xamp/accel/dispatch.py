@@ -1,4 +1,4 @@
-"""The way from a name of ``xamp.accel`` to the function of the device in use that carries it."""
+"""Finds the function of the device in use for a name of ``xamp.accel``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["attribute", "call", "call_on", "find", "takes_indices"]
 
 
 def find(name: str) -> Any:
-    """What carries ``name`` on the device in use: its runtime, else the neutral answer; None where neither does."""
+    """Return ``name`` from the runtime of the device in use, else its neutral answer, else None."""
     runtime = in_use().runtime
-    if name in streams.__all__:  # all from one of the two
+    if name in streams.__all__:  # all of them from the same module
         return getattr(runtime if hasattr(runtime, "Stream") else streams, name, None)
     found = getattr(runtime, name, None)
     if found is not None or name not in neutral.__all__:
@@ -28,7 +28,7 @@ def call(name: str, *args: Any, instead: str = "") -> Any:
     """Call ``name`` on the device in use.
 
     Raises:
-        UnsupportedPolicy: neither has it; ``instead`` is what to do, see :func:`missing`.
+        UnsupportedPolicy: the device has no such function and no neutral answer; for ``instead`` see :func:`missing`.
     """
     found = find(name)
     if found is None:
@@ -37,7 +37,7 @@ def call(name: str, *args: Any, instead: str = "") -> Any:
 
 
 def call_on(name: str, device: Device) -> Any:
-    """Call ``name`` with a device, unchanged but for None, and a device without indices: these go without.
+    """Call ``name`` with ``device``, or without an argument if ``device`` is None or the device in use has no indices.
 
     Raises:
         PolicyError, BackendUnavailable: see :func:`check_device`.
@@ -50,23 +50,23 @@ def call_on(name: str, device: Device) -> Any:
 
 
 def takes_indices() -> bool:
-    """Whether the functions of the device in use know of indices."""
+    """Tell whether the functions of the device in use take an index."""
     return hasattr(in_use().runtime, "set_device")
 
 
 def attribute(name: str, own: list[str], part: str = "") -> Any:
-    """Any other attribute that the device in use has.
+    """Return an attribute of the device in use that ``xamp.accel`` does not list.
 
     Args:
-        name: as written after ``xamp.accel.``, or after the part of it.
-        own: the names that this part has on every device.
-        part: ``"memory"`` for ``xamp.accel.memory``; empty for all of it.
+        name: the name as written after ``xamp.accel.``, or after ``xamp.accel.memory.``.
+        own: the names that this module has on every device.
+        part: ``"memory"`` for ``xamp.accel.memory``; empty for ``xamp.accel``.
 
     Raises:
-        AttributeError: it has none of that name; lists names like it.
+        AttributeError: the device has no such attribute; the message lists similar names.
     """
     where = f"xamp.accel.{part}" if part else "xamp.accel"
-    if name.startswith("__"):  # asked by inspect, pickle and the like, of any module
+    if name.startswith("__"):  # inspect, pickle and others ask any module for these
         raise AttributeError(f"module {where!r} has no attribute {name!r}")
     used = in_use()
     holder = getattr(used.runtime, part, None) if part else used.runtime

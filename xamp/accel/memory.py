@@ -1,6 +1,7 @@
 """``xamp.accel.memory``: the memory functions of torch.cuda, in bytes.
 
-On a CPU the figures are those of the process: its resident set, now and at its peak, whoever asked for the memory.
+On a CPU the figures are those of the process: its resident set, now and at its peak. They include memory that torch did
+not allocate.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ __all__ = [
 
 
 def empty_cache() -> None:
-    """Give unused memory back to the device's driver; nothing on a CPU."""
+    """Return unused memory to the device's driver; nothing on a CPU."""
     call("empty_cache")
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Bytes that tensors take up; on a CPU, the resident set of the process."""
+    """Return the bytes that tensors occupy; on a CPU, the resident set of the process."""
     return int(call_on("memory_allocated", device))
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The highest :func:`memory_allocated` since the start, or since :func:`reset_peak_memory_stats`, in bytes."""
+    """Return the peak of :func:`memory_allocated` since the start or :func:`reset_peak_memory_stats`, in bytes."""
     return int(call_on("max_memory_allocated", device))
 
 
 def memory_reserved(device: Device = None) -> int:
-    """Bytes that torch's allocator holds, in use or not; on a CPU, the resident set of the process."""
+    """Return the bytes that torch's allocator holds, used or not; on a CPU, the resident set of the process."""
     return int(call_on("memory_reserved", device))
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """The highest :func:`memory_reserved` since the start, or since :func:`reset_peak_memory_stats`, in bytes."""
+    """Return the peak of :func:`memory_reserved` since the start or :func:`reset_peak_memory_stats`, in bytes."""
     return int(call_on("max_memory_reserved", device))
 
 
@@ -66,7 +67,7 @@ def max_memory_cached(device: Device = None) -> int:
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Let both peaks begin anew; on a CPU as far as the system can, which beside Linux is not at all."""
+    """Reset both peaks; on a CPU, this works only on Linux, as far as the system allows."""
     call_on("reset_peak_memory_stats", device)
 
 
@@ -81,18 +82,18 @@ def reset_max_memory_cached(device: Device = None) -> None:
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Let the counts in :func:`memory_stats` begin anew; a CPU keeps none."""
+    """Reset the counts in :func:`memory_stats`; a CPU keeps none."""
     call_on("reset_accumulated_memory_stats", device)
 
 
 def memory_stats(device: Device = None) -> dict[str, Any]:
-    """Figures of torch's allocator, by name; on a CPU those four that can be told, under the same names."""
+    """Return the figures of torch's allocator, by name; on a CPU, only the four that are known, under these names."""
     found: dict[str, Any] = call_on("memory_stats", device)
     return found
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """A text for people."""
+    """Return a summary of the memory figures as text."""
     check_device("memory_summary", device)
     native = find("memory_summary")
     if native is None:
@@ -102,11 +103,11 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def memory_snapshot(mempool_id: Any = None, include_traces: bool = True) -> Any:
-    """The allocator's segments; a CPU has none.
+    """Return the allocator's segments; a CPU has none.
 
     Args:
-        mempool_id: passed on where it is not None.
-        include_traces: passed on where it is not True.
+        mempool_id: passed on if it is not None.
+        include_traces: passed on if it is not True.
     """
     if include_traces:
         return call("memory_snapshot", *(() if mempool_id is None else (mempool_id,)))
@@ -114,17 +115,17 @@ def memory_snapshot(mempool_id: Any = None, include_traces: bool = True) -> Any:
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Bytes free and bytes in all; on a CPU of the machine, or of the container where that has less.
+    """Return the free bytes and the total bytes; on a CPU, those of the machine, or of the container if it has less.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report them.
     """
     free, total = call_on("mem_get_info", device)
     return int(free), int(total)
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Bound torch's allocator to a part, 0 to 1, of the device's memory; a CPU's has no bound.
+    """Limit torch's allocator to a fraction, 0 to 1, of the device's memory; on a CPU there is no limit.
 
     Raises:
         PolicyError: on a CPU, ``fraction`` is not a number from 0 to 1.

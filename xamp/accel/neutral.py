@@ -1,6 +1,6 @@
-"""What names of torch.cuda come to on a device with one index and one queue of work, such as a CPU.
+"""Neutral answers: functions of torch.cuda for a device with one index and one queue of work, such as a CPU.
 
-An accelerator whose module in torch lacks one of these names gets it from here too, where that cannot be wrong.
+If the torch module of an accelerator lacks one of these names, it also comes from here, where that cannot be wrong.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = [
     "set_rng_state_all",
 ]
 
-# Right only where there is one index.
+# These answers are right only on a device with one index.
 INDEX_NAMES = ("can_device_access_peer", "current_device", "device", "device_of", "set_device")
 
 
 class device:
-    """A block in which that device is the current one. It always is, with one index.
+    """A block in which that device is the current one. With one index, it always is.
 
     Args:
-        device: as torch.cuda takes it.
+        device: a device as torch.cuda takes it.
 
     Raises:
-        PolicyError: it is not of the type in use.
+        PolicyError: ``device`` is not of the type in use.
     """
 
     def __init__(self, device: Device) -> None:
@@ -68,36 +68,36 @@ class device_of(device):
 
 
 def set_device(device: Device) -> None:
-    """Check ``device``; it is the current one already."""
+    """Check ``device``; it is the current device already."""
     check_device("set_device", device)
 
 
 def current_device() -> int:
-    """0, the one index."""
+    """Return 0, the only index."""
     return 0
 
 
 def device_count() -> int:
-    """How many devices the backend names."""
+    """Return the number of devices that the backend lists."""
     return len(in_use().backend.devices())
 
 
 def is_current_stream_capturing() -> bool:
-    """False: there are no graphs to capture."""
+    """Return False: there are no graphs to capture."""
     return False
 
 
 def init() -> None:
-    """Nothing: the probe has used the device."""
+    """Do nothing: the probe has initialized the device."""
 
 
 def is_initialized() -> bool:
-    """True: the probe has used the device."""
+    """Return True: the probe has initialized the device."""
     return True
 
 
 def get_device_name(device: Device = None) -> str:
-    """What the backend calls the device."""
+    """Return the backend's name for the device."""
     index, used = check_device("get_device_name", device), in_use()
     if index is None and hasattr(used.runtime, "current_device"):
         index = int(used.runtime.current_device())
@@ -105,60 +105,60 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """(0, 0): no CUDA compute capability."""
+    """Return (0, 0): the device has no CUDA compute capability."""
     return 0, 0
 
 
 def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """False: there is no other device."""
+    """Return False: there is no other device."""
     return False
 
 
 def get_arch_list() -> list[str]:
-    """Empty: torch was built for no chips of this kind in particular."""
+    """Return an empty list: torch was not built for particular chips of this type."""
     return []
 
 
 def get_gencode_flags() -> str:
-    """Empty, see :func:`get_arch_list`."""
+    """Return an empty string; see :func:`get_arch_list`."""
     return ""
 
 
 def is_tf32_supported() -> bool:
-    """False: TF32 is a format of CUDA devices."""
+    """Return False: TF32 is a format of CUDA devices."""
     return False
 
 
 def empty_cache() -> None:
-    """Nothing: there is no cache of memory."""
+    """Do nothing: there is no cache of memory."""
 
 
 def ipc_collect() -> None:
-    """Nothing: no memory of the device is shared between processes."""
+    """Do nothing: processes share no memory of the device."""
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed the generator of the one device."""
-    _of_one("manual_seed_all", "manual_seed")(seed)
+    _single_device_function("manual_seed_all", "manual_seed")(seed)
 
 
 def seed_all() -> None:
     """Seed the generator of the one device at random."""
-    _of_one("seed_all", "seed")()
+    _single_device_function("seed_all", "seed")()
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The state of the generator of the one device."""
-    return [_of_one("get_rng_state_all", "get_rng_state")()]
+    """Return the state of the generator of the one device, in a list."""
+    return [_single_device_function("get_rng_state_all", "get_rng_state")()]
 
 
 def set_rng_state_all(new_states: Any) -> None:
-    """Set the state of the generator of the one device, from a list of one."""
+    """Set the state of the generator of the one device, from a list with one state."""
     (state,) = new_states
-    _of_one("set_rng_state_all", "set_rng_state")(state)
+    _single_device_function("set_rng_state_all", "set_rng_state")(state)
 
 
-def _of_one(name: str, single: str) -> Any:
+def _single_device_function(name: str, single: str) -> Any:
     found = getattr(in_use().runtime, single, None)
     if found is None or count() != 1:
         raise missing(name)

@@ -1,6 +1,6 @@
-"""``xamp.accel.nvtx``: the names of torch.cuda.nvtx, which mark what a script does for a profiler.
+"""``xamp.accel.nvtx``: the names of torch.cuda.nvtx, which annotate parts of a script for a profiler.
 
-Where the device's module has no such marks, they become ranges of ``torch.profiler``.
+If the device's module has no nvtx, the annotations become ranges of ``torch.profiler``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from xamp.accel.use import in_use
 __all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start"]
 
 _thread = threading.local()  # .open: the ranges that range_push opened, innermost last
-_started: dict[int, Any] = {}  # those of range_start, which may end in another thread
+_started: dict[int, Any] = {}  # ranges of range_start, which may end in another thread
 _handles = itertools.count(1)
 
 
 def range_push(msg: str) -> int:
-    """Open a range within those open in this thread.
+    """Open a range inside the ranges that are open in this thread.
 
     Returns:
-        How many were open, as torch.cuda.nvtx counts them: 0 for the outermost.
+        The number of ranges that were open before, as in torch.cuda.nvtx: 0 for the outermost range.
     """
     native = _native()
     if native is not None:
@@ -40,7 +40,7 @@ def range_pop() -> int:
     """Close the innermost range that :func:`range_push` opened in this thread.
 
     Returns:
-        How many are open still; -1 where none was open, as torch.cuda.nvtx has it, which takes that for no error.
+        The number of ranges that are still open; -1 if none was open, which is no error, as in torch.cuda.nvtx.
     """
     native = _native()
     if native is not None:
@@ -53,7 +53,7 @@ def range_pop() -> int:
 
 
 def range_start(msg: str) -> int:
-    """Begin a range that ends anywhere; returns what :func:`range_end` takes."""
+    """Begin a range that may end in any thread; return its handle for :func:`range_end`."""
     native = _native()
     if native is not None:
         return int(native.range_start(msg))
@@ -72,7 +72,7 @@ def range_end(range_id: int) -> None:
 
 
 def mark(msg: str) -> None:
-    """Note one moment."""
+    """Mark one moment."""
     native = _native()
     if native is not None:
         native.mark(msg)
@@ -82,7 +82,7 @@ def mark(msg: str) -> None:
 
 @contextlib.contextmanager
 def range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """A block, or a decorated function, as a range called ``msg.format(*args, **kwargs)``."""
+    """Make a block, or a decorated function, a range with the name ``msg.format(*args, **kwargs)``."""
     with contextlib.ExitStack() as at_end:
         range_push(msg.format(*args, **kwargs))
         at_end.callback(range_pop)

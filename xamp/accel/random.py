@@ -1,7 +1,8 @@
-"""``xamp.accel.random``: the names of torch.cuda.random, on the generator that the device in use draws from.
+"""``xamp.accel.random``: the names of torch.cuda.random, for the random generator of the device in use.
 
-On a CPU that is torch's default generator, the one of ``torch.manual_seed``: seeding, saving and restoring here is
-seeding, saving and restoring there. A script that seeds both alike, one after the other, draws what it always drew.
+On a CPU that is torch's default generator, the one of ``torch.manual_seed``. Seeding, saving and restoring one is the
+same as seeding, saving and restoring the other. A script that seeds both with one seed draws the same numbers as
+before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed the generators of all devices of the type in use alike."""
+    """Seed the generators of all devices of the type in use with the same seed."""
     call("manual_seed_all", seed)
 
 
@@ -47,15 +48,15 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """What the generator of the current device was seeded with."""
+    """Return the seed of the generator of the current device."""
     return int(call("initial_seed"))
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    """The state of a device's generator.
+    """Return the state of a device's generator.
 
     Returns:
-        A uint8 tensor on the CPU, of a length of the device type's own: it fits no other.
+        A uint8 tensor on the CPU. Its length depends on the device type, so it fits no other type.
     """
     check_device("get_rng_state", device)
     state: torch.Tensor = call("get_rng_state", *_place(device))
@@ -63,26 +64,26 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all devices' generators, in index order; see :func:`get_rng_state`."""
+    """Return the states of all devices' generators, in index order; see :func:`get_rng_state`."""
     states: list[torch.Tensor] = call("get_rng_state_all")
     return states
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
-    """Set the state of a device's generator to what :func:`get_rng_state` returned.
+    """Set the state of a device's generator to a state from :func:`get_rng_state`.
 
     Raises:
-        CheckpointError: on a CPU, a state that was taken on another kind of device.
+        CheckpointError: on a CPU, the state is from another type of device.
     """
     check_device("set_rng_state", device)
     call("set_rng_state", new_state, *_place(device))
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the states of all devices' generators to what :func:`get_rng_state_all` returned.
+    """Set the states of all devices' generators to the states from :func:`get_rng_state_all`.
 
     Raises:
-        CheckpointError: as :func:`set_rng_state`, or the states of several devices.
+        CheckpointError: as :func:`set_rng_state`, or the states are from several devices.
     """
     call("set_rng_state_all", new_states)
 

@@ -1,6 +1,6 @@
 """Streams and events of a device with one queue of work, such as a CPU.
 
-All work runs in the order in which it was given: a stream waits for nothing, and whatever was recorded is next in line.
+All work runs in the order in which it was submitted. So a stream never has to wait for another one.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from xamp.accel.use import Device, check_device, in_use, missing
 from xamp.errors import PolicyError, StateError
 from xamp.registry.registry import HOST
 
-# Only together: an event of one kind cannot be recorded in a stream of another.
+# A device gets all of these or none: an event of one module cannot be recorded in a stream of another.
 __all__ = ["Event", "Stream", "StreamContext", "current_stream", "default_stream", "set_stream", "stream"]
 
-_thread = threading.local()  # .stream: the current one, where one was chosen
+_thread = threading.local()  # .stream: this thread's current stream, if it has chosen one
 _defaults: dict[str, Stream] = {}  # by device type
-_OURS = 0x78616D70 << 16  # ids from here on tell torch's operators that a stream is one of these
-_ids = itertools.count(_OURS)
-_recording: set[str] = set()  # device types that record_stream runs on, or cannot
+_FIRST_ID = 0x78616D70 << 16  # a stream with this id or a higher one is of this module
+_ids = itertools.count(_FIRST_ID)
+_recording: set[str] = set()  # device types whose record_stream has been checked
 _lock = threading.Lock()
 
 
 class Stream(torch.Stream):
-    """The one queue of the device, under torch.cuda's name for several.
+    """The one queue of the device. All streams of a device are this queue.
 
-    It is a ``torch.Stream``, as that of torch.cuda is, since ``tensor.record_stream`` takes nothing else.
+    The class derives from ``torch.Stream``, as torch.cuda's does: ``tensor.record_stream`` accepts nothing else.
 
     Args:
-        device: as torch.cuda takes it.
-        priority: kept, and without effect.
-        kwargs: what torch.cuda.Stream takes to wrap a stream of its own; without effect.
+        device: a device as torch.cuda takes it.
+        priority: stored, without effect.
+        kwargs: the arguments with which torch.cuda.Stream wraps an existing stream; without effect.
 
     Raises:
         PolicyError: ``device`` is not of the type in use.
     """
 
     def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
-        """Give the stream an id of its own; a stream of device type 0, the CPU's, can be made on any machine."""
+        """Make the stream with a unique id, on device type 0: that is the CPU, which every machine has."""
         return super().__new__(cls, stream_id=next(_ids), device_index=-1, device_type=0)
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
@@ -51,12 +51,12 @@ class Stream(torch.Stream):
         kind = in_use().device_type
         self.priority = priority
         self._device = torch.device(kind) if kind == HOST else torch.device(kind, 0)
-        self._around: list[StreamContext] = []
-        _let_record(kind)
+        self._contexts: list[StreamContext] = []
+        _support_record_stream(kind)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]  # a variable in torch's annotations
-        """The device in use when it was made."""
+        """The device that was in use when the stream was made."""
         return self._device
 
     def synchronize(self) -> None:
@@ -64,58 +64,58 @@ class Stream(torch.Stream):
         _wait()
 
     def query(self) -> bool:
-        """Whether all work given to the device is done: waits for it, so that it is."""
+        """Wait for all work given to the device, and return True: the work is done then."""
         _wait()
         return True
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Nothing: what was given to ``stream`` before is done before."""
+        """Do nothing: work that was given to ``stream`` earlier runs earlier."""
 
     def wait_event(self, event: Event) -> None:  # type: ignore[override]  # these events only
-        """Nothing: what was given before ``event`` is done before."""
+        """Do nothing: work that was given before ``event`` runs earlier."""
 
     def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
-        """Record ``event`` (None: a new one) and return it."""
+        """Record ``event``, or a new event if it is None, and return it."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     @classmethod
     def priority_range(cls) -> tuple[int, int]:
-        """Lowest and highest priority: there is one only."""
+        """Return the lowest and the highest priority; there is only one."""
         return 0, 0
 
     def __enter__(self) -> Stream:
-        self._around.append(StreamContext(self))
-        self._around[-1].__enter__()
+        self._contexts.append(StreamContext(self))
+        self._contexts[-1].__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._around.pop().__exit__(*raised)
+        self._contexts.pop().__exit__(*raised)
 
     def __repr__(self) -> str:
         return f"<xamp.accel.Stream device={self.device}>"
 
 
-def _let_record(kind: str) -> None:
-    """Give devices of this type a ``tensor.record_stream`` where torch has none; any other stream is refused as before.
+def _support_record_stream(kind: str) -> None:
+    """Register ``tensor.record_stream`` for this device type if torch has none; it refuses streams of other modules.
 
-    Nothing is left to do in it: work that is given later uses the tensor's memory later.
+    It has nothing to do: work that is given later uses the tensor's memory later.
     """
 
     def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-        if stream.stream_id < _OURS:
+        if stream.stream_id < _FIRST_ID:
             raise NotImplementedError(f"record_stream on {kind}: torch has no streams there; take xamp.accel's")
 
     with _lock:
         if kind in _recording:
             return
         try:
-            torch.empty(0, device=kind).record_stream(torch.Stream(stream_id=_OURS, device_index=-1, device_type=0))
+            torch.empty(0, device=kind).record_stream(torch.Stream(stream_id=_FIRST_ID, device_index=-1, device_type=0))
         except NotImplementedError:
             torch.library.register_kernel("aten::record_stream", kind, record_stream)
         except RuntimeError:
-            pass  # torch has one, for streams that its module does not show
+            pass  # torch has a record_stream here, for streams that its module does not offer
         _recording.add(kind)
 
 
@@ -123,7 +123,7 @@ class Event:
     """A point in the one queue of the device.
 
     Args:
-        enable_timing: whether :meth:`elapsed_time` may be asked; each record then waits for the device.
+        enable_timing: whether :meth:`elapsed_time` can be used; each record then waits for the device.
         blocking: without effect.
         interprocess: without effect.
         external: without effect.
@@ -136,28 +136,28 @@ class Event:
         self._seconds: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Take the time at which the work given so far is done."""
+        """Record the event. A timed event waits for the work given so far and stores the time."""
         if self._timing:
             _wait()
             self._seconds = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing: what was given before the event is done before anything given now."""
+        """Do nothing: work that was given before the event runs before work that is given now."""
 
     def synchronize(self) -> None:
-        """Wait for all work given to the device, what came before the event included."""
+        """Wait for all work given to the device, which includes the work before the event."""
         _wait()
 
     def query(self) -> bool:
-        """Whether the work before the event is done: waits for it, so that it is."""
+        """Wait for the work before the event, and return True: the work is done then."""
         _wait()
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to ``end_event``.
+        """Return the milliseconds from this event to ``end_event``.
 
         Raises:
-            StateError: one of the two is not timed or was not recorded.
+            StateError: one of the two events is not timed or was not recorded.
         """
         start, end = self._seconds, end_event._seconds
         if start is None or end is None:
@@ -172,13 +172,13 @@ class Event:
 
 
 class StreamContext:
-    """Makes ``stream`` the current one of this thread within its block; may be entered again.
+    """A block in which ``stream`` is the current stream of this thread. It may be entered again.
 
     Args:
         stream: a :class:`Stream`; None changes nothing.
 
     Raises:
-        PolicyError: it is neither.
+        PolicyError: ``stream`` is neither.
     """
 
     def __init__(self, stream: Stream | None) -> None:
@@ -197,25 +197,25 @@ class StreamContext:
 
 
 def stream(stream: Stream | None) -> StreamContext:
-    """See :class:`StreamContext`."""
+    """Return a block in which ``stream`` is current; see :class:`StreamContext`."""
     return StreamContext(stream)
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make ``stream`` the current one of this thread; None changes nothing."""
+    """Make ``stream`` the current stream of this thread; None changes nothing."""
     if stream is not None:
         _thread.stream = _checked("set_stream", stream)
 
 
 def current_stream(device: Device = None) -> Stream:
-    """The stream that this thread chose last, else the default one."""
+    """Return the stream that this thread chose last, else the default stream."""
     check_device("current_stream", device)
     chosen: Stream | None = getattr(_thread, "stream", None)
     return default_stream() if chosen is None else chosen
 
 
 def default_stream(device: Device = None) -> Stream:
-    """The stream that is current where none was chosen; the same object for all of the process."""
+    """Return the stream that is current if a thread has chosen none: the same object in the whole process."""
     check_device("default_stream", device)
     kind = in_use().device_type
     if kind not in _defaults:

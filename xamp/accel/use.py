@@ -1,4 +1,4 @@
-"""Which device ``xamp.accel`` speaks to, and what may be passed to it as a device."""
+"""Finds the device that ``xamp.accel`` uses, and checks arguments that name a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InUse(NamedTuple):
 
     Attributes:
         device_type: the type of :func:`xamp.device`.
-        backend: what serves it.
+        backend: the backend of that device type.
         runtime: see :meth:`xamp.contract.Backend.runtime`.
     """
 
@@ -32,11 +32,11 @@ class InUse(NamedTuple):
 
 
 _last: tuple[device_in_use.InUse, InUse] | None = None
-_made_current: str | None = None  # the value of XAMP_DEVICE whose index was made torch's current one
+_made_current: str | None = None  # the last value of XAMP_DEVICE that was applied as torch's current device
 
 
 def in_use() -> InUse:
-    """The device in use with its runtime: every call of ``xamp.accel`` passes here.
+    """Return the device in use with its runtime; every call of ``xamp.accel`` comes here.
 
     Raises:
         BackendUnavailable: as :func:`xamp.device` and :func:`xamp.distributed_backend`, or torch has no module for the
@@ -60,8 +60,8 @@ def _with_runtime(used: device_in_use.InUse) -> InUse:
             "Its class must override Backend.runtime, see xamp.contract."
         ) from error
     wanted, index = os.environ.get(device_in_use.DEVICE_VARIABLE), index_of(chosen)
-    # Else XAMP_DEVICE=type:1 would put tensors on 1 while every figure and wait below is about 0. Once a value, so that
-    # a script's own set_device stays in force.
+    # Without this, XAMP_DEVICE=type:1 would put tensors on device 1, while statistics and synchronize() would be those
+    # of device 0. It is done once per value of the variable, so that a set_device() of the script stays in force.
     if index is not None and wanted != _made_current and hasattr(runtime, "set_device"):
         runtime.set_device(index)
     _made_current = wanted
@@ -69,7 +69,7 @@ def _with_runtime(used: device_in_use.InUse) -> InUse:
 
 
 def count() -> int:
-    """How many indices the device in use has: 1 on a CPU."""
+    """Return the number of indices of the device in use: 1 on a CPU."""
     used = in_use()
     if hasattr(used.runtime, "device_count"):
         return int(used.runtime.device_count())
@@ -77,23 +77,23 @@ def count() -> int:
 
 
 def index_of(device: torch.device) -> int | None:
-    """Its index; torch's annotations know of no None."""
+    """Return the index of ``device``, which may be None, contrary to torch's annotations."""
     return device.index
 
 
 def check_device(name: str, device: Device) -> int | None:
-    """Refuse what is no device of the type in use; on a CPU, whose index means nothing, any index is right.
+    """Check that ``device`` is a device of the type in use. On a CPU any index is valid, because it has no meaning.
 
     Args:
-        name: the function of ``xamp.accel`` it was passed to.
-        device: as torch.cuda takes it. Negative indices are left to that function.
+        name: the function of ``xamp.accel`` that got the argument.
+        device: a device as torch.cuda takes it. That function checks negative indices.
 
     Returns:
-        Its index; None for the current device.
+        The index; None for the current device.
 
     Raises:
-        PolicyError: it is no device, or one of another type.
-        BackendUnavailable: there is none of that index.
+        PolicyError: ``device`` is not a device, or is of another type.
+        BackendUnavailable: there is no device with that index.
     """
     if device is None:
         return None
@@ -124,11 +124,11 @@ def _index(call: str, device: object, in_use_type: str) -> int | None:
 
 
 def missing(name: str, instead: str = "") -> UnsupportedPolicy:
-    """The error for a name of torch.cuda that the device in use cannot follow.
+    """Return the error for a function of torch.cuda that the device in use does not have.
 
     Args:
         name: the function of ``xamp.accel``.
-        instead: what to do; empty names the guard.
+        instead: the remedy; if empty, the message shows how to guard the call.
     """
     used = in_use()
     has = getattr(used.runtime, "__name__", type(used.runtime).__name__)

@@ -249,7 +249,7 @@ regions: dict[tuple[str, torch.dtype], Casting] = {}
 
 def here() -> Casting | None:
     """The casting for the caller: that of xamp's region around it, which may be None, or the newest handle's."""
-    mark = active.surrounding()
+    mark = active.innermost()
     if mark is not None:
         casting: Casting | None = mark.casting
         return casting

@@ -1,1 +1,1 @@
-"""Which operator runs in which dtype."""
+"""Decides which operator runs in which dtype, and casts."""

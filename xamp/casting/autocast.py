@@ -22,16 +22,17 @@ from xamp.registry import device_in_use
 __all__ = ["Casts", "Reentrant", "autocast"]
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_is_traced = torch.compiler.is_dynamo_compiling
+_is_tracing = torch.compiler.is_dynamo_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Opened(threading.local):
-    """How to leave what this thread entered. With the thread, not the object: one object may be entered by many.
+    """The functions that leave the regions which this thread has entered.
 
-    The last entered is left first, whoever asks: so that regions which a generator leaves out of order still end with
-    the state that was there before.
+    The thread keeps them, and not the context manager, because several threads may enter one object. Any exit leaves
+    the region that was entered last. So the state from before all of them is restored in the end, even if a generator
+    leaves regions out of order.
     """
 
     def __init__(self) -> None:
@@ -42,25 +43,25 @@ _opened = _Opened()
 
 
 class Reentrant:
-    """A region as a context manager: one object may be entered again while it is open, and from several threads.
+    """A region as a context manager. One object may be entered again while it is open, and from several threads.
 
     Attributes:
-        _cached: whether casts of weights are cached inside; None: as around it.
+        _cached: whether casts of weights are cached inside; None keeps the setting of the code around it.
     """
 
     _cached: bool | None = True
 
     def __init__(self) -> None:
-        self._traced: list[Any] = []  # a compiled function makes an object of its own
+        self._traced: list[Any] = []  # not per thread: a compiled function makes its own object
 
     def _mark(self) -> Mark:
-        """The region to enter, found on entry."""
+        """Return the mark of the region to enter; called on each entry."""
         raise NotImplementedError
 
     @keep_eager
     def __enter__(self) -> Any:
         mark = self._mark()
-        if _is_traced():
+        if _is_tracing():
             region = active.traced_region(mark, self._cached)
             region.__enter__()
             self._traced.append(region)
@@ -70,7 +71,7 @@ class Reentrant:
 
     @keep_eager
     def __exit__(self, *_: object) -> None:
-        if _is_traced():
+        if _is_tracing():
             self._traced.pop().__exit__(None, None, None)
         else:
             if not _opened.regions:
@@ -79,10 +80,11 @@ class Reentrant:
 
 
 class Casts(Reentrant, torch.autocast):
-    """A region with a mark that is known, also as a decorator.
+    """A region whose mark is given; a context manager and a decorator.
 
-    It is a ``torch.autocast``, so that code that asks for one finds it. One that was made outside of the function that
-    the compiler traces is a torch.autocast to it too: it reads the four properties and runs nothing of what is here.
+    It is a ``torch.autocast``, so that code that tests for one accepts it. If the object was made outside of the
+    function that the compiler traces, the compiler also treats it as a torch.autocast: it reads the four properties
+    below and runs none of the methods.
     """
 
     def __init__(self, mark: Mark, cached: bool | None = True) -> None:
@@ -100,7 +102,7 @@ class Casts(Reentrant, torch.autocast):
         if torch._guards.TracingContext.try_get() is not None and (
             needs.registered or (mark.portable and mark.device_type in needs.extended)
         ):
-            # The compiler ends its graph here and has the block run as it is; with fullgraph=True it shows this.
+            # The compiler breaks the graph here and runs the block eagerly; with fullgraph=True it raises this error.
             raise torch._dynamo.exc.Unsupported(
                 "autocast(): made outside of the function that torch.compile traces, which would leave out what xamp "
                 "adds to the device's own autocast. Make it inside: with xamp.autocast(): ..."
@@ -109,7 +111,7 @@ class Casts(Reentrant, torch.autocast):
 
     @property
     def fast_dtype(self) -> torch.dtype | None:  # type: ignore[override]
-        """What operators are cast to."""
+        """The dtype to which operators are cast."""
         return self._mark().dtype or torch._C.get_autocast_dtype(self._mark().device_type or "")
 
     @property
@@ -121,7 +123,7 @@ class Casts(Reentrant, torch.autocast):
         return torch._C.is_autocast_cache_enabled() if self._cached is None else self._cached
 
     def _arguments(self) -> tuple[Any, ...]:
-        """What another of this class is made with."""
+        """Return the arguments that make an equal object of this class."""
         return self._given, self._cached
 
     def __call__(self, func: _Function) -> _Function:
@@ -139,7 +141,7 @@ class Casts(Reentrant, torch.autocast):
 
         @functools.wraps(func)
         def in_region(*args: Any, **kwargs: Any) -> Any:
-            with made(*arguments):  # a new one, which the compiler traces
+            with made(*arguments):  # a new object, which the compiler can trace
                 return func(*args, **kwargs)
 
         in_region.__script_unsupported = "@autocast() is not supported in script mode"  # type: ignore[attr-defined]
@@ -154,13 +156,13 @@ class autocast(Casts):
 
     Operators are cast by the portable policy: the same result dtypes on every device.
 
-    Making one asks no device; that happens on each entry. One object may be entered again while it is open, and by
-    several threads.
+    Each entry looks up the device in use; making the object does not. One object may be entered again while it is open,
+    and by several threads.
 
     Args:
         enabled: False switches casts off inside.
-        dtype: ``torch.float16`` or ``torch.bfloat16``; None is float16, on every device.
-        cache_enabled: whether casts of weights are cached inside; None leaves that as it is.
+        dtype: ``torch.float16`` or ``torch.bfloat16``; None means float16 on every device.
+        cache_enabled: whether casts of weights are cached inside; None leaves that setting as it is.
 
     Raises:
         PolicyError: an argument that cannot be right anywhere.
@@ -172,14 +174,14 @@ class autocast(Casts):
         self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = True
     ) -> None:
         Reentrant.__init__(self)
-        self._on = _switch("enabled", enabled)
+        self._on = _read_switch("enabled", enabled)
         if self._on and dtype is not None and dtype not in _DTYPES:
             raise PolicyError(
                 f"autocast(dtype={dtype!r}): autocast casts to torch.float16 or torch.bfloat16; None is torch.float16. "
                 "For float32: autocast(enabled=False)."
             )
         self._dtype = dtype
-        self._cached = None if cache_enabled is None else _switch("cache_enabled", cache_enabled)
+        self._cached = None if cache_enabled is None else _read_switch("cache_enabled", cache_enabled)
 
     def _mark(self) -> Mark:
         return _in_use(self._on, self._dtype)
@@ -188,8 +190,8 @@ class autocast(Casts):
         return self._on, self._dtype, self._cached
 
 
-def _switch(name: str, value: object) -> bool:
-    """``value`` as torch.autocast reads it; a string spells a boolean, as everywhere in xamp."""
+def _read_switch(name: str, value: object) -> bool:
+    """Return ``value`` as a boolean, as torch.autocast reads it; a string may spell one, as everywhere in xamp."""
     if value is True or value is False:
         return value
     if callable(value) or (isinstance(value, str) and value.strip().lower() not in ("true", "false")):
@@ -200,23 +202,23 @@ def _switch(name: str, value: object) -> bool:
     return bool(boolean(name, value if isinstance(value, str) else bool(value), call="autocast"))
 
 
-_found: dict[tuple[bool, torch.dtype | None], tuple[device_in_use.InUse, Mark]] = {}
+_marks: dict[tuple[bool, torch.dtype | None], tuple[device_in_use.InUse, Mark]] = {}
 
 
 def _in_use(on: bool, dtype: torch.dtype | None) -> Mark:
-    """The region of the device in use; what was found before, while that is the device in use."""
-    used, known = device_in_use.in_use(), _found.get((on, dtype))
+    """Return the mark for the device in use; it is found again only after the device in use has changed."""
+    used, known = device_in_use.in_use(), _marks.get((on, dtype))
     if known is not None and known[0] is used:
         return known[1]
-    mark = _find(on, dtype, used)
-    _found[on, dtype] = used, mark
+    mark = _find_mark(on, dtype, used)
+    _marks[on, dtype] = used, mark
     return mark
 
 
 _in_use._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.mark
 
 
-def _find(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -> Mark:
+def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -> Mark:
     chosen, backend = used
     if not torch.amp.is_autocast_available(chosen.type):
         raise UnsupportedPolicy(f"autocast(): torch has no autocast for {chosen.type!r}, the device in use.")

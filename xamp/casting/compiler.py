@@ -1,4 +1,4 @@
-"""What torch.compile must leave alone, said without importing the compiler."""
+"""Excludes functions from torch.compile without importing the compiler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
-    """Have the compiler leave the frames of ``function`` alone, and those of what it calls if ``inner``.
+    """Make the compiler skip the frames of ``function``, and if ``inner`` also the frames of the functions it calls.
 
-    Where the compiler gives up on a function that it was to compile, that runs as it is, and each function that it
-    calls is taken for one to compile. What sets the thread's state, or asks for it, would then do so while it is being
-    traced, and not when it runs. Being traced as a part of another function is another matter, and stays possible.
+    If the compiler cannot compile a function, it runs that function eagerly and tries to compile each function that it
+    calls. A function that sets or reads the thread's state would then do so while it is traced, and not when it runs.
+    The compiler can still inline ``function`` into another function that it traces.
     """
     frames: Any = torch._C._dynamo.eval_frame
     code = function.__code__

@@ -1,4 +1,4 @@
-"""``custom_fwd`` and ``custom_bwd`` of ``torch.cuda.amp``, on the device that the arguments are on."""
+"""``custom_fwd`` and ``custom_bwd`` of ``torch.cuda.amp``, for the device that holds the arguments."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["custom_bwd", "custom_fwd"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DEVICE_TYPE = "_xamp_device_type"
-_WATCHED = "_xamp_watched"
+_WRAPPED = "_xamp_watched"
 
 
-_State = tuple[str, bool, "torch.dtype"]  # of a forward: device type, whether autocast was on inside, its dtype
+_State = tuple[str, bool, "torch.dtype"]  # of a forward: device type, whether autocast was on inside, autocast dtype
 
 
-class _Last(threading.local):
+class _LastForward(threading.local):
     state: _State | None = None
 
 
-_last = _Last()
+_last = _LastForward()
 
 
 @overload
@@ -40,14 +40,14 @@ def custom_fwd(fwd: None = None, *, cast_inputs: torch.dtype | None = None) -> C
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """Decorate ``forward`` of a ``torch.autograd.Function``, as ``torch.cuda.amp.custom_fwd`` does.
 
-    The device is that of the first tensor among the arguments that is on an accelerator, else of the first tensor, else
-    the device in use. Both styles of forward are taken: with a context, and without one beside a ``setup_context``
-    (which sees the inputs as they were before ``cast_inputs``).
+    The device is the one of the first argument tensor on an accelerator, else of the first tensor, else the device in
+    use. Both styles of forward work: with a context as the first argument, and without one beside a ``setup_context``.
+    The latter gets the inputs as they were before ``cast_inputs``.
 
     Args:
         fwd: the function; None returns the decorator.
-        cast_inputs: where autocast is on, floating tensors among the arguments (on that device, not float64) are cast
-            to this and autocast is off inside. None leaves both as they are.
+        cast_inputs: where autocast is on, argument tensors that are floating (on that device, not float64) are cast to
+            this dtype, and autocast is off inside. None leaves both as they are.
     """
     if fwd is None:
         return functools.partial(custom_fwd, cast_inputs=cast_inputs)
@@ -59,12 +59,12 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         state = kind, on and cast_inputs is None, dtype
         dtype_inside = cast_inputs if on else None
         if args and isinstance(args[0], FunctionCtx):
-            _note(args[0], state)
+            _store_state(args[0], state)
             return _run(fwd, kind, dtype_inside, args, kwargs)
         if not torch.compiler.is_compiling():
-            _watch_setup_context(sys._getframe(1).f_locals.get("cls"))
+            _wrap_setup_context(sys._getframe(1).f_locals.get("cls"))
         result = _run(fwd, kind, dtype_inside, args, kwargs)
-        _last.state = state  # and not before: the forward may have run another one
+        _last.state = state  # only now: the forward may have run another forward
         return result
 
     return forward
@@ -81,7 +81,7 @@ def _run(fwd: Callable[..., Any], kind: str, dtype: torch.dtype | None, args: An
 def custom_bwd(bwd: _Function) -> _Function:
     """Decorate ``backward`` of a ``torch.autograd.Function``: it runs under the autocast state of its forward.
 
-    As ``torch.cuda.amp.custom_bwd``; the forward must be decorated with :func:`custom_fwd` or torch's.
+    It works as ``torch.cuda.amp.custom_bwd``. The forward must be decorated with :func:`custom_fwd` or torch's own.
 
     Raises:
         StateError: in backward, where the forward's state is not known.
@@ -107,27 +107,27 @@ def _device_type(values: tuple[Any, ...]) -> str:
     return next((kind for kind in kinds if kind != HOST), HOST) if kinds else device_in_use.device_type()
 
 
-def _watch_setup_context(cls: Any) -> None:
-    """Have ``setup_context`` of ``cls`` note the state of the forward that ran just before it, on the same thread.
+def _wrap_setup_context(cls: Any) -> None:
+    """Wrap ``setup_context`` of ``cls`` to store the state of the forward that ran just before, on the same thread.
 
-    Between the two nothing is handed on but inputs and outputs, and nothing else of a backward's context is known.
+    torch passes only inputs and outputs from the forward to ``setup_context``, and the forward cannot see the context.
     """
     setup = getattr(cls, "setup_context", None)
-    if setup is None or not issubclass(cls, torch.autograd.Function) or hasattr(setup, _WATCHED):
+    if setup is None or not issubclass(cls, torch.autograd.Function) or hasattr(setup, _WRAPPED):
         return
 
     @functools.wraps(setup)
     def setup_context(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         if _last.state is not None:
-            _note(ctx, _last.state)
+            _store_state(ctx, _last.state)
         _last.state = None
         return setup(ctx, *args, **kwargs)
 
-    setattr(setup_context, _WATCHED, True)
+    setattr(setup_context, _WRAPPED, True)
     cls.setup_context = staticmethod(setup_context)
 
 
-def _note(ctx: Any, state: _State) -> None:
-    """Under torch's names, so that its decorators and these may be mixed."""
+def _store_state(ctx: Any, state: _State) -> None:
+    """Store ``state`` in ``ctx`` under torch's names, so that torch's decorators and these can be mixed."""
     kind, ctx._fwd_used_autocast, ctx._dtype = state
     setattr(ctx, _DEVICE_TYPE, kind)

@@ -1,4 +1,4 @@
-"""``exact_fp32``: float32 that keeps its digits, on devices that compute it in fewer unless told otherwise."""
+"""``exact_fp32``: full float32 precision on devices that by default compute float32 in fewer digits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["ExactFp32", "exact_fp32"]
 
 
 class ExactFp32:
-    """What :func:`exact_fp32` did. A context manager: leaving it does what :meth:`close` does.
+    """The result of :func:`exact_fp32`. It is a context manager: leaving it calls :meth:`close`.
 
     Attributes:
-        changed: the names of the settings that it changed; empty where float32 kept its digits already.
+        changed: the names of the changed settings; empty where float32 was exact already.
     """
 
     def __init__(self, changed: tuple[str, ...], undo: contextlib.ExitStack) -> None:
@@ -25,7 +25,7 @@ class ExactFp32:
         self._undo = undo
 
     def close(self) -> None:
-        """Set everything back as it was. Once: after that it does nothing."""
+        """Restore the settings. A second call does nothing."""
         self._undo.close()
 
     def __enter__(self) -> ExactFp32:
@@ -39,24 +39,25 @@ class ExactFp32:
 
 
 def exact_fp32(device: torch.device | str | None = None) -> ExactFp32:
-    """Have float32 computed in float32, from here on and in the whole process.
+    """Compute float32 in full precision, from now on and in the whole process.
 
-    Level O0 is what other levels are compared with, and devices take digits from it by switches of their own (TF32,
-    HF32, float16 on some chips). ``initialize`` changes none of them, for they are the process's; this does::
+    Level O0 is the reference for the other levels. Devices have settings of their own that reduce the precision of
+    float32 (TF32, HF32, float16 on some chips). ``initialize`` changes none of these settings, because they hold for
+    the whole process. This function changes them::
 
-        xamp.exact_fp32()           # for good
-        with xamp.exact_fp32():     # for a while
+        xamp.exact_fp32()           # for the rest of the process
+        with xamp.exact_fp32():     # until the block ends
             ...
 
     Args:
-        device: which; None: :func:`xamp.device`.
+        device: the device; None is :func:`xamp.device`.
 
     Returns:
-        What sets everything back as it was, by ``close()`` or as a context manager.
+        An object that restores the settings, by ``close()`` or as a context manager.
 
     Raises:
-        UnsupportedPolicy: something takes digits that no program can change, such as an environment variable; nothing
-            is changed then.
+        UnsupportedPolicy: a setting that reduces the precision cannot be changed by a program, such as an environment
+            variable. No setting is changed then.
         PolicyError: ``device`` is no device. BackendUnavailable: no backend for it works.
     """
     chosen = device_in_use.device() if device is None else _as_device(device)
@@ -76,7 +77,7 @@ def _as_device(device: object) -> torch.device:
 
 
 def _apply(backend: Backend, device: torch.device, undo: contextlib.ExitStack) -> tuple[str, ...]:
-    """Change what takes digits, and look again: one setting may hide another."""
+    """Change the settings that reduce the precision until none is left: one setting may hide another."""
     changed: list[str] = []
     while rows := [row for row in backend.precision_settings(device) if row.exact or row.narrows_fp32]:
         for row in rows:

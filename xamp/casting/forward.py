@@ -1,10 +1,11 @@
 """Runs a module's methods under a policy by giving the module a subclass of its own class.
 
-Data flow: a :class:`Region` (device type, dtypes) is compiled once from the policy; :func:`enter_policy` makes, or
-finds, the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``.
-Nothing is stored in the module, so copies, pickles, replicas and slices of it carry the policy with their own weights,
-and ``isinstance``, ``repr`` and the signature of ``forward`` stay as they were. (Hooks cannot be traced with
-``fullgraph=True``; an instance attribute ``forward`` makes a deepcopy run the original's weights.)
+Data flow: xamp compiles the policy once into a :class:`Region` (device type, dtypes). :func:`enter_policy` makes or
+finds the subclass of ``type(module)`` whose methods run in that region, and assigns it to ``module.__class__``.
+
+The module itself stores nothing. So its copies, pickles, replicas and slices carry the policy with their own weights,
+and ``isinstance``, ``repr`` and the signature of ``forward`` do not change. The alternatives fail: hooks cannot be
+traced with ``fullgraph=True``, and an instance attribute ``forward`` makes a deepcopy run with the original's weights.
 """
 
 from __future__ import annotations
@@ -46,23 +47,24 @@ __all__ = [
 ]
 
 Cast = Callable[[Any, torch.dtype], Any]
-"""Casts the floating tensors in any value; :func:`xamp.ground.containers.cast_floats`, or another's way."""
+"""Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """What holds while a method runs.
+    """The dtypes and the autocast state with which a method runs.
 
     Attributes:
-        device_type: whose autocast state is set.
-        autocast_dtype: what operators are cast to; None switches autocast off inside.
-        input_dtype: what floating arguments are cast to; None leaves them.
-        output_dtype: what floating results are cast to; None leaves them.
-        methods: names of the methods that run in the region.
-        op_policy: by which operators are cast.
-        watched: the device saturates, so that a forward's overflow has to be asked for.
-        cast: what casts arguments and results.
-        apart: what casts in the code around does not inside; False: nothing but arguments and results is touched.
+        device_type: the device type whose autocast state is set.
+        autocast_dtype: the dtype to which operators are cast; None switches autocast off inside.
+        input_dtype: the dtype to which floating arguments are cast; None leaves them as they are.
+        output_dtype: the dtype to which floating results are cast; None leaves them as they are.
+        methods: the names of the methods that run in the region.
+        op_policy: the name of the policy by which operators are cast.
+        watched: whether each forward asks the device for an overflow, because the device saturates and shows no inf.
+        cast: the function that casts arguments and results.
+        apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
+            False: the method runs in the autocast state of its caller; only arguments and results are cast.
     """
 
     device_type: str
@@ -76,42 +78,42 @@ class Region:
     apart: bool = True
 
     def __reduce__(self) -> Any:
-        """Pickle the fields by their names."""
+        """Pickle the fields by name."""
         return make_region, (vars(self),)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickled, perhaps in a process that has prepared nothing yet."""
+        """Restore the fields and install the op policy, which this process may not have installed yet."""
         self.__dict__.update(state)
-        with contextlib.suppress(BackendUnavailable):  # then nothing runs on that device either
+        with contextlib.suppress(BackendUnavailable):  # without a backend, nothing runs on that device
             ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))
 
     def autocast(self) -> Casts:
-        """The region as a context manager, for code that is no method of a module."""
+        """Return the region as a context manager, for code that is not a method of a module."""
         return Casts(self.mark)
 
     @property
     def does_something(self) -> bool:
-        """Whether a method that runs in it runs otherwise than outside."""
+        """Whether the region changes how a method runs."""
         dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
         return self.watched or any(dtype is not None for dtype in dtypes)
 
     @property
     def mark(self) -> Mark:
-        """What code in the region finds of it."""
+        """The mark that the region leaves on its thread."""
         device, dtype = self.device_type, self.autocast_dtype
         return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
 
 
 @pickled_as("region")
 def make_region(fields: dict[str, Any]) -> Region:
-    """The region with these fields, unpickled."""
+    """Make the region with these fields, from a pickle."""
     made = Region.__new__(Region)
     made.__setstate__(fields)
     return made
 
 
 class _UnderPolicy:
-    """Marks the subclasses made here, and keeps ``__init_subclass__`` of the user's classes from firing for them."""
+    """The base of the subclasses made here. It keeps ``__init_subclass__`` of the user's classes from being called."""
 
     _xamp_region: Region
     _xamp_base: type
@@ -120,7 +122,7 @@ class _UnderPolicy:
         pass
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """The base's, for gradients that are in masters too."""
+        """Call ``zero_grad`` of the base class, and clear the gradients of masters too."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
         masters.clear_gradients(self)  # type: ignore[arg-type]
@@ -129,39 +131,39 @@ class _UnderPolicy:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
-        # Whoever names the class means the user's: pickle finds no other under that name.
+        # Replace this class by the user's: pickle finds only that one under the name.
         make, *args = [self._xamp_base if part is type(self) else part for part in (make, *args)]
         return (rebuild, (self._xamp_region, make, tuple(args)), *rest)
 
 
 @pickled_as("rebuild")
 def rebuild(region: Region, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """``make(*args)`` under the policy of ``region``: a managed module, unpickled or copied."""
+    """Make a managed module, from a pickle or as a copy: ``make(*args)`` under the policy of ``region``."""
     made = make(*args)
     if not isinstance(made, _UnderPolicy):
         set_class(made, _subclass(type(made), region))
-    ops.hold(region.op_policy, made)  # it may outlive the session of what it was made from
+    ops.hold(region.op_policy, made)  # the copy may outlive the session of its original
     return made
 
 
 def is_under_policy(module: nn.Module) -> bool:
-    """Whether ``module``, or the module it was copied from, is under a policy."""
+    """Tell whether ``module``, or the module it was copied from, is under a policy."""
     return isinstance(module, _UnderPolicy) or any(isinstance(v, InstanceMethod) for v in module.__dict__.values())
 
 
 def region_of(module: nn.Module) -> Region | None:
-    """The region in which ``module`` runs; None where it is under no policy."""
+    """Return the region in which ``module`` runs; None if it is under no policy."""
     return getattr(type(module), "_xamp_region", None)
 
 
 def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
-    """Put ``module`` in ``region``.
+    """Make the methods of ``module`` run in ``region``.
 
     Returns:
-        A function that takes it out again.
+        A function that undoes this.
 
     Raises:
-        PolicyError: the module has no method of one of the names, or its class admits no subclass.
+        PolicyError: the module lacks one of the methods, or its class cannot be subclassed.
     """
     for name in region.methods:
         if not callable(getattr(module, name, None)):
@@ -173,7 +175,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 f"initialize(methods={region.methods!r}): {type(module).__name__}.{name} is a generator or coroutine, "
                 "and would run after its region was left. Name the plain methods that it calls."
             )
-    # An instance attribute hides the class's method: a ScriptModule's, or one that somebody assigned.
+    # An instance attribute hides the class's method: that of a ScriptModule, or one that somebody assigned.
     scripted = isinstance(module, torch.jit.ScriptModule)
     hidden = [name for name in region.methods if scripted or name in module.__dict__]
     before = type(module)
@@ -187,10 +189,10 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     if scripted:
         module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
 
-    held_weakly = weakref.ref(module)  # what undoes a change must not keep the model alive
+    module_ref = weakref.ref(module)  # the function that undoes this must not keep the model alive
 
     def leave() -> None:
-        found = held_weakly()
+        found = module_ref()
         if found is None:
             return
         if scripted:
@@ -209,7 +211,10 @@ _subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.Wea
 
 
 def _subclass(base: type, region: Region) -> type:
-    """The subclass of ``base`` whose methods run in ``region``, made once; it keeps ``base``, and so its id, alive."""
+    """Return the subclass of ``base`` whose methods run in ``region``: the same class each time.
+
+    The subclass keeps ``base`` alive, so that the id of ``base`` stays valid as a key.
+    """
     found = _subclasses.get((id(base), region))
     if found is not None:
         return found
@@ -233,7 +238,7 @@ def _subclass(base: type, region: Region) -> type:
 
 
 def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]:
-    """``__deepcopy__`` for a class that has its own (a ``GraphModule``) and would hand back a plain copy."""
+    """Return ``__deepcopy__`` for a class that has its own (a ``GraphModule``), which returns a copy without policy."""
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         made = base.__deepcopy__(self, memo)
@@ -245,7 +250,7 @@ def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]
 
 
 def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
-    """``recompile`` of a ``GraphModule``, which writes the new forward into the class: into its own, not into ours."""
+    """Return ``recompile`` for a ``GraphModule``: it must write the new forward into ``base``, not the subclass."""
 
     def recompile(self: Any) -> Any:
         set_class(self, base)
@@ -259,7 +264,7 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
 
 
 class InstanceMethod:
-    """An instance attribute that hides a method, run in a region; copies and pickles with the module it sits in."""
+    """An instance attribute that hides a method and runs in a region. It is copied and pickled with its module."""
 
     def __init__(self, function: Callable[..., Any], region: Region) -> None:
         functools.update_wrapper(self, function)
@@ -276,12 +281,12 @@ class InstanceMethod:
 
 @pickled_as("instance_method")
 def make_instance_method(function: Callable[..., Any], region: Region) -> InstanceMethod:
-    """An instance attribute under a policy, unpickled."""
+    """Make an instance attribute under a policy, from a pickle."""
     return InstanceMethod(function, region)
 
 
 class _ScriptCopy:
-    """``__deepcopy__`` of a ScriptModule, which would leave behind all that Python put into the instance."""
+    """``__deepcopy__`` for a ScriptModule, whose own drops all attributes that Python set on the instance."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
         self._module = weakref.ref(module)
@@ -309,7 +314,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """``function(self, ...)`` run in ``region``. This is the hot path of every forward."""
+    """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward."""
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype

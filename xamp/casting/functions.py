@@ -1,4 +1,4 @@
-"""Functions that run in a dtype of the user's choice wherever autocast is on; and blocks without xamp's casts."""
+"""Decorators that run a function in a dtype of the user's choice where autocast is on; blocks without xamp's casts."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``function`` as ``kind`` says, if autocast is on for a tensor among its arguments.
+    """Call ``function`` with its arguments cast as ``kind`` says, if autocast is on for one of its tensors.
 
     Args:
-        kind: one of the three.
-        plain: ``function`` runs with autocast off, so that autocast's own list does not undo the choice.
-        function: what to call.
-        args: its arguments.
+        kind: ``"half"``, ``"float"`` or ``"promote"``.
+        plain: whether ``function`` runs with autocast off, so that autocast's own list does not undo the choice.
+        function: the function to call.
+        args: its positional arguments.
         kwargs: its keyword arguments.
     """
     tensors = tensors_in((args, kwargs))
     device = _autocast_device(tensors)
-    if device is None or kwargs.get("out") is not None:  # what is written into cannot be a copy
+    if device is None or kwargs.get("out") is not None:  # the result must go into the caller's tensor, not a copy
         return function(*args, **kwargs)
     dtype = torch.float32
     if kind == HALF:
@@ -55,7 +55,7 @@ def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs
 
 
 def _autocast_device(tensors: list[torch.Tensor]) -> str | None:
-    """The first device type of ``tensors`` for which autocast is on."""
+    """Return the first device type of ``tensors`` for which autocast is on."""
     seen: list[str] = []
     for tensor in tensors:
         kind = tensor.device.type
@@ -67,29 +67,29 @@ def _autocast_device(tensors: list[torch.Tensor]) -> str | None:
 
 
 def _widest(tensors: list[torch.Tensor], device: str) -> torch.dtype:
-    """What the fp16, bf16 and fp32 tensors on ``device`` promote to."""
+    """Return the dtype to which the fp16, bf16 and fp32 tensors on ``device`` promote."""
     found = {tensor.dtype for tensor in tensors if tensor.device.type == device and tensor.dtype in CASTABLE}
     return next(iter(found)) if len(found) == 1 else torch.float32
 
 
 def half_function(fn: _Function) -> _Function:
-    """Decorate ``fn`` to run in the lower dtype wherever autocast is on, and as it is where it is not.
+    """Decorate ``fn`` to run in the lower dtype where autocast is on. Where autocast is off, ``fn`` runs unchanged.
 
-    Its fp16, bf16 and fp32 tensor arguments, in containers too, are cast to autocast's dtype. Autocast stays on inside,
-    so that weights that ``fn`` holds are cast as well; it is off inside a function of torch's own.
+    The wrapper casts the fp16, bf16 and fp32 tensor arguments, also those in containers, to autocast's dtype. Autocast
+    stays on inside, so that it casts the weights that ``fn`` holds too. It is off inside a function of torch's own.
     """
     decorated: _Function = _decorated(HALF, fn)
     return decorated
 
 
 def float_function(fn: _Function) -> _Function:
-    """Decorate ``fn`` to run in fp32 wherever autocast is on: its arguments are cast and autocast is off inside."""
+    """Decorate ``fn`` to run in fp32 where autocast is on: the arguments are cast, and autocast is off inside."""
     decorated: _Function = _decorated(FLOAT, fn)
     return decorated
 
 
 def promote_function(fn: _Function) -> _Function:
-    """Decorate ``fn`` to get arguments of one dtype, the widest of their fp16, bf16 and fp32, where autocast is on."""
+    """Decorate ``fn`` to get its fp16, bf16 and fp32 arguments in the widest of their dtypes where autocast is on."""
     decorated: _Function = _decorated(PROMOTE, fn)
     return decorated
 
@@ -107,7 +107,7 @@ def _decorated(kind: str, fn: Any) -> Any:
 
 
 def is_torchs(function: Any, holder: object = None) -> bool:
-    """Whether ``function`` is torch's own, or compiled, and so holds no weights of the user's."""
+    """Tell whether ``function`` is torch's own or a builtin, and so holds no weights of the user."""
     if isinstance(function, functools.partial):
         return is_torchs(function.func)
     owner = holder if isinstance(holder, type) else getattr(function, "__self__", None)
@@ -123,12 +123,12 @@ def _is_in_torch(found: object) -> bool:
 
 
 class disable_casts(Reentrant, contextlib.ContextDecorator):
-    """A block, or a decorated function, in which xamp casts nothing, whatever region it is in.
+    """A block, or a decorated function, in which xamp casts nothing. It works in every region, for its own thread only.
 
     In a region that casts (a model at O1 or O4, ``session.autocast()``, ``xamp.autocast``), autocast is off until the
-    block ends, and regions entered in the block are entered without casts. A ``torch.autocast`` in the block, or around
-    it and outside of xamp's regions, stays as it is. Models at O2, O3 and O5 cast their inputs as always, to the dtype
-    of their parameters. It holds for the thread that enters it.
+    block ends. Regions entered in the block are entered without casts. The block leaves alone a ``torch.autocast``
+    inside it, and one around it that is outside of xamp's regions. Models at O2, O3 and O5 still cast their inputs to
+    the dtype of their parameters.
     """
 
     _cached = None

@@ -1,4 +1,4 @@
-"""The mark of a region: what code that runs in one finds of it on its thread."""
+"""The mark of a region: the description of the region that code finds on its thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import torch
 __all__ = ["APART", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
 
 SLOT = "ipu"
-"""A device type of torch that nobody has. In a region under the portable policy autocast is on for it: part of the
-autocast state, so that the compiler's guards and the keys of its caches see it, and entries that it runs on fake
-tensors."""
+"""The slot: the autocast state of a device type that torch knows and nobody has. xamp stores a dtype in it.
+
+The slot is part of the autocast state. The compiler's guards and the keys of its caches therefore see it, and so do the
+entries that the compiler runs on fake tensors."""
 
 PORTABLE, REPLACED, APART = torch.float16, torch.bfloat16, torch.float32
-"""What its dtype says, which the guards see while it is on: a region under the portable policy; one in which replaced
-functions cast by its mark, or must not cast; code outside of regions for which they do other than usual."""
+"""The meanings of the slot's dtype; the compiler's guards compare it while the slot is on.
+
+``PORTABLE``: a region under the portable policy. ``REPLACED``: a region in which replaced functions cast as its mark
+says, or must not cast. ``APART``: a block outside of regions in which replaced functions behave differently
+than in the code around it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,13 +29,13 @@ class Mark:
     """The mark of a region.
 
     Attributes:
-        device_type: whose autocast state the region sets; None sets none.
-        dtype: what operators are cast to; None: not at all.
-        blocked: regions entered in here stay without casts: ``disable_casts``.
-        portable: operators are cast by the portable policy, not by the device's own list alone.
-        casting: what functions ask that an op policy has replaced, for their casts in this region; None: they cast
+        device_type: the device type whose autocast state the region sets; None: the region sets none.
+        dtype: the dtype to which operators are cast; None: they are not cast.
+        blocked: whether this is a ``disable_casts`` block, in which all regions are entered without casts.
+        portable: whether operators are cast by the portable policy, and not only by the device's own list.
+        casting: the object that the functions replaced by an op policy ask how to cast in this region; None: they cast
             nothing here.
-        slot: the dtype of :data:`SLOT` in the region; None: it is off.
+        slot: the dtype of :data:`SLOT` in the region; None: the slot is off.
     """
 
     device_type: str | None
@@ -54,7 +58,7 @@ def _mark_of(device_type: str, dtype: torch.dtype | None, portable: bool, castin
 
 
 def mark_of(device_type: str, dtype: torch.dtype | None, portable: bool = False, casting: Any = None) -> Mark:
-    """The mark of a region that casts operators on ``device_type`` to ``dtype``, the same object each time."""
+    """Return the mark of a region that casts operators on ``device_type`` to ``dtype``: the same object each time."""
     return _mark_of(device_type, dtype, portable, casting)
 
 
@@ -64,10 +68,10 @@ def _no_casts_mark(device_type: str | None) -> Mark:
 
 
 def no_casts_mark(device_type: str | None) -> Mark:
-    """The mark of a region that must not cast; ``device_type`` None where it has no autocast state to set."""
+    """Return the mark of a region that must not cast; ``device_type`` is None if it sets no autocast state."""
     return _no_casts_mark(device_type)
 
 
-# What torch.compiler.assume_constant_result sets: called while tracing, the result a constant. Calling the decorator
-# would import the compiler with every import of xamp.
+# torch.compiler.assume_constant_result sets this attribute: the compiler calls the function while it traces and takes
+# the result as a constant. Calling the decorator itself would import the compiler with every import of xamp.
 mark_of._dynamo_marked_constant = no_casts_mark._dynamo_marked_constant = True  # type: ignore[attr-defined]

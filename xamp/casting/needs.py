@@ -1,6 +1,6 @@
-"""What the process has asked of regions. Who needs something says so here; regions look it up on their way in and out.
+"""The features that the process needs of regions. Users of a feature set it; regions read it on entry and on exit.
 
-Each answer starts as "nobody asked", so that a region costs nothing for what nobody uses.
+Each feature starts as not needed, so that regions do no work for features that nobody uses.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ __all__ = ["Needs", "needs"]
 
 
 class Needs:
-    """What was asked for. The attributes are for reading; each is set by the function of this class that names it.
+    """The needs of the process. The attributes are for reading; the method that names an attribute sets it.
 
     Attributes:
-        marks: somebody asks for the mark of a region. Otherwise none is left while tracing, since torch.export warns of
-            everything that a model writes to.
-        extended: device types to whose autocast the portable policy has added entries.
-        registered: functions are registered that act in regions only.
-        replaced_outside: functions are replaced that act outside of regions too. Then a region that casts nothing also
-            leaves a mark, so that they do not act in it.
+        marks: whether some code reads the marks of regions. If not, traced code leaves no mark, because torch.export
+            warns about everything that a model writes to.
+        extended: the device types to whose autocast the portable policy has added entries.
+        registered: whether functions are registered that act in regions only.
+        replaced_outside: whether functions are replaced that act outside of regions too. If so, a region that casts
+            nothing also leaves a mark, so that those functions do not act in it.
     """
 
     def __init__(self) -> None:
@@ -30,31 +30,31 @@ class Needs:
         self._when_tracing: list[Callable[[], None]] = []
 
     def ask_for_marks(self) -> None:
-        """Say that marks are asked for from now on."""
+        """Set that code reads the marks of regions from now on."""
         self.marks = True
 
     def add_extended(self, device_type: str) -> None:
-        """Say that the portable policy has added entries to the autocast of ``device_type``."""
+        """Record that the portable policy has added entries to the autocast of ``device_type``."""
         self.extended |= {device_type}
 
     def set_registered(self, any_is: bool) -> None:
-        """Say whether functions are registered that act in regions only."""
+        """Set whether functions are registered that act in regions only."""
         self.registered = any_is
 
     def set_replaced_outside(self, any_is: bool) -> None:
-        """Say whether functions are replaced that act outside of regions too; they ask for marks."""
+        """Set whether functions are replaced that act outside of regions too; such functions read marks."""
         self.replaced_outside = any_is
         self.marks = self.marks or any_is
 
     def call_when_tracing(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called each time that the compiler starts to trace a region."""
+        """Register ``function`` to be called each time the compiler starts to trace a region."""
         self._when_tracing.append(function)
 
     def prepare_tracing(self) -> None:
-        """Call what :meth:`call_when_tracing` was given."""
+        """Call the functions that :meth:`call_when_tracing` registered."""
         for function in self._when_tracing:
             function()
 
 
 needs = Needs()
-"""The process's."""
+"""The needs of this process."""

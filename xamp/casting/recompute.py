@@ -1,10 +1,11 @@
-"""What torch's activation checkpointing runs again in backward runs as it ran in forward.
+"""Restores the mark of the region when torch's activation checkpointing recomputes code in backward.
 
-Checkpointing restores the autocast state of the device and of the CPU, and nothing else. So the two places at which it
-is given the function to run again hand it one that first puts back the mark of the region, and with it the state by
-which the compiler chooses among what it compiled: a compiled block that was compiled for other callers too would
-otherwise be run again as compiled for them, silently in other dtypes. Code outside of regions gets back that it is in
-none, in a backward inside a region too.
+torch's checkpointing restores the autocast state of the device and of the CPU, and nothing else. Two functions of torch
+take the function to recompute as an argument. :func:`watch` replaces both by wrappers, which pass a function that first
+restores the mark and the slot. The compiler chooses among its compiled versions of a block by that state. Without it,
+backward could run a version that was compiled for another caller, silently in other dtypes.
+
+Code that ran outside of regions is recomputed outside of regions, even if backward itself runs inside a region.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from xamp.casting.compiler import keep_eager
 
 __all__ = ["watch"]
 
-_watched: list[str] = []
+_patched: list[str] = []
 _lock = threading.Lock()
 
 
 def watch() -> None:
-    """Have torch's checkpointing restore marks; :mod:`xamp.casting.node_numbers` serves other libraries'."""
+    """Make torch's checkpointing restore marks; :mod:`xamp.casting.node_numbers` serves other libraries."""
     with _lock:
-        if _watched:
+        if _patched:
             return
-        _watched.append("torch.utils.checkpoint")
-        with contextlib.suppress(AttributeError):  # neither is public: a later torch may lack them
+        _patched.append("torch.utils.checkpoint")
+        with contextlib.suppress(AttributeError):  # neither name is public: a later torch may lack it
             saved = checkpoint._checkpoint_without_reentrant_generator
             checkpoint._checkpoint_without_reentrant_generator = _restoring(saved, 0)
         with contextlib.suppress(AttributeError):
@@ -40,20 +41,20 @@ def watch() -> None:
             reentrant.forward = staticmethod(_restoring(reentrant.forward, 1))  # type: ignore[method-assign]
 
 
-def _restoring(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """``original`` with the function to run again, its argument at ``place``, made to restore what holds now."""
+def _restoring(original: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Wrap ``original`` so that its argument at ``position``, the function to recompute, restores the present state."""
 
     @functools.wraps(original)
     def checkpointing(*args: Any, **kwargs: Any) -> Any:
-        again = functools.partial(_again, active.standing(), args[place])
-        return original(*args[:place], again, *args[place + 1 :], **kwargs)
+        restored = functools.partial(_run_restored, active.snapshot(), args[position])
+        return original(*args[:position], restored, *args[position + 1 :], **kwargs)
 
     return keep_eager(checkpointing, inner=False)
 
 
 @functools.partial(keep_eager, inner=False)
-def _again(standing: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    before = active.replay(*standing)
+def _run_restored(snapshot: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = active.replay(*snapshot)
     try:
         return function(*args, **kwargs)
     finally:

@@ -1,4 +1,4 @@
-"""What TorchScript compiles where it meets a wrapper that stands in a function's place."""
+"""Makes TorchScript compile the original of a replaced function where it meets the wrapper."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 __all__ = ["forget_script", "tell_script"]
 
 
-def tell_script(function: Any, made: Any) -> None:
-    """Have TorchScript compile ``function`` where it meets ``made``."""
+def tell_script(function: Any, wrapper: Any) -> None:
+    """Make TorchScript compile ``function`` where it meets ``wrapper``, which replaces it."""
     op = torch.jit._builtins._find_builtin(function)
     if op is not None:
-        torch.jit._builtins._register_builtin(made, op)
+        torch.jit._builtins._register_builtin(wrapper, op)
     dispatched = torch._jit_internal.boolean_dispatched
     if isinstance(function, types.FunctionType) and function in dispatched:
-        dispatched[made] = dispatched[function]
-    if isinstance(made, types.FunctionType):
-        made.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
+        dispatched[wrapper] = dispatched[function]
+    if isinstance(wrapper, types.FunctionType):
+        wrapper.__prepare_scriptable__ = lambda: function  # type: ignore[attr-defined]
 
 
-def forget_script(made: Any) -> None:
-    """Undo what must not outlive ``made``: torch knows it by its address."""
-    torch.jit._builtins._get_builtin_table().pop(id(made), None)
+def forget_script(wrapper: Any) -> None:
+    """Remove ``wrapper`` from torch's table, which is keyed by the id of the object and would keep a stale entry."""
+    torch.jit._builtins._get_builtin_table().pop(id(wrapper), None)

@@ -1,1 +1,1 @@
-"""Small things that every wing may use; they import nothing above themselves."""
+"""Small helpers that every wing may use. Of xamp, they import only ``xamp.errors``."""

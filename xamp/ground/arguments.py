@@ -1,7 +1,7 @@
-"""Single arguments of ``initialize``, from the spellings people and argparse give them to values.
+"""Parses single arguments of ``initialize``, in the spellings that people and argparse use.
 
-Each function takes what was given, and the argument's name where several arguments share the function; it raises a
-PolicyError that echoes the call and says what would do. Imports no torch at module level.
+Each function takes the given value, and also the argument's name if several arguments share the function. It raises a
+PolicyError that repeats the call and lists the valid values. This module imports no torch at module level.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPE_SPELLINGS = {
 
 
 def number(name: str, value: object, *, call: str = "initialize") -> float:
-    """A real number, also from a string; a bool is no number here."""
+    """Return a real number, also from a string; a bool is not accepted."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -43,7 +43,7 @@ def number(name: str, value: object, *, call: str = "initialize") -> float:
 def number_between(
     name: str, value: object, low: float, high: float, *, whole: bool = False, call: str = "initialize"
 ) -> float:
-    """A number above ``low`` and below ``high``; an int where it is to be a ``whole`` one."""
+    """Return a number above ``low`` and below ``high``; if ``whole``, it must be a whole number and is an int."""
     found = number(name, value, call=call)
     if not low < found < high or (whole and found != int(found)):
         kind = "a whole number" if whole else "a number"
@@ -53,21 +53,21 @@ def number_between(
 
 
 def boolean(name: str, value: object, *, call: str = "initialize") -> bool | None:
-    """True, False, or None for the level's own."""
-    found = _respelt(value)
+    """Return True, False, or None, which stands for the level's own value."""
+    found = _parse_boolean(value)
     if found is None or isinstance(found, bool):
         return found
     choices = "True, False, 'True', 'False', or None for the level's own" if call == "initialize" else "True or False"
     raise PolicyError(f"{call}({name}={value!r}): must be {choices}.")
 
 
-def _respelt(value: object) -> object:
-    """The boolean that a string spells; anything else as it is."""
+def _parse_boolean(value: object) -> object:
+    """Return the boolean that a string spells; return any other value unchanged."""
     return {"true": True, "false": False}.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
 def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
-    """One of ``choices``, spelt exactly so."""
+    """Return one of ``choices``; the spelling must be exact."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise PolicyError(f"initialize({name}={value!r}): no such choice. Choices: {listed}.")
@@ -75,15 +75,15 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def fused(value: object) -> str | bool:
-    """``"auto"``, True or False."""
-    found = _respelt(value)
+    """Return ``"auto"``, True or False."""
+    found = _parse_boolean(value)
     if isinstance(found, bool) or (isinstance(found, str) and found == "auto"):
         return found
     raise PolicyError(f"initialize(fused={value!r}): no such choice. Choices: 'auto', True, False.")
 
 
 def dtype(name: str, value: object) -> torch.dtype:
-    """One of the three floating dtypes that mixed precision is about."""
+    """Return one of the three dtypes of mixed precision: float16, bfloat16 or float32."""
     import torch
 
     if isinstance(value, torch.dtype):
@@ -100,17 +100,17 @@ def dtype(name: str, value: object) -> torch.dtype:
 
 
 def output_dtype(value: object) -> torch.dtype | None:
-    """The dtype of ``cast_model_outputs``: fp32 for None and True; None for False."""
+    """Return the dtype of ``cast_model_outputs``: fp32 for None and True, None for False."""
     import torch
 
-    found = _respelt(value)
+    found = _parse_boolean(value)
     if found is None or found is True:
         return torch.float32
     return None if found is False else dtype("cast_model_outputs", value)
 
 
 def keep_fp32(value: object) -> tuple[type | str, ...]:
-    """Module classes, qualified names and glob patterns; a single one may come without a list."""
+    """Return module classes, qualified names and glob patterns; a single one need not be in a list."""
     from torch import nn
 
     items: Iterable[object] = (value,) if isinstance(value, (str, type)) else _items("keep_fp32", value)
@@ -126,7 +126,7 @@ def keep_fp32(value: object) -> tuple[type | str, ...]:
 
 
 def methods(value: object) -> tuple[str, ...]:
-    """Names of methods, without doubles, ``forward`` always the first of them."""
+    """Return the names of methods without duplicates; ``forward`` is always the first."""
     names = (value,) if isinstance(value, str) else tuple(_items("methods", value))
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():

@@ -1,7 +1,7 @@
-"""Casts the floating tensors in whatever goes into and comes out of ``forward``, and keeps every container's type.
+"""Casts the floating tensors in the arguments and results of ``forward``, and keeps the type of every container.
 
-A container in which nothing changes is handed on as it is, the same object. One that changes is copied and never
-written to: the caller's batch stays as it was.
+If nothing in a container changes, the same object is returned. If something changes, the container is copied and never
+written to, so that the caller's batch does not change.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from xamp.ground.pickle_names import pickled_as
 __all__ = ["cast_any", "cast_floats", "tensors_in"]
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
-"""What xamp moves between: float64, complex, integer and 8-bit tensors are never cast."""
+"""The dtypes that xamp casts from and to. It never casts float64, complex, integer and 8-bit tensors."""
 
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @pickled_as("cast_floats")
 def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
-    """``value`` with every fp16, bf16 and fp32 tensor in it cast to ``dtype``.
+    """Return ``value`` with every fp16, bf16 and fp32 tensor in it cast to ``dtype``.
 
     Args:
         value: a tensor or any nesting of tuples, lists, dicts, their subclasses, named tuples and dataclasses.
-            Anything else in it (integers, strings, numpy arrays, objects) passes untouched.
+            Anything else in it (integers, strings, numpy arrays, objects) stays as it is.
         dtype: ``torch.float16``, ``torch.bfloat16`` or ``torch.float32``.
-        device_type: cast only the tensors on such a device; None casts all.
+        device_type: cast only the tensors on a device of this type; None casts all.
 
     Raises:
-        StateError: ``value`` is a ``torch.fx`` proxy: the policy would not be in the traced graph.
+        StateError: ``value`` is a ``torch.fx`` proxy: the traced graph would not contain the policy.
     """
     if isinstance(value, torch.Tensor):
         if value.dtype not in CASTABLE or value.dtype == dtype or device_type not in (None, value.device.type):
@@ -47,7 +47,7 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
 
 @pickled_as("cast_any")
 def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
-    """As :func:`cast_floats`, float64 too, and what has a method ``to`` of its own by ``value.to(dtype)``."""
+    """Cast as :func:`cast_floats` does, but also float64 tensors, and objects with a method ``to`` by calling it."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype.is_floating_point else value
     if callable(getattr(value, "to", None)) and not isinstance(value, (torch.fx.Proxy, type)):
@@ -55,19 +55,19 @@ def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> 
     return _cast_container(value, dtype, device_type, cast_any)
 
 
-_Again = Callable[[Any, torch.dtype, "str | None"], Any]
+_CastItem = Callable[[Any, torch.dtype, "str | None"], Any]
 
 
-def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again = cast_floats) -> Any:
-    """What is no tensor; ``again`` casts what is in it."""
+def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem = cast_floats) -> Any:
+    """Cast a value that is not a tensor; ``cast_item`` casts each value in it."""
     if isinstance(value, _ATOMS):
         return value
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype, device_type, again)
+        return _cast_sequence(value, dtype, device_type, cast_item)
     if isinstance(value, (dict, collections.UserDict)):
-        return _cast_mapping(value, dtype, device_type, again)
+        return _cast_mapping(value, dtype, device_type, cast_item)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype, device_type, again)
+        return _cast_dataclass(value, dtype, device_type, cast_item)
     if isinstance(value, torch.fx.Proxy):
         raise StateError(
             "torch.fx.symbolic_trace on a model that xamp.initialize manages would leave its policy out of the graph. "
@@ -76,8 +76,8 @@ def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, aga
     return value
 
 
-def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
-    items = [again(item, dtype, device_type) for item in value]
+def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem) -> Any:
+    items = [cast_item(item, dtype, device_type) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     kind = type(value)
@@ -92,16 +92,16 @@ def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, agai
     if hasattr(kind, "_make"):
         return kind._make(items)  # a named tuple, whatever its __new__ takes
     if hasattr(kind, "n_sequence_fields"):
-        return kind(items)  # what torch.max(x, dim) and others return
+        return kind(items)  # the return types of torch.max(x, dim) and others
     made = tuple.__new__(kind, items)
     made.__dict__.update(getattr(value, "__dict__", {}))
     return made
 
 
-def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
+def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem) -> Any:
     changed = {}
     for key, item in value.items():
-        new = again(item, dtype, device_type)
+        new = cast_item(item, dtype, device_type)
         if new is not item:
             changed[key] = new
     if not changed:
@@ -114,19 +114,19 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, again
     return filled
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None, again: _Again) -> Any:
+def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
         item = getattr(value, field.name)
-        new = again(item, dtype, device_type)
+        new = cast_item(item, dtype, device_type)
         if new is not item:
             changed[field.name] = new
     if not changed:
         return value
     if torch.compiler.is_compiling():
-        return dataclasses.replace(value, **changed)  # the form that the compiler can trace
+        return dataclasses.replace(value, **changed)  # the compiler can trace this form only
     filled = copy.copy(value)  # no __post_init__: its checks ran when the value was made
     for name, item in changed.items():
         object.__setattr__(filled, name, item)  # frozen ones too
@@ -134,7 +134,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None, aga
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value``, a nesting as :func:`cast_floats` takes it, in order."""
+    """Return every tensor in ``value``, in order; ``value`` is nested as for :func:`cast_floats`."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found

@@ -1,4 +1,4 @@
-"""The logger ``xamp``: rank 0 only, and to stderr where nobody configured logging. Nothing is ever printed."""
+"""The logger ``xamp``: it logs on rank 0 only, and to stderr if logging is not configured. xamp never prints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _stderr.setFormatter(logging.Formatter("xamp: %(message)s"))
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that logs."""
+    """Tell whether this process is the one that logs."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 def say(message: str, *args: object, level: int = logging.INFO) -> None:
     """Log ``message % args`` on rank 0.
 
-    Where no handler is configured, Python's own last resort would drop everything below WARNING; an effective setting
-    that nobody sees is no setting, so it goes to stderr.
+    Without a configured handler, Python would drop all messages below WARNING. Users must see the settings that are in
+    force, so this function then writes to stderr.
     """
     if not is_rank_zero():
         return

@@ -125,7 +125,7 @@ def test_a_disabled_block_that_ends_on_another_thread() -> None:
         with disable_casts():
             assert (square @ square).dtype is FP32
         assert (square @ square).dtype is FP16
-        assert active.standing() == (None, None)
+        assert active.snapshot() == (None, None)
 
 
 def test_training_gets_the_gradients_of_eager() -> None:

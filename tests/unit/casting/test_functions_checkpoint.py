@@ -259,7 +259,7 @@ def test_a_thread_of_the_engine_looks_at_all_threads(
     before = len(model.dtypes)
 
     def backward(is_engine: bool) -> None:
-        node_numbers._here.is_engine = is_engine
+        node_numbers._thread.is_engine = is_engine
         losses.pop().backward()
 
     thread = threading.Thread(target=backward, args=(True,))
@@ -281,7 +281,7 @@ def test_ranges_are_kept_only_where_somebody_asked() -> None:
     def work() -> None:
         for model in (silent, asks, silent, asks):
             model(batch()).sum()  # a node between the regions
-            ranges = node_numbers._here.ranges
+            ranges = node_numbers._thread.ranges
             kept.append(0 if ranges is None else len(ranges._rows))
 
     thread = threading.Thread(target=work)
@@ -313,7 +313,7 @@ def test_ranges_are_found_merged_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_answer_keeps_no_graph_alive() -> None:
     model = xamp.initialize(net((True, True)), level="O4", verbosity=0)
     model(batch()).sum().backward()
-    answer = node_numbers._here.answer
+    answer = node_numbers._thread.answer
     assert answer is not None
     gc.collect()
     assert answer[0]() is None

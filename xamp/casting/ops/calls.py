@@ -1,4 +1,4 @@
-"""The arguments of the sample calls: small shapes, values the same in every run and inside the operator's domain."""
+"""The arguments of the sample calls: small shapes; values that lie in the operator's domain and never change."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 __all__ = ["CALLS", "Make", "Maker"]
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_MEAN = 1  # a loss's ``reduction``, as a number
+_MEAN = 1  # the number of a loss's ``reduction="mean"``
 
 
 class Maker:
     """Makes the tensors of one call.
 
     Args:
-        device: Where.
-        given: The dtypes of the floating tensors, in turn: the first tensor has the first one, and so on, around.
-        grad: Whether they require gradients where the operator is differentiable.
+        device: The device of the tensors.
+        given: The dtypes of the floating tensors, in turn. After the last one the first one follows again.
+        grad: Whether the tensors require gradients where the operator is differentiable.
     """
 
     def __init__(self, device: torch.device | str, given: Sequence[torch.dtype], grad: bool) -> None:
@@ -32,7 +32,7 @@ class Maker:
         self._made = itertools.count(1)
 
     def __call__(self, *shape: int, low: float = -1.0, high: float = 1.0, grad: bool = True) -> torch.Tensor:
-        """A floating tensor of values in [low, high), no two alike in fp32.
+        """Make a floating tensor of values in [low, high), which all differ in fp32.
 
         Args:
             *shape: Its shape.
@@ -45,16 +45,16 @@ class Maker:
         return values.reshape(shape).to(next(self._given)).requires_grad_(grad and self._grad)
 
     def whole(self, *shape: int, below: int) -> torch.Tensor:
-        """A tensor of int64 that counts 0, 1, ... ``below`` - 1, and around."""
+        """Make an int64 tensor that counts 0, 1, ... ``below`` - 1, and then from 0 again."""
         return torch.arange(math.prod(shape), device=self._device).remainder(below).reshape(shape)
 
     def host(self, *values: int) -> torch.Tensor:
-        """A tensor of int64 on the CPU, a real one among fake ones too: it is read when the operator is called."""
+        """Make an int64 tensor on the CPU. It is real even among fake ones, because the operator reads its values."""
         with unset_fake_temporarily():
             return torch.tensor(values, device="cpu")
 
     def signs(self, *shape: int) -> torch.Tensor:
-        """A floating tensor of -1 and 1, in which no operator is differentiable."""
+        """Make a floating tensor of -1 and 1, in which no operator is differentiable."""
         return (self.whole(*shape, below=2) * 2 - 1).to(next(self._given))
 
 
@@ -92,14 +92,14 @@ def _lstm_cell(t: Maker) -> tuple[Any, ...]:
 
 
 def _fused_cell(gates: int) -> Make:
-    """What the products of a cell gave, the state, and the biases that are yet to be added."""
+    """The results of a cell's matrix products, the state, and the biases that the operator adds."""
     return lambda t: (t(2, 4 * gates), t(2, 4 * gates), t(2, 4), t(4 * gates), t(4 * gates))
 
 
 def _layer(gates: int, *, bidirectional: bool = False, packed: bool = False) -> Make:
-    """A state (directions, 2, 4), two of them with 4 gates; the weights; before them the input.
+    """The input; a state (directions, 2, 4), or two states if there are 4 gates; the weights.
 
-    That is (5, 2, 3) of time, batch, features, or packed: 8 rows of two sequences, of five and three steps.
+    The input is (5, 2, 3) of time, batch, features. A packed input has 8 rows: two sequences of five and three steps.
     """
     ways = 2 if bidirectional else 1
 
@@ -198,7 +198,7 @@ _NORMS: dict[str, Make] = {
     "frobenius_norm.dim": _within(-1.0, 1.0, [0, 1]),
     "group_norm": lambda t: (t(2, 4, 5), 2, t(4), t(4)),
     "layer_norm": lambda t: (t(3, 4), [4], t(4), t(4)),
-    "linalg_matrix_norm": _within(-1.0, 1.0, 1.0),  # by singular values, as 2.0 is, takes no lower dtype anywhere
+    "linalg_matrix_norm": _within(-1.0, 1.0, 1.0),  # 2.0 needs singular values: no lower dtype anywhere
     "linalg_matrix_norm.str_ord": _within(-1.0, 1.0),
     "linalg_vector_norm": _within(-1.0, 1.0),
     "logsumexp": _within(-1.0, 1.0, [1]),
@@ -297,9 +297,9 @@ _MORE: dict[str, tuple[Make, ...]] = {
     "matmul": (lambda t: (t(4), t(4)),),
     "scaled_dot_product_attention": (lambda t: (t(2, 2, 8, 8), t(2, 2, 8, 8), t(2, 2, 8, 8), t(8, 8)),),
 }
-"""Further calls, which take another way inside the operator, or whose result type promotion alone makes another."""
+"""Further calls: they take another path inside the operator, or type promotion alone changes their result dtype."""
 
 CALLS: Mapping[str, tuple[Make, ...]] = {
     name: (make, *_MORE.get(name, ())) for family in _FAMILIES for name, make in family.items()
 }
-"""Overload, as the table names it -> what makes the arguments of its sample calls."""
+"""Overload, as the table names it -> the functions that make the arguments of its sample calls."""

@@ -1,9 +1,9 @@
-"""What a device's autocast does with the overloads of the table, also of a device that is not there.
+"""Observes what a device's autocast does with the overloads of the table, even if the device is absent.
 
-A device that is there runs the sample calls. One that is not is asked by fake tensors, which pass through its autocast
-as real ones do; where they cannot run a call, the dtypes are read with which its arguments leave autocast. Autograd
-cannot take fake tensors of a device for which torch was not built, and ends the process, so gradients are seen on
-devices that are there. For showing and testing; never used in training.
+A present device runs the sample calls. For an absent device, fake tensors pass through its autocast as real tensors
+would. If fake tensors cannot run a call, the dtypes with which its arguments leave autocast are read instead. Autograd
+ends the process on fake tensors of a device for which torch was not built, so gradients are observed on present devices
+only. This is for display and tests; training never uses it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from xamp.registry.causes import one_line
 __all__ = ["Observed", "attempt", "expected", "has_entry", "is_present", "observe"]
 
 _FIRST_RESULTS = {"_scaled_dot_product_flash_attention": 1}
-"""Results that the rule speaks of, where others follow that only the backward needs."""
+"""The number of results that the rule governs, where more results follow that only the backward needs."""
 
-_LIMITS = ("not compiled with", "not linked with support", "INTERNAL ASSERT", "Could not run 'aten::")
-"""What torch says of a device for which it was not built, and of an operator without a kernel."""
+_UNOBSERVABLE = ("not compiled with", "not linked with support", "INTERNAL ASSERT", "Could not run 'aten::")
+"""Parts of torch's errors for a device for which it was not built, and for an operator without a kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What came of one sample call.
+    """The outcome of one sample call.
 
     Attributes:
         sample: The call.
         given: The dtypes of its floating tensors, in turn.
-        dtypes: Those of its floating results; empty after an error, and where they could not be observed.
-        gradients: Those of the gradients of its floating inputs, None for an input without one. Empty for a device
-            that is not there.
-        error: The exception's class, and what it said; None where nothing was raised.
-        unobserved: Why the dtypes could not be observed; empty where they were.
-        wanted: What the table promises for the results; None where it promises an error.
+        dtypes: The dtypes of its floating results; empty after an error, or if they could not be observed.
+        gradients: The dtypes of the gradients of its floating inputs, None for an input without one. Empty for an
+            absent device.
+        error: The exception's class and its text; None if nothing was raised.
+        unobserved: Why the dtypes could not be observed; empty if they were.
+        wanted: The dtype that the table promises for the results; None if it promises an error.
     """
 
     sample: Sample
@@ -57,7 +57,7 @@ class Observed:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether it is what the table promises; None where it could not be observed."""
+        """Whether the outcome is what the table promises; None if it could not be observed."""
         if self.unobserved:
             return None
         if self.wanted is None:
@@ -66,16 +66,16 @@ class Observed:
 
 
 def expected(rule: Rule, given: Sequence[torch.dtype], lower: torch.dtype, named: torch.dtype | None = None) -> Any:
-    """The dtype that the table promises for the results of a call.
+    """Return the dtype that the table promises for the results of a call.
 
     Args:
-        rule: The overload's.
+        rule: The rule of the overload.
         given: The dtypes of the call's floating tensors.
         lower: The region's dtype.
         named: The ``dtype`` argument of the call.
 
     Returns:
-        A ``torch.dtype``, or None where the call is refused.
+        A ``torch.dtype``, or None if the call is refused.
     """
     if rule.kind == "banned":
         return None
@@ -89,13 +89,14 @@ def expected(rule: Rule, given: Sequence[torch.dtype], lower: torch.dtype, named
 
 
 def observe(overload: str, device_type: str, dtype: torch.dtype) -> tuple[Observed, ...]:
-    """Runs the sample calls of ``overload`` under the native autocast of ``device_type``.
+    """Run the sample calls of ``overload`` under the native autocast of ``device_type``.
 
-    Each with fp32 tensors, with tensors of the lower dtype, and under ``"promote"`` with the two mixed, in both orders.
+    Each call runs with fp32 tensors and with tensors of the lower dtype; under ``"promote"`` also with both mixed, in
+    both orders.
 
     Args:
         overload: A name in the table.
-        device_type: Of a device, whether or not it is there.
+        device_type: The type of a device, present or absent.
         dtype: The lower dtype, float16 or bfloat16.
     """
     given: list[tuple[torch.dtype, ...]] = [(torch.float32,), (dtype,)]
@@ -112,14 +113,14 @@ def attempt(
     *,
     present: bool | None = None,
 ) -> Observed:
-    """Runs one sample call.
+    """Run one sample call.
 
     Args:
         sample: The call.
-        device_type: Where.
-        dtype: The lower dtype of autocast; None: outside of autocast.
+        device_type: The type of the device.
+        dtype: The lower dtype of autocast; None runs the call without autocast.
         given: The dtypes of the call's floating tensors, in turn.
-        present: Whether the device is there. None: as :func:`is_present` says.
+        present: Whether the device is present; None asks :func:`is_present`.
     """
     given = tuple(given)
     named = given[0] if sample.names_dtype else None
@@ -132,28 +133,28 @@ def attempt(
 
 
 def is_present(device_type: str) -> bool:
-    """Whether a tensor can be made on a device of this type."""
+    """Tell whether a tensor can be made on a device of this type."""
     try:
         torch.empty(1, device=device_type)
-    except (AssertionError, RuntimeError, ImportError, AttributeError):  # torch without it or its module; no driver
+    except (AssertionError, RuntimeError, ImportError, AttributeError):  # not in torch, no module for it, no driver
         return False
     return True
 
 
 def has_entry(overload: str, device_type: str) -> bool:
-    """Whether the device's own autocast has an entry for ``overload``."""
+    """Tell whether the device's own autocast has an entry for ``overload``."""
     key = "PrivateUse1" if device_type == torch._C._get_privateuse1_backend_name() else device_type.upper()
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", f"Autocast{key}")
 
 
 @contextlib.contextmanager
 def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Sets the state by hand: ``torch.autocast`` switches itself off for a device that is not there."""
+    """Set the autocast state by hand: ``torch.autocast`` switches itself off for an absent device."""
     was = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(device_type, dtype is not None)
     torch.set_autocast_dtype(device_type, dtype or was[1])
-    torch.set_autocast_cache_enabled(False)  # it would keep the samples' casts
+    torch.set_autocast_cache_enabled(False)  # the cache would keep casts of the samples
     try:
         yield
     finally:
@@ -163,27 +164,27 @@ def _autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _run(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) -> Observed:
-    """On the device, forward and backward, the latter outside of autocast."""
+    """Run the call on the device, forward and backward. The backward runs outside of autocast."""
     call = sample.call(device_type, *given)
     try:
         with torch.enable_grad():
             results = _results(sample, operator(sample.overload)(*call.args, **call.kwargs))
             with _autocast(device_type, None):
                 gradients = _gradients(call, results)
-    except Exception as error:  # whatever an operator raises is what was to be found out
+    except Exception as error:  # an operator may raise anything, and that is the outcome
         return _failed(sample, given, error)
     return Observed(sample, given, tuple(result.dtype for result in results), gradients)
 
 
 def _results(sample: Sample, returned: Any) -> list[torch.Tensor]:
-    """The floating tensors of which the rule speaks."""
+    """Return the floating results that the rule governs."""
     results = returned if isinstance(returned, tuple) else (returned,)
     floating = [r for r in results if isinstance(r, torch.Tensor) and r.is_floating_point()]
     return floating[: _FIRST_RESULTS.get(sample.overload)]
 
 
 def _gradients(call: Call, results: list[torch.Tensor]) -> tuple[torch.dtype | None, ...]:
-    """The dtypes of the gradients of the call's floating inputs."""
+    """Return the dtypes of the gradients of the call's floating inputs."""
     differentiable = [tensor for tensor in call.inputs if tensor.requires_grad]
     total = [result.sum(dtype=torch.float32) for result in results if result.requires_grad]
     found = iter(torch.autograd.grad(total, differentiable, allow_unused=True))
@@ -192,19 +193,19 @@ def _gradients(call: Call, results: list[torch.Tensor]) -> tuple[torch.dtype | N
 
 
 def _failed(sample: Sample, given: tuple[torch.dtype, ...], error: Exception) -> Observed:
-    """An error that the device's user would see, or one that only says that here nothing can be seen."""
+    """Return the outcome of an error: an error that a user of the device would get, or "unobserved" on this machine."""
     text = str(error).partition("\n")[0]
-    if any(limit in text for limit in _LIMITS):
+    if any(part in text for part in _UNOBSERVABLE):
         return Observed(sample, given, unobserved=text)
     return Observed(sample, given, error=(type(error), text))
 
 
 def _run_fake(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) -> Observed:
-    """On fake tensors, forward only."""
+    """Run the call on fake tensors, forward only."""
     with torch.no_grad(), FakeTensorMode(), _quiet():
         try:
             call = sample.call(device_type, *given, grad=False)
-        except Exception as error:  # its module in torch is missing, or lacks what fake tensors ask it for
+        except Exception as error:  # the device's module in torch is missing, or lacks what fake tensors need
             return Observed(sample, given, unobserved=f"no fake tensor on {device_type}: {one_line(error)}")
         try:
             results = _results(sample, operator(sample.overload)(*call.args, **call.kwargs))
@@ -212,13 +213,15 @@ def _run_fake(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) 
             seen = _failed(sample, given, error)
         else:
             return Observed(sample, given, tuple(result.dtype for result in results))
-        arrived = _arrival(sample, call) if seen.unobserved and has_entry(sample.overload, device_type) else set()
-    return dataclasses.replace(seen, dtypes=tuple(arrived), unobserved="") if len(arrived) == 1 else seen
+        dtypes_seen = (
+            _after_autocast(sample, call) if seen.unobserved and has_entry(sample.overload, device_type) else set()
+        )
+    return dataclasses.replace(seen, dtypes=tuple(dtypes_seen), unobserved="") if len(dtypes_seen) == 1 else seen
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Fake tensors log each operator that raises, with its traceback."""
+    """Silence the logger to which fake tensors report each operator that raises, with its traceback."""
     log = logging.getLogger(FakeTensorMode.__module__)
     was, log.disabled = log.disabled, True
     try:
@@ -227,12 +230,12 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
-class _Arrived(Exception):
-    """Ends a call where autocast handed it on."""
+class _Recorded(Exception):
+    """Ends a call after autocast has passed it on."""
 
 
-class _Arrivals(TorchDispatchMode):
-    """Notes the dtypes of the floating arguments with which ``op`` is called, and calls it no more."""
+class _RecordDtypes(TorchDispatchMode):
+    """Records the dtypes of the floating arguments of the call of ``op``, and ends the call."""
 
     def __init__(self, op: torch._ops.OpOverload[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -243,14 +246,14 @@ class _Arrivals(TorchDispatchMode):
         if func is not self._op:
             return func(*args, **(kwargs or {}))
         self.dtypes = {tensor.dtype for tensor in Call(args, kwargs or {}).inputs}
-        raise _Arrived
+        raise _Recorded
 
 
-def _arrival(sample: Sample, call: Call) -> set[torch.dtype]:
-    """The dtypes of the floating tensors with which autocast hands the call on."""
+def _after_autocast(sample: Sample, call: Call) -> set[torch.dtype]:
+    """Return the dtypes of the floating tensors with which autocast passes the call on."""
     op = operator(sample.overload)
-    mode = _Arrivals(op)
-    # Below autograd a composite operator is seen whole; above, only what it is made of.
-    with contextlib.suppress(_Arrived), torch._C._AutoDispatchBelowAutograd(), mode:
+    mode = _RecordDtypes(op)
+    # Below autograd, the mode gets a composite operator itself; above autograd, only the operators inside it.
+    with contextlib.suppress(_Recorded), torch._C._AutoDispatchBelowAutograd(), mode:
         op(*call.args, **call.kwargs)
     return mode.dtypes

@@ -1,12 +1,15 @@
-"""The portable op policy at work: entries on a device's Autocast key where its own list lacks or differs.
+"""Applies the portable op policy: adds entries to a device's Autocast key where its list lacks a rule or has another.
 
-An entry acts where :func:`xamp.casting.active.is_portable` says that a region under this policy runs, or is recomputed
-in backward; anywhere else it hands the call on, below the Autocast key, with all that it came with: what a composite
-operator calls inside is cast by the device's own list as ever. In a region it casts as :mod:`xamp.casting.ops.table`
-says and calls with the key excluded, as torch's own entries do, so that nothing is cast twice.
+In a region under this policy, and where backward recomputes one (:func:`xamp.casting.active.is_portable`), an entry
+casts the arguments as :mod:`xamp.casting.ops.table` says. Then it calls the operator with the Autocast key excluded, as
+torch's own entries do, so that nothing is cast twice.
 
-The compiler runs entries on fake tensors, where no mark of a region reaches; there the mark is a ``torch.autocast`` of
-a device that nobody has, which every tracer carries along (:data:`xamp.casting.mark.SLOT`).
+Anywhere else, an entry follows the device's own rule for the overload. If there is none, it passes the call on
+unchanged, to the keys below Autocast. The device's own list then still casts the operators that a composite operator
+calls inside.
+
+The compiler runs entries on fake tensors, and the mark of a region does not reach them there. They read the slot
+instead, a ``torch.autocast`` state that every tracer keeps (:data:`xamp.casting.mark.SLOT`).
 """
 
 from __future__ import annotations
@@ -33,42 +36,42 @@ from xamp.ground.version import __version__
 __all__ = ["SAME", "Portable", "additions", "install"]
 
 SAME = "same"
-"""In a backend's ``op_rules``: the device needs no entry of ours here, whatever its registrations look like."""
+"""In a backend's ``op_rules``: the device needs no entry for this overload, whether or not it has registered one."""
 
 _LOWER = (torch.float16, torch.bfloat16)
 _SINGLE = (*_LOWER, torch.float32)
-# Overloads without a dtype argument hand on to those that have one, as torch's entries do.
+# For an overload without a dtype argument, the overload with one is called instead, as torch's entries do.
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 _CELLS = ("gru_cell", "lstm_cell")
-"""Made of products and of what is done to their results. The products are left to cast the weights, which autocast then
-does once a region: a loop over time steps calls a cell many times."""
+"""Operators that call matrix products and work on the results. Their entries leave the weights alone: the products cast
+them, and autocast caches the casts for the region. A loop over time steps calls a cell many times."""
 
 _TO: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
     torch.float16: torch.Tensor.half,
     torch.bfloat16: torch.Tensor.bfloat16,
     torch.float32: torch.Tensor.float,
 }
-"""Casts; each 0.4 us faster than ``Tensor.to``."""
+"""The method that casts to each dtype; each is 0.4 us faster than ``Tensor.to``."""
 
-_IsHere = Callable[[torch.Tensor], bool]
-_Change = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+_IsOnDevice = Callable[[torch.Tensor], bool]
+_CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
-# By device type: what was added, and the registration, which ends with it.
+# By device type: the added entries, and the torch library that holds them registered as long as it lives.
 _added: dict[str, tuple[dict[str, str | None], torch.library.Library]] = {}
 _lock = threading.Lock()
 
 
 def autocast_key(device_type: str) -> str:
-    """The name of the dispatch key on which autocast's entries for a device type are registered."""
+    """Return the name of the dispatcher key on which autocast's entries for a device type are registered."""
     return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
 
 
 def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | None]:
-    """What has to be registered for a device: overload -> the rule that it has natively, None where it has none.
+    """Return the overloads that need an entry on a device, each with the device's own rule for it; None: it has none.
 
     Args:
-        device_type: of the device.
+        device_type: the type of the device.
         op_rules: see :attr:`xamp.contract.Backend.op_rules`.
     """
     if device_type in _added:
@@ -83,15 +86,15 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
 
 
 class Portable(OpPolicy):
-    """One table for every device: :data:`xamp.casting.ops.table.RULES`."""
+    """The policy with one table for all devices: :data:`xamp.casting.ops.table.RULES`."""
 
     def install(self, device_type: str, backend: Backend) -> None:
-        """See :meth:`OpPolicy.install`: add the entries that the device's own list lacks."""
+        """Add the entries that the device's own list lacks; see :meth:`OpPolicy.install`."""
         install(device_type, backend.op_rules)
 
 
 def install(device_type: str, op_rules: Mapping[str, str]) -> None:
-    """Register what is missing on ``device_type``, once a process. Inert outside of regions under this policy."""
+    """Register the missing entries on ``device_type``, once per process. They act only in regions of this policy."""
     with _lock:
         if device_type in _added:
             return
@@ -110,7 +113,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
 
 
 def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
-    """Tell the compiler's caches on disk what is added: their keys hold what was called, and not what comes of it."""
+    """Add the entries to the keys of the compiler's disk caches: the keys hold the called operators, but no casts."""
     rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
     digest = hashlib.sha256(repr((__version__, rules)).encode()).hexdigest()[:12]
     config = torch.compiler.config
@@ -119,127 +122,129 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
-    """The kernel of one overload."""
+    """Make the entry of one overload."""
     key = getattr(torch._C.DispatchKey, autocast_key(device_type))
     below, this_key = torch._C._dispatch_keyset_full_after(key), torch._C.DispatchKeySet(key)
     op = operator(overload)
-    target = _handing_on(overload) if overload in _WITH_DTYPE else op
-    change = _change(overload, RULES[overload].kind, device_type)
-    own_change = None if native is None else _change(overload, native, device_type)
-    weights_inside = overload in _CELLS
+    target = _dtype_variant(overload) if overload in _WITH_DTYPE else op
+    cast_arguments = _rule_caster(overload, RULES[overload].kind, device_type)
+    cast_natively = None if native is None else _rule_caster(overload, native, device_type)
+    is_cell = overload in _CELLS
     redispatch, excluding, is_portable = op.redispatch, torch._C._ExcludeDispatchKeyGuard, active.is_portable
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if is_portable():
-            args, kwargs = change(args, kwargs)
-            if weights_inside:
+            args, kwargs = cast_arguments(args, kwargs)
+            if is_cell:
                 return redispatch(keys & below, *args, **kwargs)
             with excluding(this_key):
                 return target(*args, **kwargs)
-        if own_change is None:
+        if cast_natively is None:
             return redispatch(keys & below, *args, **kwargs)
-        args, kwargs = own_change(args, kwargs)
+        args, kwargs = cast_natively(args, kwargs)
         with excluding(this_key):
             return op(*args, **kwargs)
 
     return keep_eager(entry)
 
 
-def _handing_on(overload: str) -> Callable[..., Any]:
-    """Calls ``overload``, or where a dtype is given the one that has it."""
+def _dtype_variant(overload: str) -> Callable[..., Any]:
+    """Return a function that calls ``overload``, or its variant with a ``dtype`` argument if that is passed."""
     plain, with_dtype = operator(overload), operator(_WITH_DTYPE[overload])
     return lambda *args, **kwargs: (with_dtype if "dtype" in kwargs else plain)(*args, **kwargs)
 
 
-def _change(overload: str, kind: str, device_type: str) -> _Change:
-    """What a rule does to the arguments of a call."""
-    is_here = _is_on(device_type)
+def _rule_caster(overload: str, kind: str, device_type: str) -> _CastArguments:
+    """Return the function that applies a rule to the arguments of a call."""
+    on_device = _device_test(device_type)
     if kind == "fp32":
-        return lambda args, kwargs: _cast(args, kwargs, torch.float32, is_here)
+        return lambda args, kwargs: _cast(args, kwargs, torch.float32, on_device)
     if kind == "lower" and overload in _CELLS:
-        return lambda args, kwargs: _cast_state(args, kwargs, torch._C.get_autocast_dtype(device_type), is_here)
+        return lambda args, kwargs: _cast_state(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
     if kind == "lower":
-        return lambda args, kwargs: _cast(args, kwargs, torch._C.get_autocast_dtype(device_type), is_here)
+        return lambda args, kwargs: _cast(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
     if kind == "promote":
 
         def promote(args: Any, kwargs: Any) -> Any:
             lower = torch._C.get_autocast_dtype(device_type)
-            dtype = _widest((*args, *kwargs.values()), lower, lower, overload, is_here)
-            return _cast(args, kwargs, dtype, is_here)
+            dtype = _widest((*args, *kwargs.values()), lower, lower, overload, on_device)
+            return _cast(args, kwargs, dtype, on_device)
 
         return promote
     if kind == "fp32_dtype":
-        return _name_dtype(overload, is_here)
+        return _dtype_setter(overload, on_device)
     return _refuse(overload)
 
 
-def _is_on(device_type: str) -> _IsHere:
-    """Whether a tensor is on a device of this type: by its own flag, 0.2 us faster than by ``device.type``."""
+def _device_test(device_type: str) -> _IsOnDevice:
+    """Return a test for tensors on this device type; the tensor's own flag is 0.2 us faster than ``device.type``."""
     if hasattr(torch.Tensor, f"is_{device_type}"):
         return attrgetter(f"is_{device_type}")
     return lambda tensor: tensor.device.type == device_type
 
 
-def _cast(args: Any, kwargs: Any, dtype: torch.dtype, is_here: _IsHere) -> Any:
-    """Cast what the rules speak of. The hot path of each operator that was added, hence a loop and no recursion."""
+def _cast(args: Any, kwargs: Any, dtype: torch.dtype, on_device: _IsOnDevice) -> Any:
+    """Cast fp16, bf16 and fp32 tensors on the device. A plain loop: this is the hot path of each added entry."""
     made = []
     for value in args:
         if isinstance(value, torch.Tensor):
             given = value.dtype
-            if given is not dtype and given in _SINGLE and is_here(value):
+            if given is not dtype and given in _SINGLE and on_device(value):
                 value = _TO[dtype](value)
         elif isinstance(value, (list, tuple)):
-            value = _cast(value, None, dtype, is_here)[0]
+            value = _cast(value, None, dtype, on_device)[0]
         made.append(value)
     if kwargs:
-        kwargs = dict(zip(kwargs, _cast(kwargs.values(), None, dtype, is_here)[0], strict=True))
+        kwargs = dict(zip(kwargs, _cast(kwargs.values(), None, dtype, on_device)[0], strict=True))
     return made, kwargs
 
 
-def _cast_state(args: Any, kwargs: Any, dtype: torch.dtype, is_here: _IsHere) -> Any:
-    """Cast a cell's input and state only."""
-    args = [*_cast(args[:2], None, dtype, is_here)[0], *args[2:]]
+def _cast_state(args: Any, kwargs: Any, dtype: torch.dtype, on_device: _IsOnDevice) -> Any:
+    """Cast only the input and the state of a cell."""
+    args = [*_cast(args[:2], None, dtype, on_device)[0], *args[2:]]
     named = {name: kwargs[name] for name in ("input", "hx") if name in kwargs}
-    return args, {**kwargs, **_cast((), named, dtype, is_here)[1]} if named else kwargs
+    return args, {**kwargs, **_cast((), named, dtype, on_device)[1]} if named else kwargs
 
 
-def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, is_here: _IsHere) -> torch.dtype:
-    """fp32 where one of the tensors has it, else ``lower``; found in the order in which torch's own rule looks."""
+def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, on_device: _IsOnDevice) -> torch.dtype:
+    """Return fp32 if one of the tensors is fp32, else ``lower``. Tensors are tested in the order of torch's rule."""
     for value in values:
         if isinstance(value, torch.Tensor):
             given = value.dtype
-            if given is torch.float32 and is_here(value):
+            if given is torch.float32 and on_device(value):
                 found = torch.float32
-            elif found is lower and given not in (lower, torch.float64) and given.is_floating_point and is_here(value):
+            elif (
+                found is lower and given not in (lower, torch.float64) and given.is_floating_point and on_device(value)
+            ):
                 raise StateError(
                     f"{overload}: got a tensor of {given} in a region that casts to {lower}, which autocast refuses on "
                     "every device: it promotes that dtype and fp32 only. Cast the tensor before."
                 )
         elif isinstance(value, (list, tuple)):
-            found = _widest(value, found, lower, overload, is_here)
+            found = _widest(value, found, lower, overload, on_device)
     return found
 
 
-def _name_dtype(overload: str, is_here: _IsHere) -> _Change:
-    """Put fp32 into the ``dtype`` argument where the caller put nothing."""
+def _dtype_setter(overload: str, on_device: _IsOnDevice) -> _CastArguments:
+    """Return a function that sets the ``dtype`` argument to fp32 if the caller left it out."""
     arguments = operator(overload)._schema.arguments
-    hands_on = overload in _WITH_DTYPE  # to an overload without defaults, for which the dtype is not optional
-    place = len(arguments) if hands_on else [argument.name for argument in arguments].index("dtype")
+    needs_variant = overload in _WITH_DTYPE  # that overload has no defaults, and its dtype is not optional
+    place = len(arguments) if needs_variant else [argument.name for argument in arguments].index("dtype")
 
-    def change(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def set_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None):
             return args, kwargs
         first = args[0] if args else kwargs.get("self")
-        if not (isinstance(first, torch.Tensor) and first.dtype in _SINGLE and is_here(first)):
+        if not (isinstance(first, torch.Tensor) and first.dtype in _SINGLE and on_device(first)):
             return args, kwargs
-        if hands_on:
+        if needs_variant:
             args, kwargs = (*args, *(kwargs.get(a.name, a.default_value) for a in arguments[len(args) :])), {}
         return args[:place], {**kwargs, "dtype": torch.float32}
 
-    return change
+    return set_dtype
 
 
-def _refuse(overload: str) -> _Change:
+def _refuse(overload: str) -> _CastArguments:
     def refuse(*_: object) -> NoReturn:
         raise StateError(
             f"{overload}: not in a region that casts, where its gradient may not fit fp16. Leave the sigmoid before it "

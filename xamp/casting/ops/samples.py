@@ -1,6 +1,7 @@
-"""Sample calls of every overload in the table, for showing what a device does and for testing what is promised.
+"""Sample calls of every overload in the table: they show what a device does and test what the table promises.
 
-Each calls the very overload, so that the autocast entry of that overload sees it. Never used in training.
+Each sample calls the overload itself, so that the autocast entry of that overload gets the call. Training never uses
+these.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Call:
 
     @functools.cached_property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The floating tensors among the arguments, those in lists too, in their order."""
+        """The floating tensors among the arguments and in lists among them, in order."""
         tensors = []
         for value in (*self.args, *self.kwargs.values()):
             tensors += [t for t in (value if isinstance(value, list) else [value]) if isinstance(t, torch.Tensor)]
@@ -39,8 +40,8 @@ class Sample:
 
     Attributes:
         overload: Its name in the table.
-        make: The arguments, from a :class:`Maker`.
-        names_dtype: Whether the call names the dtype of its result: the first one given.
+        make: Makes the arguments, from a :class:`Maker`.
+        names_dtype: Whether the call passes a ``dtype`` for its result: the first one given.
     """
 
     overload: str
@@ -51,23 +52,23 @@ class Sample:
         return f"{self.overload}, dtype named" if self.names_dtype else self.overload
 
     def call(self, device: torch.device | str, *given: torch.dtype, grad: bool = True) -> Call:
-        """The arguments on ``device``, with floating tensors of the dtypes ``given``, in turn.
+        """Return the arguments on ``device``, with floating tensors of the dtypes ``given``, in turn.
 
-        They require gradients where the operator is differentiable in them, unless ``grad`` is False.
+        A tensor requires a gradient where the operator is differentiable in it, unless ``grad`` is False.
         """
         return Call(self.make(Maker(device, given, grad)), {"dtype": given[0]} if self.names_dtype else {})
 
 
 def operator(overload: str) -> torch._ops.OpOverload[..., Any]:
-    """What is called: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
+    """Return the operator overload of that name: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
     packet, _, name = overload.partition(".")
     return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]
 
 
 def samples(overload: str) -> tuple[Sample, ...]:
-    """The sample calls of ``overload``, a name in the table.
+    """Return the sample calls of ``overload``, a name in the table.
 
-    Those with a ``dtype`` argument have one call without it and one with it.
+    An overload with a ``dtype`` argument is called both without it and with it.
     """
     plain = tuple(Sample(overload, make) for make in CALLS[overload])
     if all(argument.name != "dtype" for argument in operator(overload)._schema.arguments):

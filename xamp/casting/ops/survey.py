@@ -1,8 +1,8 @@
-"""What comes of each overload of the table on a device under an op policy, also on a device that is not there.
+"""Finds the result dtypes of each overload of the table on a device under an op policy, even if the device is absent.
 
-The device's own list is observed (:mod:`xamp.casting.ops.observe`). Under the portable policy a device that is there is
-observed once more, in a region with xamp's entries; for one that is not, the results of what xamp adds are computed
-from the table. For showing and comparing; never used in training.
+First the device's own list is observed (:mod:`xamp.casting.ops.observe`). Under the portable policy, a present device
+is observed again, in a region with xamp's entries. For an absent device, the results of xamp's entries are computed
+from the table. This is for display and comparison; training never uses it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ class Row:
 
     Attributes:
         overload: Its name in the table.
-        rule: The table's.
-        reason: Of that rule.
+        rule: The rule of the table.
+        reason: The reason for that rule.
         registered: Whether the device's own list has the overload.
-        native: The device's own rule as observed: a kind of rule, ``"other"``, ``"unknown"``, or ``"none"`` where the
-            list does not have the overload.
-        added: The rule for which xamp registers an entry; None where it adds nothing.
-        results: The dtypes of the floating results, by what the floating inputs are: ``"fp32"``, ``"lower"``,
-            ``"mixed"`` (both, in either order), ``"named"`` (lower, and the caller names the lower dtype for the
-            result). Several are joined by ``"/"``; ``"error"``: the call is refused; ``"unknown"``; None: no such call.
-        source: ``"called"``: seen on the device; ``"fake"``: on fake tensors; ``"table"``: computed; ``"unknown"``.
-        agrees: Whether the results are the table's; None where nothing was seen or the device has no kernel.
-        cannot: Why xamp does not equalise it here; empty where it does, or need not.
+        native: The device's own rule as observed: a kind of rule, ``"other"``, ``"unknown"``, or ``"none"`` if the list
+            does not have the overload.
+        added: The rule for which xamp registers an entry; None if it adds none.
+        results: The dtypes of the floating results, by the dtypes of the floating inputs: ``"fp32"``, ``"lower"``,
+            ``"mixed"`` (both, in either order), ``"named"`` (lower, and the caller passes the lower dtype as
+            ``dtype``). Several dtypes are joined by ``"/"``. ``"error"``: the call is refused. ``"unknown"``: it could
+            not be observed. None: there is no such call.
+        source: Where the results are from. ``"called"``: calls on the device. ``"fake"``: calls on fake tensors.
+            ``"table"``: computed from the table. ``"unknown"``: there are no results.
+        agrees: Whether the results are those of the table; None if nothing was observed or the device has no kernel.
+        cannot: Why xamp cannot make this device follow the table; empty if it can, or need not.
     """
 
     overload: str
@@ -66,9 +68,9 @@ class Survey:
     """One device under one op policy.
 
     Attributes:
-        present: Whether it is there.
+        present: Whether the device is present.
         rows: One for each overload of the table, in the table's order.
-        device_only: Overloads in the device's own list that are not in the table, in the alphabet's order.
+        device_only: Overloads in the device's own list that are not in the table, in alphabetical order.
     """
 
     present: bool
@@ -77,12 +79,12 @@ class Survey:
 
 
 def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op_policy: str) -> Survey:
-    """Observes and computes what comes of each overload of the table.
+    """Observe or compute the results of each overload of the table.
 
-    On a device that is there, ``"portable"`` registers xamp's entries; they are inert outside of regions.
+    On a present device, ``"portable"`` registers xamp's entries; they do nothing outside of regions.
 
     Args:
-        device_type: Whose.
+        device_type: The type of the device.
         op_rules: See :attr:`xamp.contract.Backend.op_rules`.
         dtype: The lower dtype.
         op_policy: ``"portable"`` or ``"native"``.
@@ -96,24 +98,24 @@ def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op
     present, portable = is_present(device_type), op_policy == "portable"
     if present and portable:
         install(device_type, op_rules)
-    look = _Look(device_type, dtype, op_rules, missing if portable else {}, listed, present, portable)
-    return Survey(present, tuple(map(look.row, RULES)), tuple(sorted(listed - set(RULES))))
+    surveyor = _Surveyor(device_type, dtype, op_rules, missing if portable else {}, listed, present, portable)
+    return Survey(present, tuple(map(surveyor.row, RULES)), tuple(sorted(listed - set(RULES))))
 
 
 def _registrations(device_type: str) -> set[str]:
-    """The overloads of torch's own operators on the device's Autocast key, xamp's entries included."""
+    """Return the overloads of torch's operators on the device's Autocast key, xamp's entries included."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Look:
+class _Surveyor:
     """Makes the rows of one survey."""
 
     device_type: str
     dtype: torch.dtype
     op_rules: Mapping[str, str]
-    missing: Mapping[str, str | None]  # what is added
+    missing: Mapping[str, str | None]  # the overloads for which xamp adds an entry
     listed: set[str]
     present: bool
     portable: bool
@@ -122,7 +124,7 @@ class _Look:
         rule, registered = RULES[overload], overload in self.listed
         seen, absent = self._results(overload)
         native = _kind(overload, seen, self.dtype) if registered else "none"
-        # Kernels of a device that is not there are not to be seen, so its backend is believed.
+        # The kernels of an absent device cannot be observed, so what its backend declares is taken.
         same, composite = self.op_rules.get(overload) == SAME, _is_composite(overload)
         absent = absent or (same and not (self.present or registered or composite))
         wanted = _wanted(overload, rule.kind, self.dtype)
@@ -139,13 +141,13 @@ class _Look:
         return Row(overload, rule.kind, rule.reason, registered, native, added, results, source, agrees, cannot)
 
     def _own(self, seen: Results, otherwise: Results) -> tuple[Results, str]:
-        """Without an entry of xamp's: what was seen, otherwise what is known."""
+        """Return the results without an entry of xamp: those observed, otherwise those known."""
         if UNKNOWN not in seen.values():
             return seen, "called" if self.present else "fake"
         return otherwise, UNKNOWN if UNKNOWN in otherwise.values() else "table"
 
     def _added(self, overload: str, wanted: Results) -> tuple[Results, str]:
-        """With xamp's entry."""
+        """Return the results with xamp's entry."""
         if not self.present:
             return wanted, "table"
         leave = active.open_region(mark_of(self.device_type, self.dtype, portable=True), None)
@@ -155,7 +157,7 @@ class _Look:
             leave()
 
     def _results(self, overload: str) -> tuple[Results, bool]:
-        """The results as they are where this is called, and whether the device turned out to have no kernel."""
+        """Return the results in the present autocast state, and whether the device has no kernel for the overload."""
         absent = False
 
         def call(sample: Sample, given: tuple[torch.dtype, ...]) -> set[str]:
@@ -168,7 +170,7 @@ class _Look:
 
 
 def _table(overload: str, dtype: torch.dtype, ask: Callable[[Sample, tuple[torch.dtype, ...]], set[str]]) -> Results:
-    """What ``ask`` says of the sample calls of ``overload``, by kind of input."""
+    """Return the answers of ``ask`` for the sample calls of ``overload``, by kind of input."""
     plain = [sample for sample in samples(overload) if not sample.names_dtype]
     named = [sample for sample in samples(overload) if sample.names_dtype]
     several = [sample for sample in plain if len(sample.call("cpu", torch.float32, grad=False).inputs) > 1]
@@ -193,7 +195,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def _wanted(overload: str, kind: Kind, dtype: torch.dtype) -> Results:
-    """What a rule makes of the sample calls."""
+    """Return the results that a rule promises for the sample calls."""
 
     def promise(sample: Sample, given: tuple[torch.dtype, ...]) -> set[str]:
         return {_name(expected(Rule(kind, ""), given, dtype, given[0] if sample.names_dtype else None))}
@@ -202,13 +204,13 @@ def _wanted(overload: str, kind: Kind, dtype: torch.dtype) -> Results:
 
 
 def _agrees(results: Results, wanted: Results) -> bool | None:
-    """Whether what was seen is what is wanted; None where nothing was seen."""
+    """Tell whether the observed results are the wanted ones; None if nothing was observed."""
     known = [name for name, result in results.items() if result not in (UNKNOWN, None)]
     return all(results[name] == wanted[name] for name in known) if known else None
 
 
 def _kind(overload: str, seen: Results, dtype: torch.dtype) -> str:
-    """The kind of rule that explains what was seen."""
+    """Return the kind of rule that explains the observed results."""
     if set(seen.values()) <= {UNKNOWN, None}:
         return UNKNOWN
     return next(_explanations(overload, seen, dtype), "other")
@@ -218,12 +220,12 @@ def _explanations(overload: str, seen: Results, dtype: torch.dtype) -> Iterator[
     kind = RULES[overload].kind
     if _agrees(seen, _wanted(overload, kind, dtype)):
         yield kind
-    # What other rules make of a named dtype differs between operators.
+    # Under other rules, the result with a named dtype differs between operators.
     unnamed = {**seen, "named": None}
     yield from (each for each in get_args(Kind) if each != kind and _agrees(unnamed, _wanted(overload, each, dtype)))
 
 
 def _is_composite(overload: str) -> bool:
-    """Whether it is made of other operators, and so runs wherever those do."""
+    """Tell whether the overload is made of other operators, and so runs on every device that has these."""
     keys = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key) for key in keys)

@@ -1,9 +1,9 @@
-"""The portable op policy as data: which operator overload runs in which dtype inside a region, on every device alike.
+"""The portable op policy as data: which operator overload runs in which dtype inside a region, the same on all devices.
 
-It governs the 119 overloads that CUDA's autocast has a rule for, with CUDA's rules, and the eight of recurrent layers
-(four, each for tensors and for packed sequences), which CUDA lowers further inside. An operator without an entry runs
-in the dtype of its inputs, or by the device's own list. Tensors of float64, of fp8, of integers and complex ones are
-cast by no rule.
+The table has the 119 overloads for which CUDA's autocast has a rule, with CUDA's rules. It also has the eight overloads
+of recurrent layers (four layers, each for tensors and for packed sequences); CUDA lowers these further inside. An
+operator that is not in the table runs in the dtype of its inputs, or by the device's own list. No rule casts float64,
+fp8, integer or complex tensors.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What is done to the floating tensors of a call.
+    """What a region does to the floating tensors of a call.
 
     Attributes:
-        kind: ``"lower"``: cast to the region's dtype. ``"fp32"``: cast to fp32. ``"fp32_dtype"``: left as they are, and
-            fp32 is put into the operator's ``dtype`` argument where the caller put nothing; an overload without that
-            argument hands on to the one that has it. ``"promote"``: cast to fp32 if one of them is fp32.
-            ``"banned"``: the call is an error that names what to use instead.
+        kind: ``"lower"``: the tensors are cast to the region's dtype. ``"fp32"``: they are cast to fp32.
+            ``"fp32_dtype"``: they stay as they are, and the operator's ``dtype`` argument becomes fp32 if the caller
+            left it out; for an overload without that argument, the overload that has it is called instead.
+            ``"promote"``: they are cast to fp32 if one of them is fp32, else to the region's dtype. ``"banned"``: the
+            call raises an error that names an alternative.
         reason: Why, in one sentence without a full stop.
     """
 
@@ -134,10 +135,10 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
 
 
 def _rules() -> dict[str, Rule]:
-    """The groups, overload by overload in the alphabet's order."""
+    """Return the rule of each overload in the groups, in alphabetical order."""
     rules = {name: Rule(kind, reason) for kind, reason, names in _GROUPS for name in names.split()}
     return {name: rules[name] for name in sorted(rules)}
 
 
 RULES: Mapping[str, Rule] = types.MappingProxyType(_rules())
-"""Overload without its namespace (``"softmax.int"``; ``"mm"`` for the default one) -> rule, in the alphabet's order."""
+"""Overload without its namespace (``"softmax.int"``; ``"mm"`` for the default one) -> rule, in alphabetical order."""
