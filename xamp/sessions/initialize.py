@@ -25,7 +25,7 @@ from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
-from xamp.policy import LEVELS, Level, Policy, Request, compile_policy, parse_level
+from xamp.policy import LEVELS, Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import masters
@@ -268,8 +268,7 @@ def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
 
 def _best_level(backend: Backend, device: torch.device) -> Level:
     """What ``"auto"`` means on ``device``."""
-    fast = backend.capabilities(device).fast_dtypes
-    return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
+    return best_level(backend.capabilities(device).fast_dtypes)
 
 
 def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
