@@ -4,15 +4,18 @@ A backend is one class derived from :class:`Backend` and one :class:`BackendSpec
 for it. Every method has a default that is right for a device on which torch's own operators work, so most backends
 override two or three. The core calls them in this order::
 
-    probe            once a process, before the backend is used or reported
-    capabilities     when a level is chosen, when a policy is checked, by tests and by ``doctor``
-    runtime          when ``xamp.accel`` is used
-    clear_overflow  on entering ``scale_loss``, and before a training forward where the chip saturates
-    unscale_         on leaving ``scale_loss``
-    plain            when ``initialize`` looks at parameters
-    optimizer_refusal  when ``initialize`` looks at an optimizer, and before each of its steps
+    probe               once a process, before the backend is used or reported
+    devices             for reports, and where an index is checked
+    versions            for reports
+    capabilities        when a level is chosen, when a policy is checked, by tests and by ``doctor``
+    runtime             when ``xamp.accel`` is used
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
-    make_overflow_   never in training: how a test makes this device overflow
+    hand_over           by ``initialize(delegate=True)``, and never else
+    plain               when ``initialize`` looks at parameters
+    optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
+    clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
+    unscale_            on leaving ``scale_loss``
+    make_overflow_      never in training: how a test makes this device overflow
 
 This module imports no torch, so that a spec can be read where torch is missing or broken.
 """
