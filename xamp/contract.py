@@ -10,7 +10,6 @@ override two or three. The core calls them in this order::
     capabilities        when a level is chosen, when a policy is checked, by tests and by ``doctor``
     runtime             when ``xamp.accel`` is used
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
-    hand_over           by ``initialize(delegate=True)``, and never else
     plain               when ``initialize`` looks at parameters
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates

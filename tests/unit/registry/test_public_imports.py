@@ -25,7 +25,6 @@ PUBLIC = {
 }
 OWN = ("host.py", "host_memory.py")
 """xamp.accel on the CPU, which is made of the same parts as xamp.accel itself."""
-HANDING_OVER = {"apex.py": {"xamp.apex._delegate"}}
 
 THIRD_PARTY = sorted((ROOT / "tests" / "outside" / "abacus").rglob("*.py"))
 OURS = [
@@ -63,7 +62,7 @@ def test_a_third_party_s(path: Path) -> None:
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_ours(path: Path) -> None:
     beside = {name for name in private(path) if name == "xamp.backends" or name.startswith("xamp.backends.")}
-    assert private(path) - beside - HANDING_OVER.get(path.name, set()) == set()
+    assert private(path) - beside == set()
 
 
 def test_there_are_some() -> None:
