@@ -15,7 +15,7 @@ import torch
 
 from xamp.backend_kit import environment_settings
 from xamp.backends import fp32, host
-from xamp.backends.native import NativeBackend
+from xamp.backends.native import FUSED_OPTIMIZERS, GPU_KERNELS, NativeBackend
 from xamp.contract import Setting
 
 __all__ = ["CpuBackend"]
@@ -24,24 +24,14 @@ __all__ = ["CpuBackend"]
 class CpuBackend(NativeBackend):
     """Any machine's processor, by torch.autocast("cpu")."""
 
-    fused_optimizers = ("SGD", "Adam", "AdamW", "Adagrad")
+    fused_optimizers = FUSED_OPTIMIZERS
     process_group = "gloo"
     op_rules = {
         "grid_sampler": "fp32",
         "binary_cross_entropy": "fp32",
         # The dtypes are the table's without an entry.
         **dict.fromkeys(("rnn_relu_cell", "rnn_tanh_cell"), "same"),
-        # Kernels of GPUs.
-        **dict.fromkeys(
-            (
-                "_scaled_dot_product_flash_attention",
-                "_thnn_fused_gru_cell",
-                "_thnn_fused_lstm_cell",
-                "cudnn_convolution",
-                "cudnn_convolution_transpose",
-            ),
-            "same",
-        ),
+        **dict.fromkeys(GPU_KERNELS, "same"),
     }
 
     def devices(self) -> Sequence[str]:

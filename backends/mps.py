@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.native import ModuleBackend
+from xamp.backends.native import GPU_KERNELS, ModuleBackend
 
 __all__ = ["MpsBackend"]
 
@@ -33,17 +33,7 @@ class MpsBackend(ModuleBackend):
         ),
         # Its kernel refuses fp16 and bf16, so torch's own fp32 stays.
         "conv_transpose3d.input": "same",
-        # Kernels of other GPUs.
-        **dict.fromkeys(
-            (
-                "_scaled_dot_product_flash_attention",
-                "_thnn_fused_gru_cell",
-                "_thnn_fused_lstm_cell",
-                "cudnn_convolution",
-                "cudnn_convolution_transpose",
-            ),
-            "same",
-        ),
+        **dict.fromkeys(GPU_KERNELS, "same"),
     }
 
     def is_available(self) -> bool:

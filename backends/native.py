@@ -19,9 +19,28 @@ from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable
 from xamp.policy import LEVELS
 
-__all__ = ["ModuleBackend", "NativeBackend", "defect_of", "levels_for"]
+__all__ = [
+    "CUDNN_KERNELS",
+    "FUSED_OPTIMIZERS",
+    "GPU_KERNELS",
+    "LOWER_DTYPES",
+    "ModuleBackend",
+    "NativeBackend",
+    "defect_of",
+    "levels_for",
+]
 
 LOWER_DTYPES = ("float16", "bfloat16")
+FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
+"""Of torch.optim's fused forms those that torch has kernels of its own for, on the CPU and on GPUs."""
+CUDNN_KERNELS = ("cudnn_convolution", "cudnn_convolution_transpose")
+GPU_KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    *CUDNN_KERNELS,
+)
+"""Operators of the table that have a kernel on CUDA's GPUs, and on few other devices."""
 
 
 class NativeBackend(Backend):

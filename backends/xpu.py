@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xamp.backends.native import ModuleBackend
+from xamp.backends.native import CUDNN_KERNELS, ModuleBackend
 
 __all__ = ["XpuBackend"]
 
@@ -19,9 +19,7 @@ class XpuBackend(ModuleBackend):
             "rnn_relu.input",
             "rnn_tanh.data",
             "rnn_tanh.input",
-            # Kernels of other GPUs.
-            "cudnn_convolution",
-            "cudnn_convolution_transpose",
+            *CUDNN_KERNELS,
         ),
         "same",
     )

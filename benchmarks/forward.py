@@ -11,8 +11,11 @@ import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure
 from benchmarks.timing import compare
+from xamp import policy
 
-LEVELS = {"O1": torch.float16, "O4": torch.bfloat16}
+LEVELS: dict[str, torch.dtype] = {
+    name: getattr(torch, str(row.dtype)) for name, row in policy.LEVELS.items() if row.casts_operators
+}
 
 
 class Inert(torch.nn.Module):

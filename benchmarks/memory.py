@@ -15,6 +15,7 @@ import torch
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure
+from xamp.policy import best_level, levels_where
 from xamp.testing.measure import Storages
 
 LAYERS, WIDTH = 24, 128
@@ -30,10 +31,11 @@ FORMS: dict[str, tuple[Make, bool | str]] = {
 
 def run(device: torch.device) -> list[Figure]:
     figures = []
-    for level in ("O2", "O5", "O1", None):
+    with_masters = levels_where(lambda row: row.master_weights)
+    for level in (*with_masters, best_level(("float16",)).name, None):
         for form, (make, fused) in FORMS.items():
             for accumulate in (1, 2):
-                bounded = level in ("O2", "O5") and form == "auto" and accumulate == 1
+                bounded = level in with_masters and form == "auto" and accumulate == 1
                 peaks = _peaks(level, make, fused, accumulate, device)
                 case = f"{level or 'torch fp32'} {form}" + (", 2 micro-batches" if accumulate > 1 else "")
                 detail = "  ".join(f"{phase} {value:.2f}" for phase, value in peaks.items())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, and the rule that the core names no device.
+# Style, types, the rule that the core names no device, and the page of settings, which is made from the code.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
@@ -20,3 +20,5 @@ say "the picture of the architecture"
 "$py" ci/architecture_picture.py --check
 say "device names in the core"
 "$py" ci/device_names.py
+say "docs/settings.md"
+"$py" ci/settings_page.py --check

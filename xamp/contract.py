@@ -5,14 +5,16 @@ changes. Every method has a default, which is right for a device on which torch'
 override two or three methods. The core calls them in this order::
 
     probe               once a process, before the backend is used or reported
+    devices             for reports, and where an index is checked
+    versions            for reports
     capabilities        when a level is chosen, when a policy is checked, by tests and by ``doctor``
     runtime             when ``xamp.accel`` is used
-    clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
-    unscale_            on leaving ``scale_loss``
+    precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     plain               when ``initialize`` looks at parameters
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
-    precision_settings  by ``doctor`` and at level O0, which warn of them, and by ``exact_fp32``, which undoes them
-    make_overflow_      only in tests: makes this device overflow
+    clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
+    unscale_            on leaving ``scale_loss``
+    make_overflow_      never in training: how a test makes this device overflow
 
 This module imports no torch, so that a spec can be read where torch is missing or broken.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xamp.errors import PolicyError
@@ -26,7 +26,10 @@ __all__ = [
     "Level",
     "Policy",
     "Request",
+    "best_level",
     "compile_policy",
+    "levels_where",
+    "listed",
     "parse_level",
 ]
 
@@ -36,10 +39,10 @@ class Level:
     """One row of the level table. It gives dtypes by name, so that the table needs no torch.
 
     Attributes:
-        name: ``"O0"`` to ``"O5"``.
+        name: such as ``"O1"``.
         aliases: other spellings.
         dtype: the lower dtype, fp16 or bf16; None where everything is fp32.
-        casts_parameters: xamp casts parameters and inputs (O2, O3, O5) instead of the inputs of operators (O1, O4).
+        casts_parameters: xamp casts parameters and inputs (as O2 does) instead of the inputs of operators (as O1 does).
         master_weights: the optimizer steps fp32 copies of the lowered parameters.
         keep_batchnorm_fp32: batch norm keeps fp32 parameters and statistics; None where the op policy decides.
         loss_scale: ``"dynamic"`` or a static scale.
@@ -52,6 +55,31 @@ class Level:
     master_weights: bool
     keep_batchnorm_fp32: bool | None
     loss_scale: str | float
+
+    @property
+    def casts_operators(self) -> bool:
+        """Whether parameters stay fp32 and the op policy casts what operators are given."""
+        return self.dtype is not None and not self.casts_parameters
+
+    @property
+    def steps_lower(self) -> bool:
+        """Whether the optimizer steps parameters of the lower dtype, for there are no masters."""
+        return self.casts_parameters and not self.master_weights
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale is dynamic."""
+        return self.loss_scale == "dynamic"
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled, and gradients are checked."""
+        return self.loss_scale != 1.0
+
+    @property
+    def manages_gradients(self) -> bool:
+        """Whether gradients are scaled, checked or moved to masters: whether steps are xamp's to decide."""
+        return self.scales or self.master_weights
 
 
 LEVELS = {
@@ -113,10 +141,11 @@ class Policy:
     """Everything that a session does, complete and checked. ``str(policy)`` is the line logged at verbosity 1.
 
     Attributes:
-        level: ``"O0"`` to ``"O5"``; ``"auto"`` is resolved already.
-        dtype: the lower dtype; ``torch.float32`` at O0.
+        level: the name of a row of :data:`LEVELS`; ``"auto"`` is resolved already.
+        dtype: the lower dtype; ``torch.float32`` where there is none.
         casts_parameters: see :class:`Level`.
-        autocast: while the model runs, the op policy decides in which dtype each operator runs (O1, O4).
+        autocast: while the model runs, the op policy decides in which dtype each operator runs; see
+            :attr:`Level.casts_operators`.
         input_dtype: dtype to which floating arguments of the model are cast; None: they are not cast.
         master_weights: see :class:`Level`.
         keep_batchnorm_fp32: see :class:`Level`; ``"affine"``: only batch norm modules that have weights stay fp32.
@@ -208,6 +237,22 @@ def parse_level(level: object) -> Level | None:
     return found
 
 
+def levels_where(condition: Callable[[Level], bool]) -> tuple[str, ...]:
+    """The names of the levels for whose row ``condition`` is true, in the order of the table."""
+    return tuple(name for name, row in LEVELS.items() if condition(row))
+
+
+def best_level(fast_dtypes: Collection[str]) -> Level:
+    """What ``"auto"`` means where ``fast_dtypes`` are native: operators cast to bfloat16, or to float16, or fp32."""
+    dtype = next((dtype for dtype in ("bfloat16", "float16") if dtype in fast_dtypes), None)
+    return next(row for row in LEVELS.values() if row.dtype == dtype and not row.casts_parameters)
+
+
+def listed(names: Sequence[str], last: str = "or") -> str:
+    """``names`` as a sentence has them: ``"O2, O3 or O5"``."""
+    return f" {last} ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
+
+
 def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -> Policy:
     """Apply the overrides of ``request`` to ``level`` and check the result.
 
@@ -221,7 +266,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
     """
     dtype = _lower_dtype(request.dtype, level)
     masters, keep_bn = _parameter_overrides(request, level)
-    autocast = level.dtype is not None and not level.casts_parameters
+    autocast = level.casts_operators
     dynamic, static_scale = _loss_scale(request.loss_scale, level)
     return Policy(
         level=level.name,
@@ -248,15 +293,17 @@ def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | N
     masters = arguments.boolean("master_weights", request.master_weights)
     keep_bn = arguments.boolean("keep_batchnorm_fp32", request.keep_batchnorm_fp32)
     if masters and not level.casts_parameters:
+        having = levels_where(lambda row: row.master_weights)
         raise PolicyError(
             f"initialize(level={level.name!r}, master_weights=True): at {level.name} the parameters are fp32, so there "
-            "is nothing to keep masters of. Leave master_weights out, or use O2 or O5."
+            f"is nothing to keep masters of. Leave master_weights out, or use {listed(having)}."
         )
-    if keep_bn is not None and not level.casts_parameters and level.dtype is not None:
+    if keep_bn is not None and level.casts_operators:
+        casting = levels_where(lambda row: row.casts_parameters)
         raise PolicyError(
             f"initialize(level={level.name!r}, keep_batchnorm_fp32={request.keep_batchnorm_fp32!r}): at {level.name} "
             "all parameters are fp32 and the op policy chooses batch norm's dtype. Leave keep_batchnorm_fp32 out, or "
-            "use O2, O3 or O5; to run batch norm in fp32, keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
+            f"use {listed(casting)}; to run batch norm in fp32, keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
         )
     if level.dtype is None:
         keep_bn = True
@@ -273,14 +320,18 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
         return torch.float32 if level.dtype is None else getattr(torch, level.dtype)
     dtype = arguments.dtype("dtype", value)
     if level.dtype is None and dtype != torch.float32:
+        by_dtype: dict[str, list[str]] = {}
+        for row in LEVELS.values():
+            by_dtype.setdefault(row.dtype or "", []).append(row.name)
+        lowering = ", ".join(f"{', '.join(names)} for {name}" for name, names in by_dtype.items() if name)
         raise PolicyError(
-            f"initialize(level='O0', dtype={value!r}): O0 is fp32 throughout. Leave dtype out, or choose the level "
-            "that lowers to it: O1, O2, O3 for float16, O4, O5 for bfloat16."
+            f"initialize(level={level.name!r}, dtype={value!r}): {level.name} is fp32 throughout. Leave dtype out, or "
+            f"choose the level that lowers to it: {lowering}."
         )
     if level.dtype is not None and dtype == torch.float32:
         raise PolicyError(
             f"initialize(level={level.name!r}, dtype={value!r}): {level.name} lowers to float16 or bfloat16. "
-            "For fp32 use level 'O0'."
+            f"For fp32 use level {best_level(()).name!r}."
         )
     return dtype
 

@@ -6,6 +6,7 @@ Apart from the backend, since it has to be readable where importing torch fails:
 from __future__ import annotations
 
 from xamp.contract import Cause, Failure
+from xamp.policy import levels_where, listed
 
 __all__ = ["CAUSES"]
 
@@ -14,6 +15,7 @@ _SET_ENV = _SOURCE + "/usr/local/Ascend/ascend-toolkit/set_env.sh)"
 _CANN = "hccl|ascendcl|acl_op_compiler|ge_runner|graph|acl_tdt_channel|opapi|nnopbase|runtime"
 _MATCH = "install the torch_npu whose version is torch's: pip install torch-npu==<the version of torch>"
 _UPDATE = "update CANN, kernels included, to the version that torch_npu's release notes name"
+_IN_FLOAT16 = levels_where(lambda row: row.dtype == "float16" and not row.steps_lower)
 _OLD_CANN = r"CANN is older than this torch_npu: it has no \1"
 
 
@@ -98,7 +100,7 @@ CAUSES = (
     Cause(
         r"EZ1001[\s\S]*DT_BFLOAT16|not implemented for DT_BFLOAT16",
         "this chip does not compute in bfloat16",
-        "use O1 or O2",
+        f"use {listed(_IN_FLOAT16)}",
     ),
     Cause(
         "Cannot re-initialize NPU in forked subprocess",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from xamp.policy import levels_where
+
 __all__ = ["optimizer_refusal", "plain"]
 
 _PACKAGE = "torch_npu"
@@ -37,9 +39,10 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
     plainly = type(optimizer).__name__.removeprefix("NpuFused")
     cure = f"torch.optim.{plainly}" if hasattr(torch.optim, plainly) else "an optimizer of torch.optim"
     if casts:
+        uncast = levels_where(lambda row: not row.casts_parameters)
         return (
             "steps flat buffers that it makes of parameters and gradients, which must stay where they are, and this "
-            f"level casts them. Levels for it: O0, O1, O4; or use {cure}."
+            f"level casts them. Levels for it: {', '.join(uncast)}; or use {cure}."
         )
     what, meanwhile = _stale(optimizer)
     if not what:

@@ -13,16 +13,10 @@ from lanes import Lane
 from torch import nn
 
 import xamp
+from xamp import policy
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-INSIDE = {
-    "O0": torch.float32,
-    "O1": torch.float16,
-    "O2": torch.float16,
-    "O3": torch.float16,
-    "O4": torch.bfloat16,
-    "O5": torch.bfloat16,
-}
+LEVELS = tuple(policy.LEVELS)
+INSIDE = {name: getattr(torch, row.dtype or "float32") for name, row in policy.LEVELS.items()}
 
 
 class Net(nn.Module):

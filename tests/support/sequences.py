@@ -21,16 +21,34 @@ from lanes import Lane
 from torch import nn
 
 import xamp
+from xamp import policy
+from xamp.policy import Level, best_level
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LEVELS = tuple(policy.LEVELS)
 ORDERS = tuple(itertools.permutations("mox"))
 GROWTH_INTERVAL, FLOOR, CEILING = 2, 1.0, 2.0**12
 
 # Relative error that one step of a level may add, as a part of what the step moved; and of the weights themselves,
 # where a level rounds them (O3 steps in fp16: 2**-11, over both layers and the momentum).
-_STEP_ERROR = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.05, "O4": 0.15, "O5": 0.15}
-_WEIGHT_ERROR = {"O3": 4e-3}
-_OUTPUT_ERROR = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.02, "O4": 0.15, "O5": 0.15}
+_OUTPUT_ERROR = {None: 1e-5, "float16": 0.02, "bfloat16": 0.15}
+_STEP_ERROR = {None: 1e-5, "float16": 0.05, "bfloat16": 0.4}
+"""Where what is stepped is lower; else that of outputs."""
+_WEIGHT_ERROR = {None: 0.0, "float16": 4e-3, "bfloat16": 32e-3}
+
+
+def _row(level: str | None) -> Level:
+    """That of fp32 where there is no session."""
+    return best_level(()) if level is None else policy.LEVELS[level]
+
+
+def _step_error(level: str | None) -> float:
+    row = _row(level)
+    return (_STEP_ERROR if row.steps_lower else _OUTPUT_ERROR)[row.dtype]
+
+
+def _weight_error(level: str | None) -> float:
+    row = _row(level)
+    return _WEIGHT_ERROR[row.dtype] if row.steps_lower else 0.0
 
 
 class Net(nn.Module):
@@ -64,7 +82,7 @@ class Facts:
 
     @property
     def dynamic(self) -> bool:
-        return self.level in ("O1", "O2") and self.static is None
+        return _row(self.level).dynamic and self.static is None
 
     @property
     def checks(self) -> bool:
@@ -72,7 +90,7 @@ class Facts:
 
     @property
     def masters(self) -> bool:
-        return self.level in ("O2", "O5")
+        return _row(self.level).master_weights
 
     @property
     def managed(self) -> bool:
@@ -116,7 +134,8 @@ class World:
     def initialize(self, level: str, static: float | None) -> None:
         """``xamp.initialize``; refused while a session lives."""
         arguments: dict[str, Any] = {"level": level, "verbosity": 0, "growth_interval": GROWTH_INTERVAL}
-        if level in ("O1", "O2"):
+        row = _row(level)
+        if row.dynamic:
             arguments.update(loss_scale=static, init_scale=2.0**8, min_loss_scale=FLOOR, max_loss_scale=CEILING)
         call = functools.partial(xamp.initialize, self.model, self.optimizer, **arguments)
         if self.facts.level is not None:
@@ -126,12 +145,13 @@ class World:
             self._refused(xamp.UnsupportedPolicy, "cannot run it", call)
             return
         call()
-        static = static if level in ("O1", "O2") else None
+        if not row.dynamic:
+            static = float(row.loss_scale) if row.scales else None
         stray = self._has_grads()
         self.facts = dataclasses.replace(
-            Facts(), level=level, static=static, stray=stray, scale=static or (2.0**8 if level in ("O1", "O2") else 1.0)
+            Facts(), level=level, static=static, stray=stray, scale=static or (2.0**8 if row.dynamic else 1.0)
         )
-        self.tolerance += _WEIGHT_ERROR.get(level, 0.0) * self._size()
+        self.tolerance += _weight_error(level) * self._size()
 
     def backward(self, overflow: bool, delay: bool, through: bool) -> None:
         """A backward, in ``scale_loss`` or plain."""
@@ -150,7 +170,7 @@ class World:
         if not through and facts.pending:
             return  # it would add plain gradients to scaled ones, as with torch's scaler
         had_grads = self._has_grads()
-        self.gradient_error = max(self.gradient_error, _STEP_ERROR[facts.level or "O0"])
+        self.gradient_error = max(self.gradient_error, _step_error(facts.level))
         loss = self._loss(self.model, batch) * (math.inf if overflow else 1.0)
         if through:
             with xamp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled:
@@ -203,22 +223,22 @@ class World:
             return
         self.optimizer.step()
         if not facts.managed:
-            self._reference_step(facts.level or "O0")
+            self._reference_step(facts.level)
         elif facts.ready:
             outcome = xamp.session(self.optimizer).last_step
             expected = xamp.StepOutcome.SKIPPED if facts.sticky else xamp.StepOutcome.APPLIED
             assert outcome is expected, (outcome, facts)
             if not facts.sticky:
-                self._reference_step(facts.level or "O0")
+                self._reference_step(facts.level)
             facts.ready, facts.sticky, facts.fresh = False, False, True
 
-    def _reference_step(self, level: str) -> None:
+    def _reference_step(self, level: str | None) -> None:
         before = self._flat(self.reference)
         self.reference_optimizer.step()
         moved = float((self._flat(self.reference) - before).norm())
         # an error made once goes on in the momentum: ten times it, in the end
         self.tolerance += (
-            10 * max(self.gradient_error, _STEP_ERROR[level]) * moved + _WEIGHT_ERROR.get(level, 0.0) * self._size()
+            10 * max(self.gradient_error, _step_error(level)) * moved + _weight_error(level) * self._size()
         )
 
     def zero_grad(self) -> None:
@@ -279,7 +299,7 @@ class World:
                 self.facts.ready, self.facts.sticky, self.facts.fresh = False, False, True
         self.reference.load_state_dict(saved.reference)
         self.reference_optimizer.load_state_dict(copy.deepcopy(saved.reference_optimizer))
-        self.tolerance += _WEIGHT_ERROR.get(self.facts.level or "O0", 0.0) * self._size()
+        self.tolerance += _weight_error(self.facts.level) * self._size()
         if saved.xamp is not None and saved.facts.dynamic and self.facts.dynamic:
             self.facts.scale, self.facts.tracker = saved.facts.scale, saved.facts.tracker
 
@@ -317,7 +337,7 @@ class World:
         with torch.no_grad():
             got, expected = self.model(batch), self.reference(batch)
         assert got.dtype is torch.float32
-        self._close(got, expected, _OUTPUT_ERROR[self.facts.level or "O0"])
+        self._close(got, expected, _OUTPUT_ERROR[_row(self.facts.level).dtype])
 
     def autocast(self, own: bool) -> None:
         """The model within an autocast region, xamp's or the session's."""

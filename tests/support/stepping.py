@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
+from xamp.policy import levels_where
 from xamp.testing import exact
 from xamp.testing.exact import assert_same, inputs, iterate, outcome, picture, plain_iterate, run_backward, stepped
 
@@ -49,8 +50,11 @@ class Dot(exact.Dot):
         return self.second.weight
 
 
-SCALED = ["O1", "O2", "O2-second-fp32"]
-"""The levels that scale; in the third ``b`` stays fp32, so that the optimizer steps a master and a plain parameter."""
+SCALED = [
+    *levels_where(lambda row: row.dynamic),
+    *(f"{level}-second-fp32" for level in levels_where(lambda row: row.dynamic and row.master_weights)),
+]
+"""The levels that scale; in the last ``b`` stays fp32, so that the optimizer steps a master and a plain parameter."""
 
 
 def at(level: str) -> dict[str, Any]:

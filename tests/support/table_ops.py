@@ -14,11 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 from xamp.casting import recompute
+from xamp.policy import LEVELS, levels_where
 
 torch.set_num_threads(1)  # kernels this small lose by a second thread
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LOWER = {"O1": FP16, "O4": BF16}
+LOWER: dict[str, torch.dtype] = {
+    level: getattr(torch, str(LEVELS[level].dtype)) for level in levels_where(lambda row: row.casts_operators)
+}
 
 
 def start(model: Any, level: str = "O4", op_policy: str = "portable", **options: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterator
 
 import torch
 
 from xamp.contract import Backend
-from xamp.policy import Level
+from xamp.policy import LEVELS, Level, best_level
 from xamp.sessions.initialize import _best_level
 
 __all__ = ["Advice", "advise"]
@@ -16,15 +17,6 @@ _WHY = {
     None: "no dtype below float32 is native to this device: lower ones run, but save little time",
     "float16": "float16 is native to this device and bfloat16 is not; the loss is scaled, for float16's range is small",
     "bfloat16": "bfloat16 is native to this device; it has float32's range, so the loss needs no scale",
-}
-# By the dtype of the recommended level: other levels, each with the case in which it is the better one.
-_ALTERNATIVES = {
-    None: (),
-    "float16": (("O2", "parameters in float16 with float32 masters: less memory for activations, fewer casts"),),
-    "bfloat16": (
-        ("O5", "parameters in bfloat16 with float32 masters: less memory for activations, fewer casts"),
-        ("O1", "float16 with a loss scale: three more bits of mantissa, where bfloat16 costs accuracy"),
-    ),
 }
 _TILE = 8
 
@@ -49,13 +41,25 @@ class Advice:
 def advise(backend: Backend, device: torch.device) -> Advice:
     """Recommend a level for ``device``; choose it as ``initialize`` does."""
     level, can = _best_level(backend, device), backend.capabilities(device)
-    alternatives = [
-        (name, when)
-        for name, when in _ALTERNATIVES[level.dtype]
-        if name in can.levels and (name != "O1" or "float16" in can.fast_dtypes)
-    ]
+    alternatives = [(name, when) for name, when in _alternatives(level, can.fast_dtypes) if name in can.levels]
     shapes = "" if level.dtype is None else _shape_hint(level)
     return Advice(level.name, _WHY[level.dtype], tuple(alternatives), shapes)
+
+
+def _alternatives(level: Level, fast_dtypes: Collection[str]) -> Iterator[tuple[str, str]]:
+    """What may suit better than ``level``, the recommended one, and when."""
+    if level.dtype is None:
+        return
+    for row in LEVELS.values():
+        if row.dtype == level.dtype and row.master_weights:
+            scaled = ", a loss scale" if row.scales and not level.scales else ""
+            yield (
+                row.name,
+                f"parameters in {row.dtype} with float32 masters{scaled}: less memory for activations, fewer casts",
+            )
+    if level.dtype == "bfloat16" and "float16" in fast_dtypes:
+        other = best_level(("float16",))
+        yield other.name, "float16 with a loss scale: three more bits of mantissa, where bfloat16 costs accuracy"
 
 
 def _shape_hint(level: Level) -> str:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from xamp.casting import ops
 from xamp.contract import Backend, Capabilities
-from xamp.policy import LEVELS
+from xamp.policy import LEVELS, best_level, levels_where
 from xamp.registry.causes import one_line
 from xamp.registry.device_trial import defect_of
 from xamp.registry.findings import DEFECT, WARNING, Finding
@@ -64,14 +64,14 @@ def _names(can: Capabilities) -> _Mismatches:
             yield f"level {level!r}", f"there is no such level; there are {', '.join(LEVELS)}"
         elif (dtype := LEVELS[level].dtype) is not None and dtype not in can.dtypes:
             yield f"level {level!r}", f"not {dtype}, which it computes in (dtypes={can.dtypes!r})"
-    if "O0" not in can.levels:
-        yield f"levels={can.levels!r}", "O0 is missing, which every device can run"
+    for level in levels_where(lambda row: row.dtype is None):
+        if level not in can.levels:
+            yield f"levels={can.levels!r}", f"{level} is missing, which every device can run"
     for dtype in can.fast_dtypes:
-        fitting = [level.name for level in LEVELS.values() if level.dtype == dtype and not level.casts_parameters]
         if dtype not in can.dtypes:
             yield f"fast_dtypes={can.fast_dtypes!r}", f"{dtype} is not among its dtypes={can.dtypes!r}"
-        elif not set(fitting) <= set(can.levels):
-            yield f"fast_dtypes={can.fast_dtypes!r}", f"not the level that 'auto' means then, {', '.join(fitting)}"
+        elif (meant := best_level((dtype,)).name) not in can.levels:
+            yield f"fast_dtypes={can.fast_dtypes!r}", f"not the level that 'auto' means then, {meant}"
     for op_policy in can.op_policies:
         if op_policy not in ops.OP_POLICIES:
             yield f"op_policy {op_policy!r}", f"there is no such op policy; there are {', '.join(ops.OP_POLICIES)}"

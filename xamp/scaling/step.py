@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import LossScaleCollapsed, StateError
 from xamp.ground.log import say
-from xamp.policy import Policy
+from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
@@ -203,10 +203,11 @@ class OptimizerState:
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
+            plain = levels_where(lambda row: not row.manages_gradients)
             raise StateError(
                 f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
                 f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
-                "step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at O0, O3 and O4."
+                f"step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at {listed(plain, 'and')}."
             )
         self.settle("optimizer.step()")
         if self.gradients.has_stray() and not self._only_fills_state():
@@ -373,10 +374,11 @@ class OptimizerState:
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         by_flag = self.engine.backend.capabilities(self.engine.device).overflow == "flag"
         none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
+        wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
             f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
-            "or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 (O4, O5)."
+            f"or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 ({wide})."
         )
 
 

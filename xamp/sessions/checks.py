@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from xamp.casting.forward import is_under_policy
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
-from xamp.policy import Policy
+from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import is_lowered
@@ -181,26 +181,29 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
 
 def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
     name = type(model).__name__
+    uncast = levels_where(lambda row: not row.casts_parameters)
     if _holds(outer, DistributedDataParallel):
         raise StateError(
             f"initialize(level={level!r}): DistributedDataParallel already wraps this {name} and has laid its buckets "
-            f"out for fp32. Give initialize the bare model and wrap what it returns; O0, O1 and O4 take a wrapped one."
+            "out for fp32. Give initialize the bare model and wrap what it returns; "
+            f"{listed(uncast, 'and')} take a wrapped one."
         )
     for module in model.modules():
         if hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state"):
             raise StateError(
                 f"initialize(level={level!r}): FSDP already shards this {name}. Give initialize the bare model, or use "
-                "O1 or O4, which leave parameters as they are."
+                f"{listed(levels_where(lambda row: row.casts_operators))}, which leave parameters as they are."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(
                 f"initialize(level={level!r}): {type(module).__name__} in this model is a ScriptModule, whose "
-                "parameters cannot be cast. Levels for it: O0, O1, O4. Or initialize the model before torch.jit.script."
+                f"parameters cannot be cast. Levels for it: {', '.join(uncast)}. Or initialize the model before "
+                "torch.jit.script."
             )
         if module is not model and is_under_policy(module):
             raise StateError(
                 f"initialize(level={level!r}): a part of this {name} ({type(module).__name__}) was given to initialize "
-                "before. Close that session first, or give both models in one call at O0, O1 or O4."
+                f"before. Close that session first, or give both models in one call at {listed(uncast)}."
             )
 
 
@@ -245,10 +248,12 @@ def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
         for param in (p for group in optimizer.param_groups for p in group["params"]):
             other = holder.setdefault(id(param), index)
             if other != index:
+                unmanaged = levels_where(lambda row: not row.manages_gradients)
                 raise PolicyError(
                     f"initialize(level={policy.level!r}): optimizers[{other}] and optimizers[{index}] hold the same "
                     f"parameter, of shape {tuple(param.shape)}, and two would unscale its gradient. Give each "
-                    "parameter to one optimizer, or use a level without loss scaling and masters (O0, O4)."
+                    "parameter to one optimizer, or use a level without loss scaling and masters "
+                    f"({', '.join(unmanaged)})."
                 )
 
 
@@ -295,10 +300,11 @@ def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
+            without = levels_where(lambda row: not row.master_weights)
             raise UnsupportedPolicy(
                 f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
                 "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
-                "O0, O1, O3, O4."
+                f"{', '.join(without)}."
             )
 
 
@@ -309,5 +315,5 @@ def _check_eps(optimizer: Optimizer, policy: Policy) -> None:
             raise PolicyError(
                 f"initialize(level={policy.level!r}): {type(optimizer).__name__}(eps={eps:g}) steps {policy.dtype} "
                 "parameters, where that eps is zero, and would divide by zero. Pass eps=1e-4 or larger, use SGD, or a "
-                "level with fp32 master weights (O2)."
+                f"level with fp32 master weights ({', '.join(levels_where(lambda row: row.master_weights))})."
             )

@@ -25,7 +25,7 @@ from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
-from xamp.policy import LEVELS, Level, Policy, Request, compile_policy, parse_level
+from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import masters
@@ -220,7 +220,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
         return
     checks.check_models(arguments.models, arguments.given, policy)
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.level == "O0" else []
+    narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.dtype == torch.float32 else []
     if hand_over is not None:
         hand_over(policy, backend, device, arguments)
     else:
@@ -295,8 +295,7 @@ def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
 
 def _best_level(backend: Backend, device: torch.device) -> Level:
     """Return the level that ``"auto"`` means on ``device``."""
-    fast = backend.capabilities(device).fast_dtypes
-    return LEVELS["O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"]
+    return best_level(backend.capabilities(device).fast_dtypes)
 
 
 def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
@@ -373,7 +372,7 @@ def _set_up_disabled(arguments: Arguments) -> None:
     """Make a session in which every call works and does nothing."""
     checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(registry.HOST))
-    policy = compile_policy(Request(), LEVELS["O0"], tuple(ops.OP_POLICIES))
+    policy = compile_policy(Request(), best_level(()), tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
     engine = Engine(policy, backend, device, arguments.models, verbosity=0, enabled=False)
     register(engine, arguments.objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.errors import CheckpointError, LossScaleCollapsed
+from xamp.policy import LEVELS, levels_where
 from xamp.registry.registry import HOST
 from xamp.testing.exact import Dot, assert_same, inputs
 from xamp.testing.lane import Lane, usable_lanes
@@ -29,12 +31,11 @@ from xamp.testing.runs import (
     train,
 )
 from xamp.testing.states import RECORDED, UNFIT, with_other_numbers
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, every_level
 
 __all__ = ["Checkpoint"]
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-PAIRS = [(a, b) for a in LEVELS for b in LEVELS if a != b]
+PAIRS = list(itertools.permutations(LEVELS, 2))
 SCHEMA = 1
 
 STEPS, STOP = 50, 26
@@ -64,7 +65,7 @@ class Checkpoint(Tier):
         assert_same(everything(resumed), everything(run))
 
     @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-    @pytest.mark.parametrize("variant", ["O1", "O2", "O5"])
+    @pytest.mark.parametrize("variant", levels_where(lambda row: row.manages_gradients))
     def test_load_order_is_free(self, lane: Lane, variant: str, order: tuple[str, ...]) -> None:
         """The states of model, optimizer and xamp may be loaded in any order, into a run that has trained too."""
         run = start(lane, variant)
@@ -136,7 +137,7 @@ class Checkpoint(Tier):
             train(run, [step])
             assert scaler.get_scale() == run.scale, f"step {step}"
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_model_state_is_exact(self, lane: Lane, level: str) -> None:
         """``model.state_dict()`` is fp32 with the exact masters, and loads into a plain model."""
         run = start(lane, level)
@@ -152,7 +153,7 @@ class Checkpoint(Tier):
         plain.load_state_dict(state, strict=True)
         assert_same(through_a_file(plain.state_dict()), state)
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_model_state_writes_the_masters(self, lane: Lane, level: str) -> None:
         """``model.load_state_dict`` of a plain model's state writes what is stepped exactly, parameters rounded."""
         run = start(lane, level)
@@ -271,8 +272,10 @@ def _set_random_state(states: list[torch.Tensor]) -> None:
 
 def _dynamic(*lanes: Lane) -> str:
     """A variant with a dynamic scale that all ``lanes`` declare, with masters where there is one."""
-    variants = ("O2", "O5_dynamic", "O1", "O0_dynamic")
-    return next(each for each in variants if all(lane.declares(str(VARIANTS[each]["level"])) for lane in lanes))
+    rows = {variant: LEVELS[told["level"]] for variant, told in VARIANTS.items()}
+    dynamic = [each for each, told in VARIANTS.items() if told.get("loss_scale", rows[each].loss_scale) == "dynamic"]
+    dynamic.sort(key=lambda each: not rows[each].master_weights)
+    return next(each for each in dynamic if all(lane.declares(rows[each].name) for lane in lanes))
 
 
 def _on_host(value: Any) -> Any:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import xamp
-from xamp.policy import LEVELS
+from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import outcome
 from xamp.testing.lane import Lane
 from xamp.testing.models import TASKS, Task
 from xamp.testing.nets import Dtypes, Mixed
 from xamp.testing.numerics import CURVE, dtype_of
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, casting, every_level, scaled
 from xamp.testing.training import FIRST_SCALE, Loop, match, start_loop, worst
 
 __all__ = ["Compiled"]
@@ -57,7 +57,7 @@ class Compiled(Tier):
         torch.compiler.reset()
 
     @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_trains_like_eager(self, lane: Lane, level: str, way: str) -> None:
         """One graph, compiled before or after ``initialize``, gives the losses of the eager model at every step."""
         task, moment, compiler = WAYS[way]
@@ -72,7 +72,7 @@ class Compiled(Tier):
             assert gap <= allowed, "the compiler's eager backend runs the very operators, which give the same bits"
 
     @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-    @pytest.mark.parametrize("level", ["O1", "O4"])
+    @casting
     def test_result_dtypes(self, lane: Lane, level: str, compiler: str) -> None:
         """Under the portable op policy each operator gives the dtype that it gives in eager, such as softmax fp32."""
         lane.need(level, "portable")
@@ -88,7 +88,7 @@ class Compiled(Tier):
         for ours, wanted in zip(made, eager, strict=True):
             assert worst([ours], [wanted]) <= 4 * torch.finfo(low).eps * wanted.abs().max().item()
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_compiled_once(self, lane: Lane, level: str) -> None:
         """One graph serves all training steps, whatever the loss scale does; evaluation takes one more, once."""
         _need_compiler(lane, "eager")
@@ -113,7 +113,7 @@ class Compiled(Tier):
             loop.step()
             assert len(graphs) == 2
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_closed_session(self, lane: Lane, level: str) -> None:
         """What was compiled under a session is plain fp32 after ``close``, and under the next session that one's."""
         _need_compiler(lane, "aot_eager")
@@ -133,7 +133,7 @@ class Compiled(Tier):
                     assert LEVELS[other].dtype is None or worst([loop.run(x)], [plain(x)]) > 0
                     return
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_overflow_is_skipped(self, lane: Lane, level: str) -> None:
         """On an overflow in a compiled model nothing moves, the scale backs off, and the next step is taken."""
         _need_compiler(lane, "aot_eager")
@@ -151,7 +151,8 @@ class Compiled(Tier):
 
     def test_default_compiler(self, lane: Lane) -> None:
         """By the compiler that ``torch.compile`` takes by itself, a model trains as the eager one does."""
-        level = next(level for level in ("O4", "O1", "O0") if lane.declares(level))
+        bare = levels_where(lambda row: not row.casts_parameters)
+        level = next(level for level in reversed(bare) if lane.declares(level))
         _need_compiler(lane, "inductor")
         found = _compiled_loop(MIXED, lane, level, "after", "inductor").steps(STEPS)
         wanted = start_loop(MIXED, lane, level, sgd=True).steps(STEPS)

@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import Dot, plain_iterate, sgd
 from xamp.testing.lane import Lane
 from xamp.testing.ranks import WORLD, Ranks, micro_batch
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, managed, scaled
 
 __all__ = ["Distributed"]
 
-WRAPPED = [("ddp", "O1"), ("ddp", "O2"), ("fsdp1", "O1"), ("fsdp2", "O1"), ("none", "O1"), ("none", "O2")]
+_WRAPPERS = ("ddp", "fsdp1", "fsdp2")
+WRAPPED = [
+    (wrapper, level)
+    for wrapper in (*_WRAPPERS, "none")
+    for level in levels_where(lambda row: row.dynamic)
+    if not (wrapper.startswith("fsdp") and LEVELS[level].casts_parameters)  # what is sharded cannot be cast
+]
 """A wrapper of torch's and a level; under ``none`` every rank has a model of its own."""
+SHARED = [(wrapper, level) for wrapper, level in WRAPPED if wrapper != "none"]
 
 each_wrapper = pytest.mark.parametrize(("wrapper", "level"), WRAPPED, ids=[f"{w}-{level}" for w, level in WRAPPED])
-_WRAPPERS = ("ddp", "fsdp1", "fsdp2")
 
 SKIPPED_ONE = [("APPLIED", 64.0), ("SKIPPED", 32.0), ("APPLIED", 32.0), ("APPLIED", 32.0)]
 """Outcome and scale of four steps from a scale of 64, of which the second overflows."""
@@ -49,7 +56,7 @@ class Distributed(Tier):
             lane.cannot("distributed", f"two devices are needed, and there is one, which {WORLD} ranks cannot share")
         return found
 
-    @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+    @at_levels(lambda row: row.dtype is not None and not row.steps_lower)
     def test_ddp_equals_one_process(self, lane: Lane, ranks: Ranks, level: str) -> None:
         """Under DistributedDataParallel gradients and weights are those of one process that averages both losses."""
         lane.need(level)
@@ -68,7 +75,7 @@ class Distributed(Tier):
         _assert_skip_together(lane, ranks.run("train", level=level, wrapper=wrapper, spoilt=[1]), wrapper)
 
     @pytest.mark.parametrize("window", [1, 3])
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_hidden_overflow(self, lane: Lane, ranks: Ranks, level: str, window: int) -> None:
         """A flag that a saturating chip raises on one rank, which no reduced gradient shows, is seen by all.
 
@@ -78,7 +85,7 @@ class Distributed(Tier):
         told = {"level": level, "wrapper": "ddp", "window": window, "early": window > 1}
         _assert_skip_together(lane, ranks.run("train", spoilt=[1], flags=True, **told), "ddp", window)
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_groups_decide_apart(self, lane: Lane, ranks: Ranks, level: str) -> None:
         """With a ``process_group`` of its own a rank steps where the other, which overflowed, skips."""
         lane.need(level)
@@ -86,7 +93,7 @@ class Distributed(Tier):
         assert _decisions(clean) == [("APPLIED", 64.0)] * 4
         assert _decisions(spoilt) == SKIPPED_ONE
 
-    @pytest.mark.parametrize(("wrapper", "level"), WRAPPED[:4], ids=[f"{w}-{level}" for w, level in WRAPPED[:4]])
+    @pytest.mark.parametrize(("wrapper", "level"), SHARED, ids=[f"{w}-{level}" for w, level in SHARED])
     def test_no_sync(self, lane: Lane, ranks: Ranks, wrapper: str, level: str) -> None:
         """Three micro-batches, of which the last is reduced, are one big batch; the scale moves once, at their end."""
         lane.need(level)
@@ -101,7 +108,7 @@ class Distributed(Tier):
                 assert "still scaled" in micro["clipping"], "clipping before the reduction was not refused"
                 assert "still scaled" in micro["stepping"], "a step before the reduction was not refused"
 
-    @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+    @managed
     def test_ranks_start_equal(self, lane: Lane, ranks: Ranks, level: str) -> None:
         """Ranks that made other weights all train those of rank 0 under DistributedDataParallel, masters too."""
         lane.need(level)
@@ -111,7 +118,7 @@ class Distributed(Tier):
             _assert_close([step["weights"] for step in steps], weights, f"weights of rank {rank}")
         assert found[0] == found[1]
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_collapse_at_the_same_step(self, lane: Lane, ranks: Ranks, level: str) -> None:
         """Where one rank overflows for ever, all raise LossScaleCollapsed, at the same step."""
         lane.need(level)
@@ -121,7 +128,7 @@ class Distributed(Tier):
         for found in (first, second):
             assert "50 overflows in a row" in found["error"]
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_rank_0_alone_logs(self, lane: Lane, ranks: Ranks, level: str) -> None:
         """An overflow of rank 1 is one record of the logger ``xamp``, on rank 0."""
         lane.need(level)
@@ -129,7 +136,7 @@ class Distributed(Tier):
         assert [len(first), second] == [1, []]
         assert "32" in first[0]
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @scaled
     def test_checkpoint_of_one_rank(self, lane: Lane, ranks: Ranks, level: str, tmp_path: Path) -> None:
         """What rank 0 saved loads on all, and both go on as if they had never stopped, to the bit."""
         lane.need(level)
@@ -140,7 +147,7 @@ class Distributed(Tier):
         assert found[0] == found[1]
 
     @pytest.mark.parametrize("wrapper", _WRAPPERS)
-    @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+    @at_levels(lambda row: row.casts_parameters)
     def test_wrapped_before_is_refused(self, lane: Lane, ranks: Ranks, level: str, wrapper: str) -> None:
         """At levels that cast parameters a model that is wrapped already is refused, with the remedy, and unchanged."""
         lane.need(level)

@@ -87,7 +87,7 @@ def start(lane: Lane, level: str, make: Any = sgd, **options: Any) -> Pair:
 
     Args:
         lane: Where; the clause ends there if it does not declare the level.
-        level: ``"O0"`` to ``"O5"``.
+        level: Its name.
         make: From parameters to an optimizer, for both.
         **options: For ``initialize``; the scale starts at 64 unless they say otherwise.
     """

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from xamp.policy import LEVELS, Level
 from xamp.testing.exact import LR, Pair, start
 from xamp.testing.lane import Lane
 
-__all__ = ["FEW", "FORMS", "FUSIBLE", "SETTINGS", "Form", "begin", "level_of", "rounding"]
+__all__ = ["FEW", "FORMS", "FUSIBLE", "SETTINGS", "Form", "begin", "rounding", "row_of", "stepped_as"]
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "O1": {},
-    "O2": {},
-    "O2-mixed": {"keep_fp32": ["*second"]},
-    "O3": {"loss_scale": "dynamic"},
-    "O4": {"loss_scale": "dynamic"},
-    "O5": {"loss_scale": "dynamic"},
-}
+SETTINGS: dict[str, dict[str, Any]] = {}
 """Each level under a dynamic scale; mixed: the optimizer steps masters and plain fp32 parameters side by side."""
+for _row in LEVELS.values():
+    if _row.dtype is not None:
+        SETTINGS[_row.name] = {} if _row.dynamic else {"loss_scale": "dynamic"}
+    if _row.dynamic and _row.master_weights:
+        SETTINGS[f"{_row.name}-mixed"] = {"keep_fp32": ["*second"]}
 
 WAYS: dict[str, dict[str, bool]] = {
     "for-loop": {"foreach": False},
@@ -59,7 +58,7 @@ class Form:
             lane.lacks(f"a capturable {self.cls.__name__}, which torch does not have here")
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
-        """The optimizer over ``params``; ``half``: what it steps is fp16."""
+        """The optimizer over ``params``; ``half``: what it steps is of 16 bits."""
         made: Any = self.cls
         eps = {"eps": HALF_EPS} if half and "eps" in inspect.signature(made).parameters else {}
         optimizer: Optimizer = made(params, lr=LR, **self.options, **eps, **WAYS[self.way])
@@ -103,22 +102,29 @@ FUSIBLE: dict[str, Any] = {
 """The classes of this torch that can be asked for a fused form, by name."""
 
 
-def level_of(setting: str) -> str:
+def row_of(setting: str) -> Level:
     """The level of one of :data:`SETTINGS`."""
-    return setting.partition("-")[0]
+    return LEVELS[setting.partition("-")[0]]
+
+
+def stepped_as(setting: str) -> torch.dtype:
+    """What the optimizer steps: fp32, or the level's dtype where it has no masters."""
+    row = row_of(setting)
+    return getattr(torch, str(row.dtype)) if row.steps_lower else torch.float32
 
 
 def begin(lane: Lane, setting: str, form: Form, **options: Any) -> Pair:
     """A model at one of :data:`SETTINGS` and its twin, stepped by the same form.
 
-    The twin is fp32; at O3, which has no masters, it is fp16 as the model is.
+    The twin is fp32; at a level without masters for what it casts, it is of the level's dtype as the model is.
     """
     form.need(lane)
-    half = level_of(setting) == "O3"
-    pair = start(lane, level_of(setting), lambda params: form.make(params, half), **{**SETTINGS[setting], **options})
+    row, told = row_of(setting), {**SETTINGS[setting], **options}
+    half = row.steps_lower
+    pair = start(lane, row.name, lambda params: form.make(params, half), **told)
     if not half:
         return pair
-    pair.plain_model.half()
+    pair.plain_model.to(stepped_as(setting))
     return dataclasses.replace(pair, plain_optimizer=form.make(pair.plain_model.parameters(), half))
 
 
@@ -128,6 +134,7 @@ def rounding(setting: str, form: Form) -> dict[str, float]:
     A capturable step corrects its moments in fp32 on the device, a fused one in more digits: 8e-6 apart were seen.
     """
     open_choice = form.way in ("auto", "capturable")  # the fused form may run here, and not in the twin
-    if level_of(setting) == "O3" and open_choice:
-        return {"rtol": 2.0**-8, "atol": 2.0**-8}
+    if row_of(setting).steps_lower and open_choice:
+        bound = 4 * torch.finfo(stepped_as(setting)).eps
+        return {"rtol": bound, "atol": bound}
     return {"rtol": 3e-5, "atol": 3e-6} if form.way == "capturable" else {}

@@ -17,11 +17,9 @@ from xamp.policy import LEVELS
 from xamp.testing.exact import assert_same, picture
 from xamp.testing.lane import Lane
 from xamp.testing.nets import ran_in
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, every_level
 
-__all__ = ["Levels", "Net", "batch", "every_level", "start", "train"]
-
-every_level = pytest.mark.parametrize("level", LEVELS)
+__all__ = ["Levels", "Net", "batch", "start", "train"]
 
 
 class Net(nn.Module):
@@ -84,7 +82,7 @@ class Levels(Tier):
         assert xamp.loss_scale(optimizer) == (2.0**16 if row.loss_scale == "dynamic" else row.loss_scale)
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-    @pytest.mark.parametrize("level", [level for level, row in LEVELS.items() if row.dtype])
+    @at_levels(lambda row: row.dtype is not None)
     def test_dtype_asked_for(self, lane: Lane, level: str, dtype: str) -> None:
         """``dtype=`` puts any level in either lower dtype, and is refused where the device does not declare it."""
         lane.need(level)

@@ -7,6 +7,7 @@ import torch
 
 import xamp
 from xamp.errors import StateError
+from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import (
     Pair,
     assert_follows,
@@ -21,15 +22,13 @@ from xamp.testing.exact import (
 )
 from xamp.testing.forms import FEW, SETTINGS, Form, begin, rounding
 from xamp.testing.lane import Lane
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, managed, scaled
 
 __all__ = ["Losses"]
 
 SCALE = 256.0
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 few_forms = pytest.mark.parametrize("form", FEW, ids=str)
-scaled = pytest.mark.parametrize("level", ["O1", "O2"])
-managed = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 
 
 class Losses(Tier):
@@ -219,20 +218,21 @@ class Losses(Tier):
 
     def test_sessions_side_by_side(self, lane: Lane) -> None:
         """Sessions at different levels train in turn: none takes another's scale, outcome, dtype or overflow."""
-        levels = [level for level in ("O0", "O1", "O2", "O4", "O5", "O2") if lane.declares(level)]
-        pairs = [start(lane, level) for level in levels]
-        dynamic = [level in ("O1", "O2") for level in levels]
-        expected = [64.0 if each else 1.0 for each in dynamic]
+        names = levels_where(lambda row: not row.steps_lower)
+        twice = next(name for name in names if LEVELS[name].scales and LEVELS[name].master_weights)
+        rows = [LEVELS[name] for name in (*names, twice) if lane.declares(name)]
+        pairs = [start(lane, row.name) for row in rows]
+        expected = [64.0 if row.dynamic else float(row.loss_scale) for row in rows]
         dtypes = [pair.model.first.weight.dtype for pair in pairs]
         for count, x in enumerate(inputs(6, lane)):
             hit = count % len(pairs)
-            for index, (pair, scales) in enumerate(zip(pairs, dynamic, strict=True)):
-                skips = index == hit and scales
+            for index, (pair, row) in enumerate(zip(pairs, rows, strict=True)):
+                skips = index == hit and row.scales
                 iterate(pair.model, pair.optimizer, x, lane, ["first.weight"] if skips else [])
                 if not skips:
                     plain_iterate(pair.plain_model, pair.plain_optimizer, x)
                 assert outcome(pair.optimizer) == ("SKIPPED" if skips else "APPLIED")
-                expected[index] /= 2 if skips else 1
+                expected[index] /= 2 if skips and row.dynamic else 1
             assert [xamp.loss_scale(pair.model) for pair in pairs] == expected
         assert [pair.model.first.weight.dtype for pair in pairs] == dtypes
         for pair in pairs:

@@ -46,7 +46,7 @@ class Task:
         draw: From a generator to a batch, on the CPU.
         phases: The backwards of one training step, in order.
         tune: From the model to its optimizers.
-        tune_sgd: The same with nothing but SGD, which O3 can do.
+        tune_sgd: The same with nothing but SGD, which steps 16-bit parameters too.
         parts: Names of the modules that ``initialize`` is given; ``""`` is the whole.
         predict: From the model and a batch to what the model gives.
         curve: From model and batch to the number that training lowers; None: the loss of the first phase.

@@ -17,6 +17,7 @@ import xamp
 from xamp.casting.ops.observe import attempt, expected
 from xamp.casting.ops.samples import Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES
+from xamp.policy import best_level
 from xamp.testing import foreign
 from xamp.testing.lane import Lane
 from xamp.testing.processes import command, environment
@@ -24,7 +25,7 @@ from xamp.testing.tier import Tier
 
 __all__ = ["Operators"]
 
-LEVEL_OF = {"float16": "O1", "bfloat16": "O4"}
+LEVEL_OF = {dtype: best_level((dtype,)).name for dtype in ("float16", "bfloat16")}
 LIMIT = 300
 """Seconds for a process that imports torch and runs some sixty small computations."""
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import xamp
 from xamp.errors import PolicyError, StateError
+from xamp.policy import LEVELS
 from xamp.testing.exact import (
     LR,
     Dot,
@@ -29,15 +30,14 @@ from xamp.testing.exact import (
     start,
     stepped,
 )
-from xamp.testing.forms import FEW, SETTINGS, Form, begin, level_of, rounding
+from xamp.testing.forms import FEW, SETTINGS, Form, begin, rounding, row_of
 from xamp.testing.lane import Lane
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, managed
 
 __all__ = ["OptimizerScripts"]
 
 each_setting = pytest.mark.parametrize("setting", SETTINGS)
 few_forms = pytest.mark.parametrize("form", FEW, ids=str)
-scaled = pytest.mark.parametrize("level", ["O1", "O2"])
 
 SCHEDULERS: dict[str, Any] = {
     "StepLR": lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.5),
@@ -130,7 +130,7 @@ class OptimizerScripts(Tier):
             xamp.initialize(model, optimizer, level="O3", verbosity=0)
         assert_same(picture(model, optimizer), still)
 
-    @pytest.mark.parametrize("level", ["O0", "O4"])
+    @at_levels(lambda row: not row.manages_gradients and not row.steps_lower)
     def test_closure(self, lane: Lane, level: str) -> None:
         """Where nothing is scaled an optimizer that calls a closure (LBFGS) steps as in plain torch."""
         pair = start(lane, level, lambda params: LBFGS(params, lr=LR, max_iter=3))
@@ -149,7 +149,7 @@ class OptimizerScripts(Tier):
             assert outcome(pair.optimizer) == "APPLIED"
         assert_follows(pair)
 
-    @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+    @managed
     def test_closure_is_refused(self, lane: Lane, level: str) -> None:
         """Where a closure's backward would go past scale or masters, ``step(closure)`` raises and does nothing."""
         pair = start(lane, level)
@@ -160,7 +160,7 @@ class OptimizerScripts(Tier):
         assert called == []
         assert_same(picture(pair.model, pair.optimizer), still)
 
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+    @at_levels(lambda row: not row.steps_lower)
     @pytest.mark.parametrize("made", ["before", "after"])
     @pytest.mark.parametrize("name", SCHEDULERS)
     def test_scheduler(self, lane: Lane, level: str, made: str, name: str) -> None:
@@ -175,7 +175,7 @@ class OptimizerScripts(Tier):
             xamp.initialize(model, pair.optimizer, level=level, init_scale=64.0, verbosity=0)
             scheduler, plain_scheduler = scheduler or make(pair.optimizer), make(pair.plain_optimizer)
             for count, x in enumerate(inputs(6, lane)):
-                skips = count == 0 and level in ("O1", "O2")
+                skips = count == 0 and LEVELS[level].scales
                 iterate(model, pair.optimizer, x, lane, ["first.weight"] if skips else [])
                 if skips:
                     pair.plain_optimizer._opt_called = True  # or torch warns of a scheduler ahead of its optimizer
@@ -243,7 +243,7 @@ class OptimizerScripts(Tier):
         for x in batches[3:]:
             plain_iterate(pair.model, pair.optimizer, x)
             plain_iterate(pair.plain_model, pair.plain_optimizer, x)
-        if level_of(setting) != "O3":  # its twin stays in fp16
+        if not row_of(setting).steps_lower:  # its twin stays in 16 bits
             assert_follows(pair)
 
 

@@ -14,11 +14,9 @@ from torch.optim import SGD, Optimizer, SparseAdam
 import xamp
 from xamp.testing.exact import LR, Dot, assert_same, inputs, outcome, picture, run_backward, stepped
 from xamp.testing.lane import Lane
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, scaled
 
 __all__ = ["SparseGradients"]
-
-scaled = pytest.mark.parametrize("level", ["O1", "O2"])
 
 SPARSE: dict[str, Any] = {
     "SGD": lambda words: [SGD(words.parameters(), lr=LR)],
@@ -45,7 +43,7 @@ class SparseGradients(Tier):
 
     tier = "optimizers"
 
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+    @at_levels(lambda row: not row.steps_lower)
     @pytest.mark.parametrize("name", SPARSE)
     def test_sparse_gradients(self, lane: Lane, level: str, name: str) -> None:
         """Sparse gradients, with an index twice, accumulated over two batches, train as in fp32."""

@@ -19,7 +19,7 @@ import xamp
 from xamp.testing.lane import Lane
 from xamp.testing.measure import Storages, best_ratio
 from xamp.testing.numerics import dtype_of
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, casting
 
 __all__ = ["Overhead"]
 
@@ -32,9 +32,9 @@ FLAG_STEP_RATIO = 2.0
 FLAG_RATIO = 3.0
 """A forward's there, of one small layer. A CPU: 1.5; an emulated chip: 2.2."""
 MEMORY_RATIO = 1.02
-"""Peak bytes at O1 and O4 over those of the loop by hand. A CPU: 1.0."""
+"""Peak bytes where operators are cast over those of the loop by hand. A CPU: 1.0."""
 MASTER_BYTES = 18.5
-"""Peak bytes a parameter at O2 and O5 with Adam: 2 of the parameter, 4 each of master, gradient and two moments, and
+"""Peak bytes a parameter with masters and Adam: 2 of the parameter, 4 each of master, gradient and two moments, and
 what is in transit. A CPU: 18.1, and 18.3 where Adam is not fused."""
 
 LAYERS, WIDTH = 48, 96
@@ -68,7 +68,7 @@ class Overhead(Tier):
         assert xamp.session(ours.model).stats.skipped == 0
 
     @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-    @pytest.mark.parametrize("level", ["O1", "O4"])
+    @casting
     def test_forward(self, lane: Lane, level: str, grad: bool) -> None:
         """A forward under the native op policy takes hardly longer than in ``torch.autocast``."""
         lane.need(level, "native")
@@ -84,7 +84,7 @@ class Overhead(Tier):
         with contextlib.nullcontext() if grad else torch.no_grad():
             assert best_ratio(lambda: managed(x), theirs, lane, bound, calls=20) <= bound
 
-    @pytest.mark.parametrize("level", ["O1", "O4"])
+    @casting
     def test_peak_memory(self, lane: Lane, level: str) -> None:
         """Training takes no more memory than by ``torch.autocast`` and ``torch.amp.GradScaler``."""
         lane.need(level)
@@ -93,7 +93,7 @@ class Overhead(Tier):
         theirs = _peak(lane, scaler=scaler_by_hand(lane, dtype == torch.float16), dtype=dtype)
         assert ours <= MEMORY_RATIO * theirs
 
-    @pytest.mark.parametrize("level", ["O2", "O5"])
+    @at_levels(lambda row: row.master_weights)
     def test_memory_of_masters(self, lane: Lane, level: str) -> None:
         """With Adam, masters and all, training takes 18.5 bytes a parameter at most."""
         lane.need(level)

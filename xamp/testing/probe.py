@@ -11,12 +11,12 @@ import torch
 import xamp
 from xamp.doctor.trial import find_mismatches
 from xamp.errors import UnsupportedPolicy
-from xamp.policy import LEVELS
+from xamp.policy import best_level, levels_where
 from xamp.registry import registry
 from xamp.testing.exact import Dot, assert_same, picture, sgd, start
 from xamp.testing.lane import Lane
 from xamp.testing.ledger import read_ledger
-from xamp.testing.tier import Tier, clause_of
+from xamp.testing.tier import Tier, clause_of, every_level
 
 __all__ = ["Probe"]
 
@@ -33,7 +33,8 @@ class Probe(Tier):
     def test_device_string(self, lane: Lane) -> None:
         """Every tensor of a session lies on the device of the model, whatever the backend is called."""
         assert lane.kind in lane.backend.spec.device_types
-        level = next((level for level in ("O2", "O5") if lane.declares(level)), "O0")
+        with_masters = levels_where(lambda row: row.master_weights)
+        level = next((level for level in with_masters if lane.declares(level)), best_level(()).name)
         pair = start(lane, level)
         session = xamp.session(pair.model)
         assert session.device.type == lane.kind
@@ -151,7 +152,7 @@ class Probe(Tier):
         lane.backend.unscale_([], found, one)
         assert found.item() == 0.0
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @every_level
     def test_undeclared_level_is_refused(self, lane: Lane, level: str) -> None:
         """What it does not declare is an error that names what it does, and changes nothing."""
         model = Dot().to(lane.device)
@@ -170,8 +171,9 @@ class Probe(Tier):
         model = Dot().to(lane.device)
         xamp.initialize(model, verbosity=0)
         fast = lane.can.fast_dtypes
-        wanted = "O4" if "bfloat16" in fast else "O1" if "float16" in fast else "O0"
-        assert xamp.session(model).policy.level == wanted
+        wanted = "bfloat16" if "bfloat16" in fast else "float16" if "float16" in fast else "float32"
+        policy = xamp.session(model).policy
+        assert (policy.dtype, policy.casts_parameters) == (getattr(torch, wanted), False)
 
     def test_runtime(self, lane: Lane) -> None:
         """``xamp.accel`` reaches the device: it is counted, current and can be waited for."""

@@ -13,12 +13,10 @@ import xamp
 from xamp.policy import LEVELS
 from xamp.testing.exact import assert_same
 from xamp.testing.lane import Lane
-from xamp.testing.levels import batch, every_level, start, train
-from xamp.testing.tier import Tier
+from xamp.testing.levels import batch, start, train
+from xamp.testing.tier import Tier, casting, every_level
 
 __all__ = ["Regions"]
-
-casting = pytest.mark.parametrize("level", ["O1", "O4"])
 
 
 class Regions(Tier):

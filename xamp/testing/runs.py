@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp
+from xamp.policy import LEVELS
 from xamp.testing.lane import Lane
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    **{level: {"level": level} for level in ("O0", "O1", "O2", "O3", "O4", "O5")},
+    **{level: {"level": level} for level in LEVELS},
     "O0_dynamic": {"level": "O0", "loss_scale": "dynamic"},
     "O5_dynamic": {"level": "O5", "loss_scale": "dynamic"},
     "O1_static": {"level": "O1", "loss_scale": 32.0},

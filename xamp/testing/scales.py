@@ -12,6 +12,7 @@ import torch
 
 import xamp
 from xamp.errors import LossScaleCollapsed
+from xamp.policy import LEVELS
 from xamp.registry.registry import HOST
 from xamp.scaling.scale import HISTORY_LAG, copies_without_waiting
 from xamp.testing.exact import (
@@ -31,12 +32,12 @@ from xamp.testing.forms import FUSIBLE, Form
 from xamp.testing.lane import Lane
 from xamp.testing.reads import HostReads, host_as_device, no_waiting
 from xamp.testing.scale_rules import Rule, overflows
-from xamp.testing.tier import Tier
+from xamp.testing.tier import Tier, at_levels, every_level, managed, scaled
 
 __all__ = ["Scales"]
 
 STEPS = 20
-scaled = pytest.mark.parametrize("level", ["O1", "O2"])
+unscaled = at_levels(lambda row: not row.scales)
 each_fused = pytest.mark.parametrize("fused", [False, "auto"], ids=["unfused", "auto"])
 
 RULES = {
@@ -68,7 +69,8 @@ class Scales(Tier):
         assert found == list(RULES[rule].scales(spoilt))
         stats = xamp.session(pair.model).stats
         assert (stats.applied, stats.skipped) == (300 - sum(spoilt), sum(spoilt))
-        if level == "O1" or rule in ("wide", "tight"):  # else fp16 gradients are rounded under odd scales
+        exact = not LEVELS[level].casts_parameters or rule in ("wide", "tight")
+        if exact:  # else 16-bit gradients are rounded under odd scales
             assert_follows(pair, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
@@ -127,7 +129,7 @@ class Scales(Tier):
         """A static scale other than 1 is checked: the step is skipped, the scale stays, 50 in a row are reported."""
         _check_static(start(lane, level, fused=False, **options), lane, float(options["loss_scale"]))
 
-    @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+    @unscaled
     def test_static_one_can_be_checked(self, lane: Lane, level: str) -> None:
         """``on_static_overflow="skip"`` checks at a scale of 1 too."""
         _check_static(start(lane, level, on_static_overflow="skip"), lane, 1.0)
@@ -146,7 +148,7 @@ class Scales(Tier):
         assert not torch.equal(stepped(pair.optimizer)[0], before[0])
         assert xamp.loss_scale(pair.optimizer) == 128.0
 
-    @pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+    @unscaled
     def test_static_one_is_a_pass_through(self, lane: Lane, level: str) -> None:
         """At a static scale of 1 the loss is not scaled: without masters it is handed through as it is."""
         pair = start(lane, level)
@@ -161,7 +163,7 @@ class Scales(Tier):
 
     # ---------------------------------------------------------------- what it costs and what it tells
 
-    @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+    @managed
     @pytest.mark.parametrize("way", ["auto", "fused"])
     @pytest.mark.parametrize("name", FUSIBLE)
     def test_no_host_reads_when_fused(self, lane: Lane, level: str, way: str, name: str) -> None:
@@ -183,10 +185,10 @@ class Scales(Tier):
         form = Form(FUSIBLE[name], {}, "foreach")
         assert len(_reads(lane, level, form, options)) <= STEPS
 
-    @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+    @every_level
     def test_no_host_reads_when_static(self, lane: Lane, level: str) -> None:
         """A static scale of 1, or one that is never checked, waits for nothing."""
-        options = {"loss_scale": 128, "on_static_overflow": "step"} if level in ("O1", "O2") else {}
+        options = {"loss_scale": 128, "on_static_overflow": "step"} if LEVELS[level].scales else {}
         assert _reads(lane, level, Form(FUSIBLE["SGD"], {}, "foreach"), options, strict=True) == []
 
     @scaled
@@ -243,7 +245,7 @@ def _check_static(pair: Pair, lane: Lane, scale: float) -> None:
 def _reads(lane: Lane, level: str, form: Form, options: dict[str, Any], strict: bool = False) -> list[str]:
     """What the host reads in 20 steps, but for as many reads as a plain loop has; ``strict``: waiting is an error."""
     with host_as_device(lane.device):
-        pair = start(lane, level, lambda params: form.make(params, level == "O3"), **options)
+        pair = start(lane, level, lambda params: form.make(params, LEVELS[level].steps_lower), **options)
     x = inputs(1, lane)[0]
 
     def one() -> None:

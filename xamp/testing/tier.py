@@ -1,18 +1,33 @@
-"""What the tiers of the suite share: the lane that a clause runs on, its name, the ledger, a guard on torch's state."""
+"""What the tiers of the suite share: the lane that a clause runs on, its name, levels, the ledger, a guard on state.
+
+Levels are told apart by the rows of :data:`xamp.policy.LEVELS`, and named by none but clauses about one of them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from xamp.policy import LEVELS, Level, levels_where
 from xamp.testing.lane import Lane, open_lane
 from xamp.testing.ledger import Ledger, read_ledger
 
-__all__ = ["Tier", "clause_of"]
+__all__ = ["Tier", "at_levels", "casting", "clause_of", "every_level", "managed", "scaled"]
+
+
+def at_levels(condition: Callable[[Level], bool]) -> pytest.MarkDecorator:
+    """The clause runs at each level for whose row ``condition`` is true."""
+    return pytest.mark.parametrize("level", levels_where(condition))
+
+
+every_level = pytest.mark.parametrize("level", LEVELS)
+casting = at_levels(lambda row: row.casts_operators)
+scaled = at_levels(lambda row: row.dynamic)
+managed = at_levels(lambda row: row.manages_gradients)
 
 
 def clause_of(item: Any) -> str:

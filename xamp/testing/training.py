@@ -99,7 +99,7 @@ def start_loop(task: Task, lane: Lane, level: str | None, *, sgd: bool = False, 
     Args:
         task: What is trained; the same weights each time.
         lane: Where; the clause ends there if it does not declare the level.
-        level: ``"O0"`` to ``"O5"``; None: plain torch in fp32.
+        level: Its name; None: plain torch in fp32.
         sgd: With SGD in place of the task's own optimizers.
         **options: For ``initialize``.
     """

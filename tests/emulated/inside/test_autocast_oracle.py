@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpu_kernels import GPU_KERNELS
 
 from xamp.backends.npu.chips import Chip
 from xamp.casting.ops.observe import observe
@@ -32,14 +33,7 @@ ONLY_CUDA = {
 }
 LAYERS = {f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")}
 REGISTERED = sorted(set(RULES) - ONLY_CUDA - LAYERS)
-# Kernels of NVIDIA's, which torch_npu has entries for and no kernel.
-NO_KERNEL = {
-    "_scaled_dot_product_flash_attention",
-    "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-}
+NO_KERNEL = set(GPU_KERNELS)  # torch_npu has entries for them
 
 
 # Those that torch_npu has no kernel of its own for follow the rules of their parts: products, or a sum.

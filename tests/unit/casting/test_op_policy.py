@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gpu_kernels import GPU_KERNELS
 from table_ops import BF16, FP16, FP32, LOWER, Calls, assert_equal, batch, gradients, many, noted, promised, start
 from table_ops import region as make_region
 from torch import nn
@@ -30,14 +31,7 @@ from xamp.casting.ops.table import RULES
 from xamp.errors import StateError
 
 FP64 = torch.float64
-WITHOUT_CPU_KERNEL = {
-    "_scaled_dot_product_flash_attention",
-    "_thnn_fused_gru_cell",
-    "_thnn_fused_lstm_cell",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-}
-ON_CPU = [name for name in RULES if name not in WITHOUT_CPU_KERNEL]
+ON_CPU = [name for name in RULES if name not in GPU_KERNELS]
 
 
 def _in_model(level: str, function: Callable[[], Any]) -> Any:
