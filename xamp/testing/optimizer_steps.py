@@ -1,4 +1,4 @@
-"""Tier optimizers, first part: each optimizer, in each form, steps as in a plain loop or skips, alone or beside others."""
+"""Tier optimizers, first part: each optimizer, in each form, steps as in a plain loop or skips, alone or not."""
 
 from __future__ import annotations
 
