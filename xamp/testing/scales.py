@@ -94,9 +94,7 @@ class Scales(Tier):
                 reported.append(count)
                 messages.add(str(error))
             assert xamp.loss_scale(pair.optimizer) == max(2.0 ** (15 - count), 1.0)
-        late = (
-            reported[0] - (15 + 50) if reported else None
-        )  # if the host does not wait, it reads late
+        late = reported[0] - (15 + 50) if reported else None  # if the host does not wait, it reads late
         assert late in ((0, HISTORY_LAG) if fused else (0,))
         assert [later - earlier for earlier, later in itertools.pairwise(reported)] == [50, 50]
         (message,) = messages
