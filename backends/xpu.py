@@ -1,4 +1,4 @@
-"""Intel GPUs. Written from torch's documentation; this project has none to test on."""
+"""Intel GPUs. Written from torch's documentation; this project has no such device to test on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class XpuBackend(ModuleBackend):
     process_group = "xccl"
     op_rules = dict.fromkeys(
         (
-            # The dtypes are the table's without an entry.
+            # Without an entry the dtypes already match the table's.
             "rnn_relu.data",
             "rnn_relu.input",
             "rnn_tanh.data",
             "rnn_tanh.input",
-            # Kernels of other GPUs.
+            # Kernels of other GPUs, which nothing here calls.
             "cudnn_convolution",
             "cudnn_convolution_transpose",
         ),

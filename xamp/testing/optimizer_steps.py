@@ -1,4 +1,4 @@
-"""Tier optimizers, first part: each optimizer, in each form, takes the steps of a plain loop or skips, alone or with others."""
+"""Tier optimizers, first part: each optimizer, in each form, steps as in a plain loop or skips."""
 
 from __future__ import annotations
 
