@@ -15,7 +15,7 @@ import torch
 
 from xamp.backend_kit import defect_of, environment_settings, first_line, fused_is_right
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
-from xamp.backends.npu import chips, own
+from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import BackendSpec, Capabilities, Setting
 from xamp.errors import BackendUnavailable
 
@@ -148,11 +148,11 @@ class NpuBackend(ModuleBackend):
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""
-        return own.plain(tensor)
+        return torch_npu_features.plain(tensor)
 
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
         """See :meth:`xamp.contract.Backend.optimizer_refusal`: it concerns the NpuFused optimizers."""
-        return own.optimizer_refusal(optimizer, casts=casts)
+        return torch_npu_features.optimizer_refusal(optimizer, casts=casts)
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
         """See :meth:`xamp.contract.Backend.make_overflow_`: a sum that is too large for fp16."""

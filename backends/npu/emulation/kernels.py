@@ -3,7 +3,7 @@
 An operator gets the first kernel of this list that fits:
 
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
-2. operators in the tables ``KERNELS`` of ``written``, ``together``, ``private``: a kernel written by hand;
+2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``: a kernel written by hand;
 3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
 5. all others: a kernel that raises an error with the operator's name.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, deviations, private, randoms, sparse, together, written
+from xamp.backends.npu.emulation import arithmetic, deviations, missing_kernels, private, randoms, sparse, written
 from xamp.backends.npu.emulation.crossing import CPU, NOT_HERE, Crossing, give, over
 
 __all__ = ["install"]
@@ -44,7 +44,7 @@ _COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFu
 def install() -> None:
     """Register all kernels, once in a process, after torch_npu has registered its own."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    by_hand = {**written.KERNELS, **together.KERNELS, **private.KERNELS}
+    by_hand = {**written.KERNELS, **missing_kernels.KERNELS, **private.KERNELS}
     for name in _registered("PrivateUse1"):
         operator = _operator(name)
         if operator is None or _stays(operator):

@@ -9,7 +9,7 @@ import torch
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import BackendSpec, Capabilities
 
-SATURATING = BackendSpec("saturating", ("cpu",), "chips:SaturatingBackend", priority=500)
+SATURATING = BackendSpec("saturating", ("cpu",), "saturating_chip:SaturatingBackend", priority=500)
 
 
 class SaturatingBackend(CpuBackend):

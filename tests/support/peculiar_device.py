@@ -9,7 +9,7 @@ import torch
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import BackendSpec
 
-PECULIAR = BackendSpec("peculiar", ("cpu",), "own_formats:PeculiarBackend", priority=500)
+PECULIAR = BackendSpec("peculiar", ("cpu",), "peculiar_device:PeculiarBackend", priority=500)
 
 
 class PeculiarBackend(CpuBackend):
