@@ -1,7 +1,7 @@
-"""The backends that ship with xamp, one room each; only the registry of xamp imports them, and only when asked for.
+"""The backends that ship with xamp, one module or folder each. Only xamp's registry imports them, on demand.
 
-Installed as ``xamp.backends``. Imported as ``backends`` (from the root of a checkout, say) the same file would be a
-second module with classes of its own, which no ``isinstance`` would recognise; hence the guard.
+They are installed as ``xamp.backends``. If this file were imported as ``backends`` (from the root of a checkout, say),
+it would be a second module with its own classes, and ``isinstance`` would not recognise them; hence the guard.
 """
 
 if __name__ == "backends":

@@ -1,4 +1,4 @@
-"""The CPU: every level runs, none of them fast but bf16 where the processor has instructions for it."""
+"""The CPU: every level runs. Only bf16 is fast, on processors with instructions for it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class CpuBackend(NativeBackend):
     op_rules = {
         "grid_sampler": "fp32",
         "binary_cross_entropy": "fp32",
-        # The dtypes are the table's without an entry.
+        # Without an entry the dtypes already match the table's.
         **dict.fromkeys(("rnn_relu_cell", "rnn_tanh_cell"), "same"),
         **dict.fromkeys(GPU_KERNELS, "same"),
     }
 
     def devices(self) -> Sequence[str]:
-        """See :meth:`xamp.contract.Backend.devices`: one, however many sockets."""
+        """See :meth:`xamp.contract.Backend.devices`: one device, however many sockets there are."""
         return (processor_name(),)
 
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """bf16 where the processor multiplies in it; never fp16, which no CPU kernel of torch is fast in."""
+        """bf16 if the processor multiplies in it; never fp16, because no CPU kernel of torch is fast in fp16."""
         return ("bfloat16",) if has_native_bf16() else ()
 
     def runtime(self, device_type: str) -> ModuleType:
@@ -73,7 +73,7 @@ _SWITCHES = (
 _NARROWING = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
 _LOWER_FP32 = "oneDNN may compute float32 in a lower dtype, where processor and build allow it, at every level"
 _FEWER_INSTRUCTIONS = "newer instructions of the processor are not used: other rounding, and bfloat16 may be slow"
-# By name: values that mean nothing, the effect, whether it is a note only.
+# By name: values without an effect, the effect of other values, whether it is only a note.
 _VARIABLES = {
     "ONEDNN_DEFAULT_FPMATH_MODE": ("strict", _LOWER_FP32, False),
     "DNNL_DEFAULT_FPMATH_MODE": ("strict", _LOWER_FP32, False),  # the name before oneDNN 2.0, still read
@@ -103,7 +103,7 @@ def arm_lists_bf16(cpuinfo: str) -> bool:
 
 @functools.cache
 def processor_name() -> str:
-    """What the processor is called, as far as the system tells."""
+    """The processor's name, as far as the system reports it."""
     named = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
     if named is not None:
         return named[1].strip()

@@ -1,4 +1,4 @@
-"""GPUs that torch calls ``cuda``: NVIDIA's, and AMD's through ROCm."""
+"""GPUs that torch calls ``cuda``: NVIDIA GPUs, and AMD GPUs through ROCm."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from xamp.errors import BackendUnavailable
 __all__ = ["CudaBackend"]
 
 _INSTALL = "install a CUDA or ROCm build of torch, chosen at https://pytorch.org/get-started/locally"
-# Of AMD's architectures, those with matrix instructions for bf16; the others emulate it.
+# The AMD architectures with matrix instructions for bf16; the others emulate it.
 _AMD_WITH_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 _AMD_WITHOUT_FP16 = ("gfx7", "gfx80")
-# Of NVIDIA's before 7.0, those that compute fp16 at twice the rate of fp32; 6.1 does at a 64th.
+# NVIDIA compute capabilities before 7.0 with fp16 at twice the rate of fp32; 6.1 runs fp16 at a 64th of it.
 _NVIDIA_WITH_FP16 = ((5, 3), (6, 0), (6, 2))
 _TRANSFER = "torch_npu.contrib.transfer_to_npu"
-_TELLING = ("init", "current_device", "set_device", "get_device_properties")  # replaced by whoever stands in for a GPU
+_TELLING = ("init", "current_device", "set_device", "get_device_properties")  # a patch of torch.cuda replaces these
 _DETERMINISM = "a cuBLAS workspace of fixed size: results repeat, some products are slower"
 _TF32 = "10 bits of mantissa instead of 23"
 
@@ -38,7 +38,7 @@ class CudaBackend(ModuleBackend):
 
     fused_optimizers = FUSED_OPTIMIZERS
     process_group = "nccl"
-    # Their layers go to cuDNN's or MIOpen's, or to products of matrices, all of which autocast lowers.
+    # Recurrent layers call cuDNN, MIOpen or matrix products, all of which autocast lowers.
     op_rules = dict.fromkeys(
         [f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")], "same"
     )
@@ -57,13 +57,13 @@ class CudaBackend(ModuleBackend):
             raise BackendUnavailable(f"torch.cuda.init() failed: {first_line(error)}\n{cure}") from error
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """fp16 on all of them, bf16 where the GPU computes in it rather than emulate it."""
+        """fp16 on all GPUs; bf16 if the GPU computes in it natively, not by emulation."""
         with _current(device):
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("float16", "bfloat16") if has_bf16 else ("float16",)
 
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """Those that the GPU computes in at a higher rate than fp32, bf16 first."""
+        """The dtypes in which the GPU computes at a higher rate than in fp32, bf16 first."""
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip is not None:
             return fast_on_amd(str(getattr(properties, "gcnArchName", "")))
@@ -82,16 +82,16 @@ class CudaBackend(ModuleBackend):
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
         """See :meth:`xamp.contract.Backend.precision_settings`: TF32, reductions, cuDNN's freedom, the environment."""
         hip = torch.version.hip is not None
-        off = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"  # over every switch
+        off = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"  # overrides every switch
         tf32 = not (hip or off) and torch.cuda.get_device_properties(device).major >= 8
         return [*(_tf32_settings() if tf32 else ()), *_switch_settings(), *_variable_settings(hip)]
 
 
 def stand_in() -> str:
-    """Who has put another device behind torch.cuda, as a sentence's end; empty where it is torch's own.
+    """Who has put another device behind torch.cuda, as the end of a sentence; empty if torch.cuda is torch's own.
 
-    Such a patch makes scripts written for GPUs run elsewhere: it overwrites the functions of torch.cuda in place, so
-    that ``torch.cuda.is_available()`` no longer speaks of NVIDIA or AMD.
+    Such a patch makes scripts for GPUs run on other devices. It overwrites the functions of torch.cuda in place, so
+    ``torch.cuda.is_available()`` no longer refers to NVIDIA or AMD.
     """
     if _TRANSFER in sys.modules:
         return f"{_TRANSFER} is active, and what it calls cuda is an NPU"
@@ -128,7 +128,7 @@ def fast_on_amd(architecture: str) -> tuple[str, ...]:
 
 
 def _current(device: torch.device | None) -> contextlib.AbstractContextManager[object]:
-    # Selecting a device that is current already would still touch the driver, hence the null context.
+    # Even selecting the current device would call the driver, hence the null context.
     index: int | None = None if device is None else device.index
     if index is None or index == torch.cuda.current_device():
         return contextlib.nullcontext()
@@ -136,7 +136,7 @@ def _current(device: torch.device | None) -> contextlib.AbstractContextManager[o
 
 
 def _driver_version() -> str:
-    """The kernel driver's version, where Linux shows it without asking the driver."""
+    """The kernel driver's version, if Linux shows it in a file; empty otherwise."""
     for path, pattern in (
         ("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s"),
         ("/sys/module/amdgpu/version", r"(\S+)"),
@@ -169,7 +169,7 @@ def _tf32_settings() -> Iterator[Setting]:
         )
 
 
-# The switch, whether torch's default is on, what it does where it is on.
+# The switch, whether torch turns it on by default, its effect when it is on.
 _SWITCHES = (
     (
         "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
@@ -191,7 +191,7 @@ _FREEDOMS = (
     ("backends.cudnn.benchmark", "cuDNN picks the fastest algorithm by trial: rounding may differ from run to run"),
     ("backends.cudnn.deterministic", "cuDNN uses deterministic algorithms only, often slower ones"),
 )
-# By name: values that mean nothing, the effect, whether it is a note only.
+# By name: values without an effect, the effect of other values, whether it is only a note.
 _VARIABLES = {
     "NVIDIA_TF32_OVERRIDE": (
         "0",
@@ -218,8 +218,8 @@ def _variable_settings(hip: bool) -> Iterator[Setting]:
 
 
 def _switched_on(path: str) -> bool:
-    """Whether the switch ``torch.<path>`` is on; a torch that lacks it, or cannot say, has nothing to report."""
+    """Whether the switch ``torch.<path>`` is on; False if this torch lacks it or refuses to read it."""
     try:
         return operator.attrgetter(path)(torch) is True
-    except (AttributeError, RuntimeError, Warning):  # torch refuses where its old and new names were both written to
+    except (AttributeError, RuntimeError, Warning):  # torch refuses if both its old and its new name were set
         return False

@@ -1,6 +1,6 @@
-"""How NVIDIA's and AMD's GPUs fail, as data: torch's and the driver's texts, what is behind them, what to do then.
+"""How NVIDIA and AMD GPUs fail, as data: the message of torch or the driver, its cause, and the cure.
 
-Apart from :mod:`xamp.backends.cuda`, since it has to be readable where torch is not.
+This is apart from :mod:`xamp.backends.cuda` because it must also be importable where torch is not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LIBRARIES = "cudart|cublas|cublasLt|cudnn|cufft|cufile|curand|cusparse|cusparse
 _DRIVERS = "https://www.nvidia.com/drivers"
 _BUILDS = "https://pytorch.org/get-started/locally"
 
-# Parts of messages that are the same from torch 2.6 to 2.13.
+# Each pattern is a part of a message that is the same from torch 2.6 to 2.13.
 CAUSES = (
     Cause(
         "Found no NVIDIA driver",

@@ -1,7 +1,7 @@
-"""torch's switches that take digits from float32: what is set, and setting it so that none are taken.
+"""torch's switches by which float32 loses digits: how to read them, and how to set them so that it keeps all digits.
 
-Since torch 2.9 each has two spellings, which torch refuses to read where they disagree. So an old one that can be read
-is written, for both agree then; what still says otherwise is written in the new one.
+Since torch 2.9 each switch has an old and a new spelling; torch refuses to read them if they disagree. So this module
+writes the old spelling where it can be read, because then both agree. What is still narrow is set by the new spelling.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Switch:
     """One such switch.
 
     Attributes:
-        groups: of torch.backends, whose ``fp32_precision`` it is.
-        beside: other groups that the old spelling writes too.
-        read: the value in the old spelling; None where it has none.
-        write: sets it in the old spelling.
-        exact: the value, in the old spelling, by which float32 keeps its digits.
+        groups: the groups of torch.backends whose ``fp32_precision`` the switch sets.
+        beside: other groups that the old spelling also writes.
+        read: reads the old spelling; None if there is none.
+        write: sets the old spelling.
+        exact: the value of the old spelling with which float32 keeps its digits.
     """
 
     groups: tuple[str, ...]
@@ -39,15 +39,15 @@ class Switch:
     exact: object = None
 
     def narrow(self) -> str:
-        """The dtype that float32 is computed in, such as ``"tf32"``; empty where it keeps its digits."""
+        """The dtype in which float32 is computed, such as ``"tf32"``; empty if float32 keeps its digits."""
         values = [_value(group) for group in self.groups]
         if any(values):
             return next((value for value in values if value in _NARROW), "")
-        old = self._spoken()  # a torch that has no new spelling
+        old = self._spoken()  # this torch has no new spelling
         return "" if old in (None, self.exact) else "tf32"
 
     def make_exact(self) -> Callable[[], object]:
-        """Let float32 keep its digits; returns what sets the switch back as it was."""
+        """Set the switch so that float32 keeps its digits; return a function that restores it."""
         spoken, before = self._spoken(), {group: _value(group) for group in (*self.groups, *self.beside)}
         written = spoken is not None and spoken != self.exact
         if written:
@@ -61,14 +61,14 @@ class Switch:
                 self.write(spoken)
             for group, value in before.items():
                 if value and _value(group) != value:
-                    _set(group, "none")  # by which it follows the group above it, as it may have done before
+                    _set(group, "none")  # now it follows the group above it, as it may have done before
                     if _value(group) != value:
                         _set(group, value)
 
         return back
 
     def _spoken(self) -> Any:
-        """The value in the old spelling; None where there is none, or torch refuses to say."""
+        """The value of the old spelling; None if there is none, or if torch refuses to read it."""
         if self.read is not None:
             with contextlib.suppress(AttributeError, RuntimeError, Warning):
                 return self.read()
@@ -100,11 +100,11 @@ PRODUCTS = _products("cuda.matmul", "mkldnn.matmul")
 CONVOLUTIONS = Switch(
     ("cudnn.conv", "cudnn.rnn"), read=lambda: torch.backends.cudnn.allow_tf32, write=_set_tf32, exact=False
 )
-"""cuDNN's, and its RNNs'."""
+"""The switch of cuDNN's convolutions and RNNs."""
 
 HOST_PRODUCTS = _products("mkldnn.matmul", "cuda.matmul")
 
 
 def host_switch(group: str) -> Switch:
-    """The switch of a group of oneDNN, which has the new spelling alone: ``"mkldnn.conv"`` or ``"mkldnn.rnn"``."""
+    """The switch of a oneDNN group, ``"mkldnn.conv"`` or ``"mkldnn.rnn"``; it has only the new spelling."""
     return Switch((group,))

@@ -1,4 +1,4 @@
-"""What ``xamp.accel`` comes to on a CPU: torch.cuda's names for the processor, its memory and torch's generator."""
+"""``xamp.accel`` on a CPU: torch.cuda's names, for the processor, its memory and torch's random generator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 default_generators = (torch.default_generator,)
-# Types to make tensors of and to compare with, as scripts of old do.
+# Tensor types that old scripts call, and compare types with.
 BFloat16Tensor, BoolTensor, ByteTensor, CharTensor = (
     torch.BFloat16Tensor,
     torch.BoolTensor,
@@ -93,14 +93,14 @@ IntTensor, LongTensor, ShortTensor = torch.IntTensor, torch.LongTensor, torch.Sh
 
 @dataclasses.dataclass(frozen=True)
 class HostProperties:
-    """What ``get_device_properties`` tells of a CPU.
+    """The result of ``get_device_properties`` on a CPU.
 
     Attributes:
-        name: the processor's.
-        total_memory: bytes, of the machine or the container.
+        name: the processor's name.
+        total_memory: memory of the machine or the container, in bytes.
         multi_processor_count: processors that this process may run on.
-        major: of the CUDA compute capability, of which there is none.
-        minor: as ``major``.
+        major: 0, because a CPU has no CUDA compute capability.
+        minor: 0, as ``major``.
     """
 
     name: str
@@ -111,17 +111,17 @@ class HostProperties:
 
 
 def is_available() -> bool:
-    """False: it asks for an accelerator."""
+    """False, because the question is for an accelerator."""
     return False
 
 
 def device_count() -> int:
-    """1, however many sockets: a rank modulo 0 would be an error."""
+    """1, however many sockets there are. With 0, a script that takes its rank modulo this number would fail."""
     return 1
 
 
 def synchronize(device: Device = None) -> None:
-    """Nothing: a CPU's work is done when the call returns."""
+    """Does nothing, because a CPU's work is done when the call returns."""
 
 
 def get_device_properties(device: Device = None) -> HostProperties:
@@ -137,7 +137,7 @@ def get_device_properties(device: Device = None) -> HostProperties:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed torch's CPU generator, and no accelerator's, which ``torch.manual_seed`` would."""
+    """Seed torch's CPU generator only; ``torch.manual_seed`` would also seed accelerators."""
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -147,7 +147,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> None:
-    """Seed torch's CPU generator at random."""
+    """Seed torch's CPU generator with a random number."""
     torch.default_generator.seed()
 
 
@@ -157,7 +157,7 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """What torch's CPU generator was seeded with."""
+    """The seed of torch's CPU generator."""
     return torch.default_generator.initial_seed()
 
 
@@ -175,7 +175,7 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     """Set the state of torch's CPU generator.
 
     Raises:
-        CheckpointError: it is another device's.
+        CheckpointError: ``new_state`` is from another kind of device.
     """
     has, own = new_state.numel(), get_rng_state().numel()
     if new_state.dtype != torch.uint8 or has != own:
@@ -188,10 +188,10 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Set the state of torch's CPU generator from a list of one, or of none, which changes nothing.
+    """Set the state of torch's CPU generator from a list of one state; an empty list changes nothing.
 
     Raises:
-        CheckpointError: there are more, or it is another device's.
+        CheckpointError: there are several states, or the state is from another kind of device.
     """
     states = list(new_states)
     if len(states) > 1:
@@ -212,54 +212,54 @@ def memory_allocated(device: Device = None) -> int:
 
 
 def memory_reserved(device: Device = None) -> int:
-    """The resident set: nothing is held back from the system but what is in it."""
+    """The resident set, because the process reserves nothing beyond it."""
     return host_memory.resident()
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The highest resident set since the start, or the last reset."""
+    """The highest resident set since the start or the last reset."""
     return host_memory.peak()
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """The highest resident set since the start, or the last reset."""
+    """The highest resident set since the start or the last reset."""
     return host_memory.peak()
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Let the peak begin anew, where the system can."""
+    """Restart the peak, if the system supports that."""
     host_memory.reset_peak()
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Nothing: no counts are kept."""
+    """Does nothing, because no counts are kept."""
 
 
 def memory_stats(device: Device = None) -> dict[str, Any]:
-    """The four figures that there are, under torch.cuda's names."""
+    """The four available figures, under torch.cuda's names."""
     both = {"all.current": host_memory.resident(), "all.peak": host_memory.peak()}
     return {f"{kind}_bytes.{name}": value for kind in ("allocated", "reserved") for name, value in both.items()}
 
 
 def memory_snapshot(mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
-    """Empty: torch's CPU allocator keeps no segments."""
+    """An empty list, because torch's CPU allocator keeps no segments."""
     return []
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """What is free and what there is, of the machine or the container.
+    """Free and total memory of the machine or the container.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report it.
     """
     return host_memory.free(), host_memory.total()
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Check ``fraction``; torch has no bound for a CPU's memory.
+    """Only check ``fraction``, because torch cannot limit a CPU's memory.
 
     Raises:
-        PolicyError: it is not a number from 0 to 1.
+        PolicyError: ``fraction`` is not a number from 0 to 1.
     """
     if not 0 <= fraction <= 1:
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""Memory of this process and of this machine, in bytes, from what the operating system tells."""
+"""Memory of this process and of this machine, in bytes, as the operating system reports it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["free", "peak", "reset_peak", "resident", "total"]
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
-_seen = 0  # the highest figure told since the last reset: the kernel's own counts lag by some pages
+_seen = 0  # the highest figure returned since the last reset; the kernel's own peak lags by some pages
 
 
 def resident() -> int:
     """The resident set of the process.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report it.
     """
     return _note(_now())
 
 
 def peak() -> int:
-    """The highest resident set of the process since it started, or since :func:`reset_peak` where that works.
+    """The highest resident set of the process since its start, or since :func:`reset_peak` if that works.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report it.
     """
     marked = _figure(PROC / "self/status", "VmHWM")
     _note(_highest_ever() if marked is None else max(marked, _now()))
@@ -39,7 +39,7 @@ def peak() -> int:
 
 
 def reset_peak() -> None:
-    """Begin the peak anew. Linux does that; elsewhere it stays that of the whole process."""
+    """Restart the peak. That works on Linux; elsewhere the peak stays that of the whole process."""
     global _seen
     with contextlib.suppress(OSError):
         (PROC / "self/clear_refs").write_text("5")  # the one value that resets VmHWM, and nothing else
@@ -47,10 +47,10 @@ def reset_peak() -> None:
 
 
 def total() -> int:
-    """Memory of the machine, or of the container where that has less.
+    """Memory of the machine, or of the container if that has less.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report it.
     """
     machine = _figure(PROC / "meminfo", "MemTotal")
     if machine is None:
@@ -63,10 +63,10 @@ def total() -> int:
 
 
 def free() -> int:
-    """What may still be asked for without swapping, on the machine or in the container.
+    """Memory that can still be allocated without swapping, on the machine or in the container.
 
     Raises:
-        UnsupportedPolicy: the system does not tell.
+        UnsupportedPolicy: the system does not report it.
     """
     machine = _figure(PROC / "meminfo", "MemAvailable")
     if machine is None:
@@ -104,7 +104,7 @@ def _highest_ever() -> int:
 
 
 def _figure(path: Path, name: str) -> int | None:
-    """A line such as ``VmRSS:  1024 kB`` of ``path``, in bytes; None where there is none."""
+    """The value of a line such as ``VmRSS:  1024 kB`` in ``path``, in bytes; None if there is no such line."""
     try:
         found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
     except OSError:
@@ -113,9 +113,9 @@ def _figure(path: Path, name: str) -> int | None:
 
 
 def _container() -> tuple[int | None, int]:
-    """The limit of the control group that the process sees as the root, and what of it is taken; None without one.
+    """Limit and use of the control group that the process sees as the root; the limit is None if there is none.
 
-    Files that the kernel may drop when memory runs short count as free, as they do in MemAvailable.
+    Cached files that the kernel can drop count as free, as in MemAvailable.
     """
     for limit, used, droppable in (
         ("memory.max", "memory.current", "inactive_file"),

@@ -1,4 +1,4 @@
-"""Apple's GPUs. Written from torch's documentation; this project has none to test on."""
+"""Apple GPUs. Written from torch's documentation; this project has no such device to test on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["MpsBackend"]
 
 
 class MpsBackend(ModuleBackend):
-    """Apple GPUs, by torch.autocast("mps"). torch has no collectives for them, so ranks talk through the CPU."""
+    """Apple GPUs, by torch.autocast("mps"). torch has no collectives for them, so ranks communicate by the CPU."""
 
     fast_dtypes = ("float16",)  # bf16 is emulated before the M2
     process_group = "gloo"
     op_rules = {
-        # fp32 even where the caller names another dtype.
+        # The device's list gives fp32 even if the caller names another dtype.
         **dict.fromkeys(("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm"), "fp32"),
-        # The dtypes are the table's without an entry.
+        # Without an entry the dtypes already match the table's.
         **dict.fromkeys(
             (
                 "rnn_relu.data",
@@ -31,22 +31,22 @@ class MpsBackend(ModuleBackend):
             ),
             "same",
         ),
-        # Its kernel refuses fp16 and bf16, so torch's own fp32 stays.
+        # The kernel refuses fp16 and bf16, so torch's own fp32 rule stays.
         "conv_transpose3d.input": "same",
         **dict.fromkeys(GPU_KERNELS, "same"),
     }
 
     def is_available(self) -> bool:
-        """See :meth:`xamp.backends.native.ModuleBackend.is_available`: asked where every torch since 2.6 answers."""
+        """See :meth:`xamp.backends.native.ModuleBackend.is_available`; every torch since 2.6 has this function."""
         return torch.backends.mps.is_available()
 
     def runtime(self, device_type: str) -> Any:
-        """See :meth:`xamp.contract.Backend.runtime`: torch.mps, with two of its names turned into torch.cuda's."""
+        """See :meth:`xamp.contract.Backend.runtime`: torch.mps, and two of its functions under torch.cuda's names."""
         return _Runtime()
 
 
 class _Runtime:
-    """torch.mps has one index and one queue, counts no peaks, and names its figures otherwise."""
+    """torch.mps with torch.cuda's names for memory figures. It has one device and one queue, and no peaks."""
 
     def memory_allocated(self) -> int:
         """Bytes that tensors take up."""

@@ -1,7 +1,7 @@
-"""What devices share on which torch.autocast and torch's own kernels do the work: trying them out, and describing them.
+"""Base classes for devices on which torch.autocast and torch's own kernels do the work: they probe and describe them.
 
-:class:`NativeBackend` needs nothing but the device type of its spec; :class:`ModuleBackend` also asks the device's
-module in torch (``torch.xpu`` and the like), so that such a backend is a handful of class attributes.
+:class:`NativeBackend` needs only the device type of its spec. :class:`ModuleBackend` also uses the device's
+module in torch (such as ``torch.xpu``), so such a backend is only a few class attributes.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class NativeBackend(Backend):
     """A device on which torch.autocast and torch's own kernels work.
 
     Attributes:
-        fast_dtypes: see :class:`~xamp.contract.Capabilities`; those the device lacks are left out.
-        fused_optimizers: see there.
-        process_group: see there.
+        fast_dtypes: see :class:`~xamp.contract.Capabilities`; dtypes that the device lacks are left out.
+        fused_optimizers: see :class:`~xamp.contract.Capabilities`.
+        process_group: see :class:`~xamp.contract.Capabilities`.
     """
 
     fast_dtypes: tuple[str, ...] = ()
@@ -60,8 +60,8 @@ class NativeBackend(Backend):
         """See :meth:`xamp.contract.Backend.probe`: find a device, then compute in every dtype that is declared."""
         self.require_device()
         device = self.probed_device()
-        # float32 before the device is asked for more: what fails on any dtype would only make it lack the others, and
-        # where work is queued a failure is told once, to whoever comes next.
+        # Test float32 before asking for capabilities. If the device fails in every dtype, it would only seem to lack
+        # the lower ones; and if it queues work, a failure is reported only once, by the next call.
         self._require_computing(device, "float32")
         for name in self.capabilities(device).dtypes:
             self._require_computing(device, name)
@@ -72,10 +72,10 @@ class NativeBackend(Backend):
             raise BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
 
     def require_device(self) -> None:
-        """Raise BackendUnavailable, with cause and cure, unless there is a device to compute on."""
+        """Raise BackendUnavailable, with cause and cure, if there is no device to compute on."""
 
     def keeps_inf(self, device: torch.device) -> bool:
-        """False where ``device`` saturates and raises a flag."""
+        """Whether an overflow on ``device`` gives inf; False if it saturates and raises a flag."""
         return True
 
     def probed_device(self) -> torch.device:
@@ -106,11 +106,11 @@ class NativeBackend(Backend):
 
 
 class ModuleBackend(NativeBackend):
-    """A device that torch drives through a module of its own, ``torch.get_device_module(device_type)``."""
+    """A device that torch drives through its own module, ``torch.get_device_module(device_type)``."""
 
     def __init__(self, spec: BackendSpec) -> None:
         super().__init__(spec)
-        # By trial rather than by table: what a device lacks differs between its generations and torch's releases.
+        # Found by trial, not by a table: what a device lacks differs between its generations and torch's releases.
         self._working_dtypes = functools.lru_cache(maxsize=None)(self._try_dtypes)
 
     @property
@@ -136,9 +136,9 @@ class ModuleBackend(NativeBackend):
         return bool(self._ask("is_available", False))
 
     def probed_device(self) -> torch.device:
-        """The current device or, where none was set yet, the one that torchrun's ``LOCAL_RANK`` names.
+        """The current device or, if none was set yet, the one that torchrun's ``LOCAL_RANK`` names.
 
-        Without that, each of a machine's ranks would leave a context of some hundred MB on the first device.
+        Otherwise each rank of a machine would leave a context of some hundred MB on the first device.
         """
         current, local_rank = int(self._ask("current_device", 0)), os.environ.get("LOCAL_RANK", "")
         if current == 0 and local_rank.isdecimal() and int(local_rank) < self.device_count():
@@ -154,7 +154,7 @@ class ModuleBackend(NativeBackend):
         return [str(self._ask("get_device_name", self.device_type, index)) for index in range(self.device_count())]
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """See :meth:`NativeBackend.dtypes`: found by computing in each, once a device."""
+        """See :meth:`NativeBackend.dtypes`: found by computing in each dtype, once for each device."""
         if device is None or device.index is None:
             device = self.probed_device()
         return self._working_dtypes(device)
@@ -163,11 +163,11 @@ class ModuleBackend(NativeBackend):
         return tuple(name for name in LOWER_DTYPES if not defect_of(device, name))
 
     def _ask(self, function: str, default: Any, *args: Any) -> Any:
-        """Call a function of the device's module; ``default`` where the module has none of that name."""
+        """Call a function of the device's module; return ``default`` if the module has no such function."""
         found = getattr(self.module, function, None)
         return default if found is None else found(*args)
 
 
 def levels_for(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """The levels that a device can run which computes in ``dtypes`` (and in fp32)."""
+    """The levels that a device can run if it computes in ``dtypes`` and in fp32."""
     return tuple(level.name for level in LEVELS.values() if level.dtype is None or level.dtype in dtypes)

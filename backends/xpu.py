@@ -1,4 +1,4 @@
-"""Intel GPUs. Written from torch's documentation; this project has none to test on."""
+"""Intel GPUs. Written from torch's documentation; this project has no such device to test on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class XpuBackend(ModuleBackend):
     process_group = "xccl"
     op_rules = dict.fromkeys(
         (
-            # The dtypes are the table's without an entry.
+            # Without an entry the dtypes already match the table's.
             "rnn_relu.data",
             "rnn_relu.input",
             "rnn_tanh.data",

@@ -1,1 +1,1 @@
-"""Ratios and counts that contract.md section 9 bounds; ``python -m benchmarks`` runs them, README.md says how."""
+"""Benchmarks of the ratios and counts that xamp promises; run ``python -m benchmarks``, README.md describes them."""

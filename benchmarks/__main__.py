@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|import|all`` prints figures; exit 1: one missed."""
+"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|import|all``: exit code 1 if a bound is missed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Apex's casts around functions: what a call pays that needs none, listed or not; and, for information, one that does.
+"""Apex's casts around functions: what they cost a call that needs no cast, and, for information, a call that does.
 
-The same calls with the casts installed and without, in one process, turn about: they can be taken out again.
+The same calls run with the casts installed and without, alternating in one process, because casts can be removed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ half, row = x.half(), torch.ones(2)
 weight, bias = torch.nn.Parameter(x.clone()), torch.nn.Parameter(row.clone())
 low_weight, low_bias = weight.detach().half(), bias.detach().half()
 
-# By Apex's list: a call as a model makes it, whose arguments have the dtype already. Each names what it calls in full,
-# so that it is looked up anew.
+# Functions on Apex's lists: calls as in a model, whose arguments already have the right dtype. Each names the function
+# in full, so that Python looks it up again.
 LISTED: dict[str, Call] = {
     "torch.mm": lambda: torch.mm(half, half),
     "half @ half": lambda: half @ half,
@@ -79,7 +79,7 @@ def _under_casts(calls: dict[str, Call]) -> Times:
 
 
 def _times(calls: dict[str, Call], number: int = 200) -> Times:
-    """Microseconds a call; what was replaced in between has made Python forget where it found things."""
+    """Microseconds for one call. The first calls are not timed: replacing functions empties Python's lookup caches."""
     found = {}
     for name, call in calls.items():
         for _ in range(20):

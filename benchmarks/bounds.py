@@ -1,30 +1,30 @@
-"""Every bound, in one place. A figure that misses its bound makes ``python -m benchmarks`` end with exit code 1."""
+"""All bounds, in one place. If a figure exceeds its bound, ``python -m benchmarks`` ends with exit code 1."""
 
 from __future__ import annotations
 
 STEP_RATIO = 0.90
-"""xamp's training step over the hand-written ``torch.amp`` loop with ``unscale_``, the same optimizer form on both."""
+"""Time of xamp's training step over that of the ``torch.amp`` loop with ``unscale_``, both with one optimizer form."""
 
 FORWARD_US = 0.0
-"""What a managed forward may cost more than ``with torch.autocast(...)`` around the plain one, in microseconds."""
+"""Extra microseconds of a managed forward over ``with torch.autocast(...)`` around the plain one."""
 
 SYNCS = {"fused": 0, "other": 1, "pass-through": 0}
-"""Waits for the device in one step: fused optimizer under dynamic scaling, any other checked step, nothing checked."""
+"""Waits for the device in one step: a fused optimizer under dynamic scaling, any other checked step, no check."""
 
 O2_ADAM_BYTES = 18.5
-"""Peak bytes a parameter at O2 with Adam and ``fused="auto"``, the gradients cleared before each step."""
+"""Peak bytes for each parameter at O2 with Adam and ``fused="auto"``, if gradients are cleared before each step."""
 
 IMPORT_MS = 50.0
-"""``import xamp`` and the fetching of every public name, beyond ``import torch``."""
+"""Milliseconds for ``import xamp`` and access to every public name, after ``import torch``."""
 
 OPS_ADDED_US = 8.0
-"""An operator that the portable policy adds on a CPU, over the same under ``torch.autocast`` with casts by hand."""
+"""Extra microseconds of an operator that the policy adds on a CPU, over ``torch.autocast`` and casts by hand."""
 
 APEX_LISTED_US = 0.5
-"""A function on Apex's lists, called with the casts on and nothing to cast, over the same call without."""
+"""Extra microseconds of a function on Apex's lists with the casts installed, if nothing needs a cast."""
 
 APEX_UNLISTED_US = 0.05
-"""A function on none of them: it is not touched, and what is left is what this machine cannot tell from nothing."""
+"""The same for a function on no list. It is not replaced, so the figure is only the noise of the measurement."""
 
 OPS_OUTSIDE_RATIO = 1.02
-"""An operator outside of autocast, or one that nothing was added for, with the policy in the process over without."""
+"""Time of an operator outside autocast, or without an entry, in a process with the policy over one without it."""

@@ -1,4 +1,4 @@
-"""A managed forward against ``with torch.autocast(...)`` around the plain one: the cost of entering and leaving."""
+"""A managed forward against ``with torch.autocast(...)`` around a plain one: the cost of entering and leaving."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS: dict[str, torch.dtype] = {
 
 
 class Inert(torch.nn.Module):
-    """Runs no operator: all that is left is the policy."""
+    """Runs no operator, so only the policy costs time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Norm(torch.nn.Module):
 
 
 class Linear(torch.nn.Linear):
-    """One operator that autocast lowers, its result raised again: what xamp does with outputs, on both sides."""
+    """One operator that autocast lowers; the result is cast to fp32 on both sides, as xamp casts outputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).float()

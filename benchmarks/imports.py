@@ -1,4 +1,4 @@
-"""What ``import xamp`` and its names cost after ``import torch``, each time in a process of its own."""
+"""The time of ``import xamp`` and of its public names after ``import torch``, each time in a new process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(processes: int = 7) -> list[Figure]:
     root = str(Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    with tempfile.TemporaryDirectory() as compiled:  # as installed: pip compiles what it installs
+    with tempfile.TemporaryDirectory() as compiled:  # modules are compiled, as pip does when it installs
         environment["PYTHONPYCACHEPREFIX"] = compiled
         _import(environment)
         times = [_import(environment) for _ in range(processes)]
@@ -41,7 +41,7 @@ def run(processes: int = 7) -> list[Figure]:
 
 
 def _import(environment: dict[str, str]) -> tuple[float, float]:
-    """Milliseconds for xamp, and for xamp with every name."""
+    """Milliseconds for ``import xamp``, and for that and every public name."""
     out = subprocess.run(
         [sys.executable, "-c", _CODE], capture_output=True, text=True, check=True, env=environment, timeout=300
     ).stdout

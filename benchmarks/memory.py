@@ -1,7 +1,7 @@
-"""Peak memory of training with Adam, in bytes a parameter.
+"""Peak memory of training with Adam, in bytes for each parameter.
 
-Every storage that an operator touches is counted from then until it is freed, by a dispatch mode, on any device; so
-what is measured is the tensors, not an allocator. Activations are in it, and made small: one row of input.
+A dispatch mode counts every storage from the first operator that touches it until it is freed, on any device. So it
+measures tensors, not an allocator. Activations are included, but small: the input has one row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMS: dict[str, tuple[Make, bool | str]] = {
     "for-loop": (lambda p: torch.optim.Adam(p, lr=1e-4, foreach=False), False),
     "foreach": (lambda p: torch.optim.Adam(p, lr=1e-4, foreach=True), False),
 }
-"""How the optimizer is made, and ``initialize(fused=...)``."""
+"""By name: the function that makes the optimizer, and the value for ``initialize(fused=...)``."""
 
 
 def run(device: torch.device) -> list[Figure]:
@@ -45,7 +45,7 @@ def run(device: torch.device) -> list[Figure]:
 
 
 def _peaks(level: str | None, make: Make, fused: bool | str, accumulate: int, device: torch.device) -> dict[str, float]:
-    """Peak of each phase of the third step, in bytes a parameter."""
+    """The peak of each phase of the third step, in bytes for each parameter."""
     gc.collect()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(device)

@@ -1,6 +1,6 @@
-"""The portable op policy: an added operator inside a region, and what all other code pays for the entries.
+"""The portable op policy: the cost of an added operator inside a region, and what other code pays for the entries.
 
-A process cannot be rid of the entries again, so each side is timed in processes of its own, turn about.
+A process cannot remove the entries again, so each side is timed in its own processes, alternating.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ x = torch.linspace(-1.0, 1.0, 64).reshape(8, 8)
 y, row = x.bfloat16(), x[0].clone()
 weights = [torch.ones(24, 8), torch.ones(24, 8), torch.ones(24), torch.ones(24)]
 
-# Of operators that a CPU's own list lacks: as a model writes them, and the same with the casts that the table asks for,
-# written by hand.
+# Operators that a CPU's own list lacks: a call as a model writes it, and the same call with the table's casts by hand.
 ADDED: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "exp": (lambda: torch.exp(y), lambda: torch.exp(y.float())),
     "softmax": (lambda: torch.softmax(y, -1), lambda: torch.softmax(y, -1, dtype=torch.float32)),
@@ -91,7 +90,7 @@ def _ratio(pairs: list[tuple[Times, Times]], state: str, name: str, bound: float
 
 
 def _measure(side: str) -> Times:
-    """One side's microseconds a call: with a portable session in the process, or in plain torch."""
+    """Microseconds for one call on one side: with a portable session in the process, or in plain torch."""
     torch.set_num_threads(1)
     region: Any = torch.autocast("cpu", dtype=torch.bfloat16)
     written = {name: by_hand for name, (_, by_hand) in ADDED.items()}
@@ -112,7 +111,7 @@ def _measure(side: str) -> Times:
 
 
 def _time(call: Callable[[], object], calls: int = 1000, rounds: int = 11) -> float:
-    """The least of the rounds: here two processes are compared, which met different machines."""
+    """The fastest round, because the two processes that are compared ran under different load."""
     found = []
     for _ in range(rounds):
         start = time.perf_counter()

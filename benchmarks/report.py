@@ -1,4 +1,4 @@
-"""One figure: what was measured, what it may be, and whether it is."""
+"""One figure of a benchmark: its value, its bound, and whether it keeps the bound."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Figure:
 
     Attributes:
         case: what was measured.
-        value: the figure that is bounded.
-        unit: of ``value`` and ``bound``.
-        bound: the most it may be; None: printed for information.
+        value: the figure.
+        unit: the unit of ``value`` and ``bound``.
+        bound: the largest allowed value; None: the figure is for information.
         detail: further numbers, printed as they are.
     """
 

@@ -1,6 +1,6 @@
 """``xamp.GradScaler`` against ``torch.amp.GradScaler``: the same loop, zero_grad, scale, backward, step, update.
 
-The loops of :mod:`benchmarks.step`, with nothing between the two but the scaler.
+Both sides run the loop of :mod:`benchmarks.step`; only the scaler differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Ours(Theirs):
 
 
 def run(device: torch.device, rounds: int) -> list[Figure]:
-    """Each form and size, as ``step`` leaves the unscaling to the scaler and with ``unscale_`` before it."""
+    """Measure each form and size, with and without an explicit ``unscale_`` before ``step``."""
     figures = []
     for name, (make, _) in FORMS.items():
         for count in COUNTS:

@@ -1,7 +1,7 @@
 """A training step against the hand-written ``torch.amp`` loop: zero_grad, scale, backward, unscale, step, update.
 
-The parameters are tiny and the graph is made once, so that what is left to time is the work around the numbers. Both
-sides get the same optimizer form; the forward is in neither.
+The parameters are tiny and the graph is made once, so the time is that of the work around the numbers. Both sides use
+the same optimizer form; neither includes a forward.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FORMS: dict[str, tuple[Make, bool]] = {
 
 
 class _Ready(torch.autograd.Function):
-    """A loss whose backward is one multiplication and hardly 0.1 us a parameter, so that it hides nothing of the rest.
+    """A loss whose backward is one multiplication, hardly 0.1 us for each parameter, so it does not hide the rest.
 
-    The gradients are views of one buffer that backward fills, and are put in place here: autograd would take 2 us for
-    each, which both sides would pay alike.
+    The gradients are views of one buffer. Backward fills it and puts them in place. Autograd would take 2 us for each
+    gradient, the same on both sides.
     """
 
     @staticmethod
@@ -54,7 +54,7 @@ class _Ready(torch.autograd.Function):
 
 
 class Loop:
-    """Parameters, an optimizer over them, and a loss whose graph is kept; cheap to run backward through."""
+    """Parameters, an optimizer over them, and a loss whose graph is kept and whose backward is cheap."""
 
     def __init__(self, count: int, make: Make, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -123,7 +123,7 @@ class Theirs(Loop):
 
 
 def run(device: torch.device, rounds: int) -> list[Figure]:
-    """Level O1 in each form and size; and, for information, against a loop that leaves ``unscale_`` to ``step``."""
+    """Measure level O1 in each form and size; for information, also against a loop that does not call ``unscale_``."""
     figures = []
     for name, (make, fused) in FORMS.items():
         for count in COUNTS:
@@ -139,12 +139,12 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
 
 
 def calls_for(count: int) -> int:
-    """Calls in a row, so that a round takes about as long at every size."""
+    """How many calls run in a row, so that a round takes about the same time at every size."""
     return max(4, 200 // count)
 
 
 def phases(device: torch.device, rounds: int) -> list[Figure]:
-    """Where the time goes, a phase a line, ours and theirs."""
+    """Measure the time of each phase, for xamp and for torch."""
     figures = []
     for name, (make, fused) in FORMS.items():
         for count in COUNTS:

@@ -1,7 +1,7 @@
-"""How often one training step waits for the device, as the conformance suite counts it.
+"""How often one training step waits for the device, counted as in the conformance suite.
 
-A CPU stands in for an accelerator: what is copied asynchronously there, and read many steps later, is no wait. Nor is
-what the optimizer reads in a plain loop too: an unfused Adam keeps its step counters on the host, wherever it runs.
+A CPU stands in for an accelerator: an asynchronous copy that is read many steps later is no wait. Reads that the
+optimizer also does in a plain loop do not count: an unfused Adam keeps its step counters on the host on every device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], int]] = {
     "O4 Adam unfused": (_adam, {"level": "O4", "fused": False}, bounds.SYNCS["pass-through"]),
     "O5 Adam unfused": (_adam, {"level": "O5", "fused": False}, bounds.SYNCS["pass-through"]),
 }
-"""Optimizer, arguments of ``initialize``, and how many waits a step may have."""
+"""By name: the optimizer, arguments of ``initialize``, and the bound on waits in a step."""
 
 
 def run(device: torch.device) -> list[Figure]:
@@ -56,7 +56,7 @@ def run(device: torch.device) -> list[Figure]:
 
 
 def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> Callable[[], None]:
-    """One training step; a plain one where ``arguments`` is None."""
+    """A function that takes one training step; a plain step if ``arguments`` is None."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).to(device)
     optimizer = make(model.parameters())
@@ -85,7 +85,7 @@ def _training(make: Make, arguments: dict[str, Any] | None, device: torch.device
 def _count(make: Make, arguments: dict[str, Any] | None, device: torch.device) -> tuple[int, set[str]]:
     with host_as_device(device):
         one = _training(make, arguments, device)
-    for _ in range(WARM_UP):  # a parameter's first fused step is decided on the host
+    for _ in range(WARM_UP):  # the host decides about a parameter's first fused step
         one()
     with HostReads(device) as reads:
         for _ in range(STEPS):
@@ -94,7 +94,7 @@ def _count(make: Make, arguments: dict[str, Any] | None, device: torch.device) -
 
 
 def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.device) -> Figure:
-    """Let the device's own check raise at the first operation that waits."""
+    """Measure with CUDA's sync debug mode, which raises at the first operation that waits."""
     one = _training(make, arguments, device)
     for _ in range(WARM_UP):
         one()

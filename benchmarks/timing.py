@@ -1,4 +1,4 @@
-"""Times two ways of doing one thing against each other, in one process, turn about."""
+"""Times two ways of doing one thing against each other, alternating in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Pair", "compare", "synchronize"]
 def compare(
     ours: Callable[[], object], theirs: Callable[[], object], device: torch.device, *, calls: int, rounds: int
 ) -> Pair:
-    """See :func:`xamp.testing.measure.compare`; the device's work counts."""
+    """See :func:`xamp.testing.measure.compare`; the time includes the device's work."""
     return measure.compare(ours, theirs, lambda: synchronize(device), calls=calls, rounds=rounds)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the demo, with all set-up: two networks at every level this machine's best device can do, one table, one picture.
-# Arguments go to it: ci/demo.sh --help
+# Sets up all that the demo needs, and runs it: two networks at every level of the best device, one table, one picture.
+# Arguments go to the demo: ci/demo.sh --help
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by the scripts beside it. Finds the checkout ($root) and gives
+# The scripts beside this file source it. It sets $root to the checkout and defines
 #
 #     use_env EXTRAS      make .venv, or reuse and complete it, with xamp[EXTRAS] editable in it; sets $py
 #
-# A torch that $PYTHON already has is used as it is (a GPU or NPU machine's); else the pinned one is installed.
+# If $PYTHON already has torch (on a GPU or NPU machine), that torch is used; else the pinned one is installed.
 #
 #     PYTHON              the Python to start from (python3)
-#     XAMP_VENV           where the environment stands (.venv)
-#     XAMP_CONSTRAINTS    newest or oldest, or a file: the pins to install by (newest)
+#     XAMP_VENV           the folder of the environment (.venv)
+#     XAMP_CONSTRAINTS    the pinned versions to install: newest, oldest, or a file (newest)
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,15 +20,15 @@ die() {
     exit 1
 }
 
-# Prints "VERSION in FOLDER" of the torch that the Python $1 sees; fails where it has none that imports. Plug-ins of
-# devices are not loaded: one that is broken does not make torch itself unusable.
+# Prints "VERSION in FOLDER" of the torch that the Python $1 sees; fails if it has none that imports. Device plug-ins
+# are not loaded, because a broken plug-in does not make torch itself unusable.
 torch_of() {
     (cd / && TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$1" -W ignore -c '
 import os, torch
 print(torch.__version__, "in", os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)
 }
 
-# $1 (VERSION...) is 2.6 or newer.
+# Succeeds if $1 (VERSION...) is 2.6 or newer.
 torch_is_supported() {
     local version=$1 major minor
     major=${version%%.*}
@@ -55,14 +55,14 @@ make_venv() {
     "$python" -m venv "${options[@]}" "$venv" ||
         die "python -m venv failed; on Debian and Ubuntu install python3-venv, then run $0 again"
     if [ -n "$found" ] && ! torch_of "$venv/bin/python" >/dev/null; then
-        # $python is itself a virtual environment's: --system-site-packages reaches past it, so name its folders.
+        # $python is in a virtual environment, which --system-site-packages does not include, so name its folders.
         "$python" -c 'import sysconfig as s; print(*{s.get_path("purelib"), s.get_path("platlib")}, sep="\n")' \
             >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/calling-python.pth"
     fi
 }
 
-# Writes to $2/kept.txt what stays as it is, since it was there before us: torch and what it was built against. Writes
-# to $2/pins.txt the other pins of $1.
+# Writes to $2/kept.txt the packages that were there before and stay as they are: torch and what it was built against.
+# Writes to $2/pins.txt the other pins of $1.
 split_pins() {
     "$py" - "$1" "$2" <<'END'
 import importlib.metadata

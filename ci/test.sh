@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests, with all set-up. Arguments go to pytest: ci/test.sh tests/unit -k scale -x
-# --all adds those that take minutes: whole conformance suites, on emulated cards too, and the slow tests of that suite.
-# Without arguments, and with --all alone, XAMP_TEST_WORKERS processes (2) share the work; with --all alone coverage and
-# its floor are checked too.
+# Sets up all that the tests need, and runs them. Arguments go to pytest: ci/test.sh tests/unit -k scale -x
+# --all adds the tests that take minutes: whole conformance suites, also on emulated cards, and the slow tests of that
+# suite. Without arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the
+# coverage and its lower bound are checked too.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"

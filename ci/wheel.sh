@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, and tests the wheel from outside the checkout: what it holds, in a fresh environment with torch,
-# in one without torch, and in one where importing torch fails. Leaves the files in dist/.
+# Builds sdist and wheel, and leaves them in dist/. Tests the wheel from outside the checkout: its contents, and xamp in
+# a fresh environment with torch, in one without torch, and in one where importing torch fails.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
@@ -22,14 +22,14 @@ wheel=$root/${wheels[0]}
 say "contents of ${wheel##*/}"
 "$py" ci/wheel_contents.py "$wheel"
 
-# fresh_venv NAME: an environment with nothing but the wheel.
+# fresh_venv NAME: makes an environment with nothing but the wheel.
 fresh_venv() {
     "$py" -m venv "$work/$1"
     "$work/$1/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --no-index "$wheel"
 }
 
-# Of $py everything but the checkout: a folder named in a .pth file is searched last and its own .pth files, such as the
-# one of the editable install, are not read.
+# The environment sees all packages of $py except the checkout: Python searches a folder named in a .pth file last, and
+# does not read that folder's own .pth files, such as the one of the editable install.
 say "testing it in a fresh environment, with the torch of $py"
 fresh_venv full
 "$py" -c 'import sys; print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")' \
@@ -42,7 +42,8 @@ XAMP_WHEEL_TEST=1 "$work/full/bin/python" -m pytest --config-file="$root/pyproje
 "$work/full/bin/xamp" doctor
 "$work/full/bin/python" -m xamp doctor --json >/dev/null
 
-# doctor_fails NAME: `import xamp` works there, and the doctor says, with status 1 and no traceback, what is wrong.
+# doctor_fails NAME: checks that `import xamp` works there, and that the doctor reports torch with status 1, without a
+# traceback.
 doctor_fails() {
     local status=0
     "$work/$1/bin/python" -c 'import xamp; print("xamp", xamp.__version__, "imports")'

@@ -1,7 +1,7 @@
-"""Trains two networks at every level that this machine's best device supports; shows what each level costs and gives.
+"""Trains two networks at every level that this machine's best device supports; shows each level's quality and cost.
 
-Run ``ci/demo.sh``, which installs what this needs, or ``pip install 'xamp[torch,demo]'`` and run this file. The device
-is the best that works here; ``XAMP_DEVICE=cpu`` asks for another one.
+Run ``ci/demo.sh``, which installs all that the demo needs; or ``pip install 'xamp[torch,demo]'`` and run this file. The
+demo uses the best device that works here; ``XAMP_DEVICE=cpu`` selects another one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the demo."""
-    # Where there is no terminal, rich assumes 80 columns, fewer than the table has.
+    # Without a terminal rich assumes 80 columns, fewer than the table needs.
     console = Console(width=None if sys.stdout.isatty() else 140)
     show_log(console)
     started = time.perf_counter()
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str] | None, device: torch.device, levels: Sequence[str]) -> argparse.Namespace:
-    """Reads the command line. What is not given is sized so that two cores of a CPU need about a minute."""
-    on_cpu = device.type == "cpu"  # where fp16 convolutions are slow: 20 times as slow as fp32 is usual
+    """Reads the command line. With the default sizes two CPU cores need about a minute."""
+    on_cpu = device.type == "cpu"  # fp16 convolutions are slow on a CPU, often 20 times as slow as fp32
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--levels", nargs="+", default=list(levels), choices=levels, metavar="LEVEL", help=f"of {', '.join(levels)}")
@@ -80,7 +80,7 @@ def positive(text: str) -> int:
 
 
 def describe(device: torch.device) -> tuple[str, tuple[str, ...]]:
-    """Name of ``device`` and the levels it supports, by the report of its backend."""
+    """The name of ``device`` and the levels that it supports, from the report of its backend."""
     for report in xamp.available_backends():
         if report.usable and report.capabilities and device.type in report.device_types:
             name = report.devices[device.index or 0] if report.devices else device.type
@@ -108,7 +108,7 @@ def run_all(tasks: Sequence[Task], levels: Sequence[str], device: torch.device, 
 
 
 def advance(progress: Progress, *bars: TaskID) -> Callable[[], None]:
-    """A function that moves each of ``bars`` on by one."""
+    """A function that advances each of ``bars`` by one."""
 
     def on_step() -> None:
         for bar in bars:
@@ -118,7 +118,7 @@ def advance(progress: Progress, *bars: TaskID) -> Callable[[], None]:
 
 
 def show_log(console: Console) -> None:
-    """Lets what xamp logs (each effective setting, each overflow) appear above the progress display."""
+    """Shows xamp's log (each effective setting, each overflow) above the progress display."""
     logger = logging.getLogger("xamp")
     logger.addHandler(RichHandler(console=console, show_time=False, show_path=False, show_level=False))
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""What the demo shows: one table in the terminal, and the same table below the loss curves in a picture."""
+"""The demo's output: one table in the terminal, and the same table below the loss curves in a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAPTION = (
     "result: final loss, or accuracy on the test images (pt: points) · ms a step: median · "
     "memory: parameters, masters, gradients and optimizer state · each overflow skipped a step"
 )
-# Okabe and Ito's colours, which colour-blind readers can tell apart; O0 is what the others are held against.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; O0, the reference, is grey.
 COLOURS = {"O0": "#b0b0b0", "O1": "#e69f00", "O2": "#009e73", "O3": "#d55e00", "O4": "#56b4e9", "O5": "#0072b2"}
 DASHES = {"O0": "-", "O1": "-", "O2": "--", "O3": ":", "O4": "-", "O5": "--"}
 
@@ -67,7 +67,7 @@ def draw(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
 
 
 def curves(axes: Axes, task: str, runs: Sequence[Run]) -> None:
-    """Draws the loss of each run over its steps; O0 lies wide and grey beneath the others."""
+    """Draws the loss of each run over its steps; O0 is a wide grey line below the others."""
     window = max(1, len(runs[0].losses) // 12) if runs[0].metric == "accuracy" else 1
     for run in runs:
         losses = smooth(run.losses, window)
@@ -90,7 +90,7 @@ def curves(axes: Axes, task: str, runs: Sequence[Run]) -> None:
 
 
 def cells(run: Run, group: Sequence[Run]) -> list[str]:
-    """One row of the table. ``group`` are all runs of the same task."""
+    """One row of the table. ``group`` holds all runs of the same task."""
     reference = next((other.result for other in group if other.level == "O0"), None)
     if run.metric == "accuracy":
         result, difference = f"{run.result:.2%}", f"{100 * (run.result - (reference or 0)):+.2f} pt"
@@ -111,7 +111,7 @@ def cells(run: Run, group: Sequence[Run]) -> list[str]:
 
 
 def memory(held: int) -> str:
-    """Bytes, in the unit that suits them."""
+    """Bytes as a text, in kB or MB."""
     return f"{held / 1e6:.2f} MB" if held >= 1e6 else f"{held / 1e3:.0f} kB"
 
 

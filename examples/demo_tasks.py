@@ -1,4 +1,4 @@
-"""What the demo trains: a network that draws a checkerboard, and one that reads handwritten digits."""
+"""The demo's tasks: a network that draws a checkerboard, and one that reads handwritten digits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ BATCH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One network, its data and how well it does.
+    """One network, its data and its measure of quality.
 
     Attributes:
-        name: what table and picture call it.
-        metric: what ``evaluate`` returns, ``"loss"`` or ``"accuracy"`` (a share of 1).
-        build: makes the network, fp32, on the CPU.
+        name: the task's name in table and picture.
+        metric: what ``evaluate`` returns, ``"loss"`` or ``"accuracy"`` (a fraction of 1).
+        build: makes the network, in fp32, on the CPU.
         optimizer: makes the optimizer for a network.
-        criterion: loss of outputs and targets, a scalar.
+        criterion: the loss from outputs and targets, a scalar.
         batches: inputs and targets of every step, in order, on the device.
-        evaluate: how well a trained network does.
+        evaluate: measures the quality of a trained network.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Task:
 
 
 def checkerboard(size: int, steps: int, device: torch.device) -> Task:
-    """Regression from the coordinates of an image's pixels to their brightness, 1x1 convolutions all through.
+    """Regression from the coordinates of an image's pixels to their brightness, with 1x1 convolutions only.
 
     Args:
         size: height and width of the image in pixels.
@@ -61,14 +61,14 @@ def checkerboard(size: int, steps: int, device: torch.device) -> Task:
         return nn.Sequential(*layers, nn.Conv2d(WIDTH, 1, 1))
 
     def evaluate(model: nn.Module) -> float:
-        with torch.no_grad():  # in training mode still: the one batch is the whole image
+        with torch.no_grad():  # still in training mode, because the one batch is the whole image
             return float(nn.functional.mse_loss(model(coordinates), image))
 
     return Task(
         name="checkerboard",
         metric="loss",
         build=build,
-        # Adam's usual eps of 1e-8 is 0 in fp16, where O3 keeps everything.
+        # Adam's default eps of 1e-8 is 0 in fp16, and O3 keeps everything in fp16.
         optimizer=lambda model: Adam(model.parameters(), lr=3e-3, eps=1e-4),
         criterion=nn.functional.mse_loss,
         batches=[(coordinates, image)] * steps,
@@ -77,10 +77,10 @@ def checkerboard(size: int, steps: int, device: torch.device) -> Task:
 
 
 def digits(epochs: int, device: torch.device) -> Task:
-    """Classification of 1797 handwritten digits, 8x8 pixels each, a quarter of them kept for the test.
+    """Classification of 1797 handwritten digits of 8x8 pixels; a quarter of them are test images.
 
     Args:
-        epochs: how many times to go through the training images.
+        epochs: how many times to train on all training images.
         device: where the data goes.
     """
     data = load_digits()

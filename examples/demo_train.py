@@ -1,4 +1,4 @@
-"""The training loop of the demo: xamp's three lines, and around them what is measured."""
+"""The training loop of the demo: xamp's three lines, and the measurements around them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["Run", "train"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one task did at one level.
+    """The results of one task at one level.
 
     Attributes:
         task: the task's name.
-        level: the level it ran at.
+        level: the level that it ran at.
         metric: what ``result`` is, ``"loss"`` or ``"accuracy"``.
         result: the task's measure after training.
         losses: the loss of each step.
         step_ms: median time of a step in milliseconds.
-        held_bytes: what parameters, gradients, masters and optimizer state hold at the end of a step.
+        held_bytes: bytes of parameters, gradients, masters and optimizer state at the end of a step.
         overflows: how often a gradient overflowed; each time one step was skipped.
         scale: the loss scale at the end.
-        seconds: how long all of it took.
+        seconds: the time of the whole run.
     """
 
     task: str
@@ -93,13 +93,13 @@ def train(task: Task, level: str, device: torch.device, on_step: Callable[[], No
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until ``device`` has done what was asked of it, so that a clock read next tells the truth."""
+    """Waits until ``device`` has finished its work, so that the time includes it."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of parameters, masters, gradients and optimizer state; what two tensors share counts once."""
+    """Bytes of parameters, masters, gradients and optimizer state; shared memory counts once."""
     stepped = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters: list[Tensor] = [*model.parameters(), *stepped]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,1 +1,1 @@
-"""Ascend NPUs: the chips, and an emulation of them on any CPU."""
+"""Ascend NPUs: the backend, a table of chips, and an emulation of them on any CPU."""

@@ -1,4 +1,4 @@
-"""Ascend NPUs, through torch_npu: its autocast, its kernels, its overflow flag where the chip saturates."""
+"""Ascend NPUs, through torch_npu: its autocast, its kernels, and its overflow flag if the chip saturates."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import torch
 
 from xamp.backend_kit import defect_of, environment_settings, first_line, fused_is_right
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
-from xamp.backends.npu import chips, own
+from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import BackendSpec, Capabilities, Setting
 from xamp.errors import BackendUnavailable
 
 __all__ = ["NpuBackend"]
 
 _PACKAGE = "torch_npu"
-# Of torch.optim's fused forms those that torch_npu registers. Which of them are right is tried: its AdamW ignores
-# found_inf, and its SGD wants momentum.
+# The fused forms of torch.optim that torch_npu registers. The backend tests which of them are right: its AdamW ignores
+# found_inf, and its SGD needs momentum.
 _FUSED = ("SGD", "Adam", "AdamW")
 _STATUS = 8
-"""Elements of a float status, of which the first tells."""
+"""The number of elements in a float status; the first one is the flag."""
 
 
 class NpuBackend(ModuleBackend):
     """Ascend NPUs, by torch.autocast("npu") and scaling on the device.
 
-    Chips of two kinds: those on which an overflow is inf or nan, and those that saturate and raise a flag, which is
-    lowered and read here (``overflow="flag"``).
+    There are two kinds of chips. On one an overflow is inf or nan. The other saturates and raises a flag, which this
+    class lowers and reads (``overflow="flag"``).
     """
 
     fast_dtypes = ("bfloat16", "float16")
@@ -54,7 +54,7 @@ class NpuBackend(ModuleBackend):
                     f"torch_npu is not installed beside torch {torch.__version__}\n"
                     f"on a machine with Ascend NPUs and CANN: pip install torch-npu=={release}"
                 )
-            importlib.import_module(_PACKAGE)  # what it raises is explained by the table of causes
+            importlib.import_module(_PACKAGE)  # the table of causes explains its errors
         if self.is_available():
             return
         try:
@@ -71,7 +71,7 @@ class NpuBackend(ModuleBackend):
 
     @functools.cached_property
     def _saturates(self) -> bool:
-        """Settled when the device starts: by the chip, and by INF_NAN_MODE_FORCE_DISABLE."""
+        """Whether the chip saturates. The chip and INF_NAN_MODE_FORCE_DISABLE decide that when the device starts."""
         return not self._utils.is_support_inf_nan()
 
     @property
@@ -83,11 +83,11 @@ class NpuBackend(ModuleBackend):
         return [f"{name}{_emulated()}" for name in super().devices()]
 
     def chip(self, device: torch.device | None = None) -> chips.Chip | None:
-        """What is known of the chip; None for one that is newer than this."""
+        """The chip's row in the table; None for a chip that is newer than this xamp."""
         return chips.find(str(self.module.get_device_name(device)))
 
     def _try_dtypes(self, device: torch.device) -> tuple[str, ...]:
-        """Those that the chip computes in; torch_npu tells of bf16, whose operators fail one by one elsewhere."""
+        """The dtypes that the chip computes in. torch_npu says whether it has bf16; one trial could not tell that."""
         claimed = [name for name in LOWER_DTYPES if name != "bfloat16" or self.module.is_bf16_supported()]
         return tuple(name for name in claimed if not defect_of(device, name, self.keeps_inf(device)))
 
@@ -116,10 +116,10 @@ class NpuBackend(ModuleBackend):
         return {**found, **{name: value + _emulated() for name, value in below.items()}}
 
     def _version_of(self, part: str) -> str:
-        """As torch_npu has it from CANN: an older CANN cannot say, nor one that is not wholly installed."""
+        """A version that torch_npu reads from CANN; an older or partly installed CANN does not report it."""
         try:
             return str(self._utils.get_cann_version(part)) or "unknown"
-        except Exception:  # a torch_npu that does not ask
+        except Exception:  # this torch_npu cannot ask CANN
             return "unknown"
 
     # ---------------------------------------------------------------- the step
@@ -133,8 +133,8 @@ class NpuBackend(ModuleBackend):
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """See :meth:`xamp.contract.Backend.unscale_`.
 
-        A chip that saturates is asked for its flag, which stays up. The operator that torch.amp calls would lower it,
-        so that the next optimizer would not see it, and would leave the gradients scaled.
+        On a chip that saturates this reads the flag and leaves it up. The operator that torch.amp calls would lower
+        the flag, so that the next optimizer would not see it, and would leave the gradients scaled.
         """
         if not self._saturates:
             if grads:
@@ -147,15 +147,15 @@ class NpuBackend(ModuleBackend):
             torch._foreach_mul_(list(grads), inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :meth:`xamp.contract.Backend.plain`: cast to ND from a private format."""
-        return own.plain(tensor)
+        """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""
+        return torch_npu_features.plain(tensor)
 
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
-        """See :meth:`xamp.contract.Backend.optimizer_refusal`: of the NpuFused optimizers."""
-        return own.optimizer_refusal(optimizer, casts=casts)
+        """See :meth:`xamp.contract.Backend.optimizer_refusal`: it concerns the NpuFused optimizers."""
+        return torch_npu_features.optimizer_refusal(optimizer, casts=casts)
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
-        """See :meth:`xamp.contract.Backend.make_overflow_`: by a sum in fp16 that is too large."""
+        """See :meth:`xamp.contract.Backend.make_overflow_`: a sum that is too large for fp16."""
         large = torch.full_like(grad, 40000.0, dtype=torch.float16)
         grad.copy_(large + large)
 
@@ -205,11 +205,11 @@ class NpuBackend(ModuleBackend):
 
     def _keep_dtype(self) -> Callable[[], object]:
         self.module.set_option({"ACL_PRECISION_MODE": "must_keep_origin_dtype"})
-        # By its name, whether it was set or the chip's own: torch_npu has no way to forget an option.
+        # Set the option by name, even if it was the chip's default before: torch_npu cannot unset an option.
         return lambda: self.module.set_option({"ACL_PRECISION_MODE": "allow_fp32_to_fp16"})
 
     def _switch(self, holder: str, name: str, value: object) -> Callable[[], object]:
-        """Set ``torch.npu.<holder>.<name>``; returns what sets it back."""
+        """Set ``torch.npu.<holder>.<name>``; return a function that restores it."""
         found = getattr(self.module, holder)
         before = getattr(found, name)
         setattr(found, name, value)
@@ -231,7 +231,7 @@ def _emulated() -> str:
 
 
 def _option(name: str) -> str:
-    """What an option of torch_npu is set to; empty where it is not."""
+    """The value of an option of torch_npu; empty if it is not set."""
     value = sys.modules[_PACKAGE]._C._npu_getOption(name)
     return bytes(value or b"").decode()
 

@@ -1,6 +1,6 @@
-"""How Ascend NPUs fail, as data: the texts of torch_npu, CANN and the driver, what is behind them, what to do then.
+"""How Ascend NPUs fail, as data: the message of torch_npu, CANN or the driver, its cause, and the cure.
 
-Apart from the backend, since it has to be readable where importing torch fails: torch loads torch_npu by itself.
+This is apart from the backend because it must be importable where importing torch fails: torch loads torch_npu.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CAUSES = (
         r"the environment of CANN is set by half: \1 is missing",
         _SET_ENV,
     ),
-    # What libtorch_npu leaves to CANN has such names; what it leaves to torch is C++.
+    # libtorch_npu's symbols from CANN have such names; its symbols from torch are mangled C++ names.
     Cause(r"undefined symbol: ((?:acl|rt|Msprof|Hccl)\w+)", _OLD_CANN, _UPDATE),
     Cause(
         r"libtorch_npu\.so: undefined symbol: (\S+)",
@@ -112,7 +112,7 @@ CAUSES = (
         "the NPU's memory is in use, by other processes or by this one",
         "see npu-smi info for who uses it, or choose another device by ASCEND_RT_VISIBLE_DEVICES",
     ),
-    # Where nothing above says it better.
+    # General causes, for errors that no row above explains.
     Cause(
         r"OPS function error: (\w+), error code is (\d+)",
         r"CANN cannot run the operator \1 (error code \2)",

@@ -1,4 +1,4 @@
-"""What there is to know of each Ascend chip without asking one. Imports no torch."""
+"""A table of Ascend chips and their properties. It imports no torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Chip:
     """One system on a chip, as CANN names it.
 
     Attributes:
-        name: what ``aclrtGetSocName`` says, and ``torch.npu.get_device_name()``.
-        family: the products it is in.
-        number: ``torch.npu.get_soc_version()``.
-        bf16: whether it computes in bfloat16.
-        saturates: whether a float16 overflow becomes the largest number and raises a flag, so that no inf or nan shows.
-            Newer chips can be told to; this is what they do by themselves.
-        mixed_fp32: whether matrix products of float32 run in float16 unless told otherwise.
+        name: the result of ``aclrtGetSocName`` and of ``torch.npu.get_device_name()``.
+        family: the product series that contains the chip.
+        number: the result of ``torch.npu.get_soc_version()``.
+        bf16: whether the chip computes in bfloat16.
+        saturates: whether by default a float16 overflow becomes the largest number and raises a flag, so that no inf
+            or nan shows. Newer chips can be switched to that.
+        mixed_fp32: whether float32 matrix products run in float16 by default.
     """
 
     name: str
@@ -38,7 +38,7 @@ def _family(family: str, numbers: dict[str, int], *, bf16: bool, saturates: bool
 
 _FIRST_A2 = 220
 
-# Ascend910B without a figure after it is an old chip that saturates; Ascend910B1 and on are the next generation.
+# Ascend910B without a digit after it is an old chip that saturates; Ascend910B1 and later are the next generation.
 _ATLAS_TRAINING = {
     "Ascend910PremiumA": 100,
     "Ascend910ProA": 101,
@@ -76,7 +76,7 @@ _A3 = {
 DEFAULT = "Ascend910B2"
 
 EMULATED = "XAMP_EMULATED_SOC"
-"""The environment variable that names the chip of an emulated card; not set where the card is real."""
+"""The environment variable that names the chip of an emulated card; not set if the card is real."""
 
 CHIPS: dict[str, Chip] = {
     **_family("Atlas training series", _ATLAS_TRAINING, bf16=False, saturates=True),
@@ -89,11 +89,11 @@ CHIPS: dict[str, Chip] = {
 
 
 def find(name: str) -> Chip | None:
-    """The chip of that name, or None where it is not known.
+    """The chip with that name, or None if it is not in the table.
 
     Args:
-        name: as CANN spells it, upper or lower case, with or without ``Ascend``; what follows a blank, such as
-            "(emulated)", is passed over.
+        name: as CANN spells it, in upper or lower case, with or without ``Ascend``. Text after a blank, such as
+            "(emulated)", is ignored.
     """
     wanted = name.partition(" ")[0].lower().removeprefix("ascend")
     return next((chip for chip in CHIPS.values() if chip.name.lower().removeprefix("ascend") == wanted), None)

@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from chips import SaturatingBackend
 from mutants import Mutant, also, patched, registered
+from saturating_chip import SaturatingBackend
 
 from xamp import policy
 from xamp.policy import Policy
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         "looks at backwards only",
         "scaling.overflow_in_forward",
-        also(registered("chips:SaturatingBackend"), patched(FlagWatch, "run", _looks_at_backwards_only)),
+        also(registered("saturating_chip:SaturatingBackend"), patched(FlagWatch, "run", _looks_at_backwards_only)),
         "mutant",
     ),
     Mutant(
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "a chip's flag is lost under delay_unscale",
         "scaling.overflow_under_delay_unscale",
-        also(registered("chips:SaturatingBackend"), patched(Gradients, "_flag_so_far", lambda *_: None)),
+        also(registered("saturating_chip:SaturatingBackend"), patched(Gradients, "_flag_so_far", lambda *_: None)),
         "mutant",
     ),
     Mutant(

@@ -32,7 +32,7 @@ class Bf16Only(CpuBackend):
     ("target", "without"),
     [
         # numerics and compiled make no overflow, or hardly any
-        pytest.param("chips:SaturatingBackend", {"numerics", "compiled"}, marks=pytest.mark.thorough),
+        pytest.param("saturating_chip:SaturatingBackend", {"numerics", "compiled"}, marks=pytest.mark.thorough),
         pytest.param("test_other_devices:Fp32Only", set()),
         pytest.param("test_other_devices:Bf16Only", {"compiled"}, marks=pytest.mark.thorough),
     ],

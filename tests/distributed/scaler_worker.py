@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-from chips import SATURATING
+from saturating_chip import SATURATING
 
 import xamp
 from xamp.registry import registry

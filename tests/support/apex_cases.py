@@ -1,4 +1,4 @@
-"""What the cases of ``apex_messages`` are made of: their register, a small model, one step."""
+"""Parts of the cases of ``apex_messages``: the table of cases, a small model, one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 Case = Callable[[Any], Any]
 CASES: dict[str, Case] = {}
-FRESH: set[str] = set()  # only true in a process in which nothing was initialized before
+FRESH: set[str] = set()  # cases that need a process in which nothing was initialized before
 
 
 class Absent(Exception):
@@ -28,7 +28,7 @@ def fresh(function: Case) -> Case:
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A linear layer whose weights are eighths."""
+    """A linear layer whose weights are multiples of 1/8."""
     made = nn.Linear(2, 2).to(dtype)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[0.5, 0.25], [-0.25, 0.125]]))
@@ -48,7 +48,7 @@ def start(amp: Any, level: str = "O2", **options: Any) -> tuple[Any, Any]:
 
 
 def backward(amp: Any, net: Any, optimizers: Any, value: float = 1.0, **options: Any) -> None:
-    """One backward pass; inf as ``value`` overflows."""
+    """One backward pass; with ``value=inf`` it overflows."""
     with amp.scale_loss(net(torch.ones(1, 2)).sum() * value, optimizers, **options) as scaled:
         scaled.backward()
 
@@ -61,7 +61,7 @@ HALF = torch.float16
 
 
 def quiet(amp: Any) -> None:
-    """Takes casts off again, and settings back."""
+    """Removes the casts and restores the settings."""
     handle = getattr(amp._amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()

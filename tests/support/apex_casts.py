@@ -1,4 +1,4 @@
-"""Casts around torch's functions for the length of a block, and what stands in torch's places before and after."""
+"""Installs Apex's casts around torch's functions for a block; and lists torch's attributes, to compare them later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 
 @contextlib.contextmanager
 def casts(patch_type: torch.dtype = FP16, **options: Any) -> Iterator[AmpHandle]:
-    """A handle, and none is left afterwards."""
+    """A context with an active handle; afterwards no handle is active."""
     handle = init(patch_type=patch_type, **options)
     assert isinstance(handle, AmpHandle)
     try:
@@ -36,7 +36,7 @@ def stop() -> None:
 
 
 def attributes() -> dict[tuple[int, str], Any]:
-    """What stands in each loaded module of torch, in Tensor and in what recurrent modules use: owner, name -> value."""
+    """All attributes of torch's loaded modules, of Tensor and of what recurrent modules use: (owner, name) -> value."""
     owners: list[Any] = [torch.Tensor, torch._C.TensorBase, nn.RNNBase, nn.LSTM, nn.Module, nn.Parameter, torch._VF]
     owners += [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
     return {

@@ -1,7 +1,7 @@
-"""The letter of Apex's O1: expressions, the inputs they are evaluated on, and the dtypes that come out.
+"""A grid that tests Apex's O1: expressions, their inputs, and the dtypes of their results.
 
-``tests/data/apex/o1_grid.json`` holds what the last ``apex.amp``, moved to CPU tensors, gave for each cell; ``run``
-gives what any other ``amp`` makes of the same cells.
+``tests/data/apex/o1_grid.json`` holds the results of the last ``apex.amp``, moved to CPU tensors, for each cell.
+``run`` gives the results of any other ``amp`` for the same cells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PAIRS = {
 
 
 def filled(*shape: int, step: int = 3, modulus: int = 7, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Eighths from 0.125 to 0.875, exact in every dtype: where acos, log and binary_cross_entropy are defined."""
+    """Multiples of 1/8 from 0.125 to 0.875: exact in every dtype, and valid for acos, log, binary_cross_entropy."""
     count = 1
     for size in shape:
         count *= size
@@ -29,7 +29,7 @@ def filled(*shape: int, step: int = 3, modulus: int = 7, dtype: torch.dtype = to
 
 
 def namespace(first: torch.dtype, second: torch.dtype) -> dict[str, Any]:
-    """What the expressions may name. Made anew for each cell, before casts are on.
+    """The names that expressions may use. It is made anew for each cell, before casts are on.
 
     Args:
         first: dtype of ``a v m x s t``.
@@ -394,7 +394,7 @@ EXPRESSIONS = {
 
 
 def kind(result: Any) -> str:
-    """``float16``, ``(float16, (float32, float32))``, ``bool`` for what is no tensor."""
+    """The dtypes of a result: ``float16``, ``(float16, (float32, float32))``; ``bool`` if it is no tensor."""
     if isinstance(result, torch.Tensor):
         return str(result.dtype).removeprefix("torch.")
     if isinstance(result, nn.utils.rnn.PackedSequence):
@@ -405,7 +405,7 @@ def kind(result: Any) -> str:
 
 
 def cell(expression: str, names: dict[str, Any]) -> str:
-    """What an expression gives: its dtypes, or ``raises SomeError``."""
+    """The dtypes of an expression's result, or ``raises SomeError``."""
     try:
         return kind(eval(expression, names))
     except Exception as error:
@@ -421,13 +421,13 @@ def cells() -> Iterator[tuple[str, str, str]]:
 
 
 def run(amp: Any) -> dict[str, dict[str, str]]:
-    """The whole grid.
+    """Evaluate the whole grid.
 
     Args:
         amp: a module with Apex's interface: ``init`` and the handle it returns.
 
     Returns:
-        For each expression and each pair of ``PAIRS`` what ``cell`` gives. Casts are off again at the end.
+        For each expression and each pair of ``PAIRS`` the result of ``cell``. Casts are off again at the end.
     """
     found: dict[str, dict[str, str]] = {}
     for _, expression, pair in cells():

@@ -1,7 +1,7 @@
-"""Small calls of Apex's interface whose answer is a message: raised, printed, or a value that tells what was done.
+"""Small calls of Apex's interface, with their answers: an error, printed lines, or a value that shows what was done.
 
-``tests/data/apex/messages.json`` holds what the last ``apex.amp``, moved to CPU tensors, answered to each. Each case is
-a function of the ``amp`` module; ``run`` gives the answer of one.
+``tests/data/apex/messages.json`` holds the answers of the last ``apex.amp``, moved to CPU tensors. Each case is a
+function of the ``amp`` module; ``run`` gives the answer to one case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["CASES", "FRESH", "apex_messages_given", "apex_messages_o1", "apex_me
 
 
 def steady(text: str) -> str:
-    """With the entries of a printed set in order, for their own order changes from process to process."""
+    """``text`` with the entries of a printed set sorted, because their order changes from process to process."""
     return re.sub(r"\{('[^{}]*')\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
 
 
@@ -32,8 +32,8 @@ def run(amp: Any, name: str) -> dict[str, Any]:
         name: of ``CASES``; one of ``FRESH`` needs a process of its own.
 
     Returns:
-        What there is of ``raised`` (type and text), ``printed`` (lines; those after ``--`` where a case prints that)
-        and ``returned``; ``absent`` where a part of Apex that the case needs is missing.
+        A dict with those that apply of ``raised`` (type and text), ``printed`` (lines; if the case prints ``--``, the
+        lines after it) and ``returned``; or ``absent`` if a part of Apex that the case needs is missing.
     """
     found: dict[str, Any] = {}
     with heard() as out:
@@ -58,5 +58,5 @@ def run(amp: Any, name: str) -> dict[str, Any]:
 
 
 def names(*, alone: bool) -> Iterator[str]:
-    """Cases that need a process of their own, or the others."""
+    """The cases that need their own process (``alone``), or the others."""
     return (name for name in CASES if (name in FRESH) == alone)

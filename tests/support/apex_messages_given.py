@@ -1,4 +1,4 @@
-"""Cases of ``apex_messages``: what ``amp.initialize`` takes, says and gives back."""
+"""Cases of ``apex_messages``: the arguments, messages and results of ``amp.initialize``."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def same_objects_returned(amp: Any) -> list[bool]:
 
 
 class Says(nn.Module):
-    """Gives what it is told to, made of the dtype that reached it."""
+    """Returns what it is told to, in the dtype of its input."""
 
     def __init__(self, made: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Custom:
-    """With a ``to``."""
+    """An object with a method ``to``."""
 
     def __init__(self, held: torch.Tensor) -> None:
         self.held = held

@@ -73,7 +73,7 @@ def banned_allowed(amp: Any) -> str:
 
 @case
 def cache_of_another(amp: Any) -> None:
-    """An entry of the cache whose parent is another weight."""
+    """A cache entry whose parent is another weight."""
     handle = amp.init()
     one, two = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     handle.cache[one] = two.half()
@@ -104,7 +104,7 @@ def verbosity_2(amp: Any) -> None:
 
 @case
 def cache_counts(amp: Any) -> list[int]:
-    """Entries of the cache after a pass in evaluation, in training, and after ``scale_loss``."""
+    """The number of cache entries after a pass in evaluation, in training, and after ``scale_loss``."""
     net, optimizer = start(amp, "O1")
     handle = amp._amp_state.handle
     with torch.no_grad():
@@ -145,7 +145,7 @@ def disable_casts_and_an_error(amp: Any) -> str:
 
 
 def tools() -> Any:
-    """A module with functions that tell the dtypes of what reached them."""
+    """A module with functions that return the dtypes of their arguments."""
     made: Any = types.ModuleType("tools")
 
     def told(*args: Any, **kwargs: Any) -> list[str]:
@@ -179,7 +179,7 @@ def register_promote_missing(amp: Any) -> None:
 
 @case
 def registered(amp: Any) -> list[Any]:
-    """Each kind before the next init, during it, in the one after it."""
+    """Each kind of registration, called before the next init, during it, and in the one after it."""
     found = []
     for kind in ("half", "float", "promote"):
         module = tools()
@@ -196,7 +196,7 @@ def registered(amp: Any) -> list[Any]:
 
 @case
 def decorated(amp: Any) -> list[Any]:
-    """Each kind before an init and during it."""
+    """Each kind of registration, called before an init and during it."""
     found = []
     for kind in ("half", "float", "promote"):
         amp.init(enabled=False)
@@ -212,7 +212,7 @@ def decorated(amp: Any) -> list[Any]:
 
 @case
 def registered_under_a_list(amp: Any) -> str:
-    """A user's registration is the inner one: the list of torch's functions has the first word, not the last."""
+    """A user's registration is the inner cast: the cast by Apex's list for torch's functions runs before it."""
     original = torch.mm
     amp.register_float_function(torch, "mm")
     handle = amp.init()

@@ -105,7 +105,7 @@ def scale_slides_to_nothing(amp: Any) -> float:
 
 @case
 def overflow_unchecked(amp: Any) -> list[Any]:
-    """With ``delay_overflow_check`` neither the scale nor the step knows."""
+    """With ``delay_overflow_check`` an overflow affects neither the scale nor the step."""
     net, optimizer = start(amp, "O2")
     optimizer.zero_grad()
     backward(amp, net, optimizer, float("inf"), delay_overflow_check=True)
@@ -114,7 +114,7 @@ def overflow_unchecked(amp: Any) -> list[Any]:
 
 @case
 def scaled_loss_values(amp: Any) -> list[str]:
-    """At each level the factor, and the dtype of what ``scale_loss`` gives for an fp16 loss."""
+    """For each level, the factor and the dtype of the scaled loss that ``scale_loss`` gives for an fp16 loss."""
     found = []
     for level in ("O0", "O1", "O2", "O3"):
         _, optimizer = start(amp, level)

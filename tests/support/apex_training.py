@@ -1,4 +1,4 @@
-"""Training through Apex's interface, in cases that ``tests/data/apex/training.json`` holds the results of.
+"""Training through Apex's interface, in cases whose results are in ``tests/data/apex/training.json``.
 
 The driver takes the ``amp`` module as an argument: the same steps run over the last ``apex.amp``, moved to CPU tensors,
 and over any other module with its interface. One thread, fixed seeds, no randomness in the steps.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 STEPS = 50
-EARLY = 6  # steps after which values are noted: kernels of another CPU have not yet led training elsewhere
+EARLY = 6  # values are recorded after this many steps, before the kernels of another CPU lead to other results
 BATCHES = 10
 ROWS = 8
 # Printed once in a process, whichever case comes first.
@@ -31,7 +31,7 @@ ONCE = ("Warning:  multi_tensor_applier fused unscale kernel", "Attempting to un
 class Trunk(nn.Module):
     """Convolutions with a batch norm that has weights and one that has none.
 
-    They have no biases: a batch norm takes a bias out again, so that its gradient would be nothing but rounding.
+    The convolutions have no biases: batch norm cancels a bias, so its gradient would be only rounding.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Both in one model."""
+    """:class:`Trunk` and :class:`Head` in one model."""
 
     def __init__(self, trunk: Trunk, head: Head) -> None:
         super().__init__()
@@ -82,9 +82,9 @@ class Injection:
     """An inf written into a model's gradient inside the body of ``scale_loss``.
 
     Attributes:
-        step: counted from 0.
-        dtype: of the gradient; the first that has it takes the inf, and the first of all where none has it.
-        loss: in which loss's body.
+        step: the step, counted from 0.
+        dtype: the first gradient of this dtype gets the inf; if none has it, the first of all.
+        loss: the loss in whose body it is written.
     """
 
     step: int
@@ -97,19 +97,19 @@ class Case:
     """One run.
 
     Attributes:
-        name: unique.
+        name: a unique name.
         level: O0 to O3.
         loss_scale: as given to ``amp.initialize``.
-        losses: how many, each with a scaler of its own.
+        losses: the number of losses, each with its own scaler.
         optimizers: one for one model, or two for a list of two models.
         kind: ``sgd`` or ``adam``.
-        steps: of the optimizers.
-        injections: of inf.
+        steps: the number of optimizer steps.
+        injections: where an inf is written.
         late_from: step before which ``Run.late`` is added; None: all parameters are there from the start.
         accumulate: backward passes for each loss and step.
-        delay: all but the last of these are taken with ``delay_unscale``.
+        delay: whether all but the last of these use ``delay_unscale``.
         clip: norm to which master gradients are clipped.
-        start: what is loaded by ``amp.load_state_dict`` before the first step, a scale and a count for each loss.
+        start: a scale and a count for each loss, which ``amp.load_state_dict`` loads before the first step.
         extra: further arguments of ``amp.initialize``.
     """
 
@@ -134,7 +134,7 @@ INJECTIONS = (Injection(23, torch.float32), Injection(31, torch.float16), Inject
 
 
 def _grid() -> Iterator[Case]:
-    """Levels, scales, numbers of losses and optimizers, kinds of optimizer."""
+    """The combinations of levels, scales, numbers of losses and optimizers, and kinds of optimizer."""
     scales: tuple[float | str, ...] = (128.0, "dynamic")
     for level, scale, losses, optimizers, kind in itertools.product(LEVELS, scales, (1, 2), (1, 2), ("sgd", "adam")):
         injections: tuple[Injection, ...] = INJECTIONS if scale == "dynamic" else ()
@@ -145,7 +145,7 @@ def _grid() -> Iterator[Case]:
 
 
 def _more() -> Iterator[Case]:
-    """What the grid leaves out."""
+    """Cases that are not in the grid."""
     inf = (Injection(31, torch.float16),)
     for level, kind in itertools.product(LEVELS, ("sgd", "adam")):
         common: dict[str, Any] = {"level": level, "loss_scale": "dynamic", "kind": kind}
@@ -189,7 +189,7 @@ class Run:
 
     Attributes:
         models: the trained models, as the caller keeps them.
-        optimizers: theirs.
+        optimizers: the models' optimizers.
         late: parameters that join the optimizer in the middle of some cases.
     """
 
@@ -242,7 +242,7 @@ class Run:
                 (fitting or grads)[0].view(-1)[0] = float("inf")
 
     def backward(self, step: int) -> None:
-        """All losses of a step, into gradients."""
+        """Run backward for all losses of a step."""
         case = self.case
         for accumulated in range(case.accumulate):
             last = accumulated == case.accumulate - 1
@@ -282,10 +282,10 @@ class Run:
 
 
 def machine() -> dict[str, str]:
-    """What the last bits of a run hang on: the build of torch, and the vector instructions its kernels find here.
+    """What the last bits of a run depend on: the build of torch, and the processor's vector instructions.
 
-    The vendor counts as well: some kernels are chosen by it. A system without ``/proc/cpuinfo`` gives neither vendor
-    nor flags, and so is none of the recorded machines.
+    The vendor counts too, because it selects some kernels. A system without ``/proc/cpuinfo`` gives neither vendor nor
+    flags, so it matches none of the recorded machines.
     """
     about: dict[str, str] = {}
     with contextlib.suppress(OSError):
@@ -303,14 +303,14 @@ def machine() -> dict[str, str]:
 
 
 def recorded_here(machines: list[dict[str, Any]]) -> int | None:
-    """Which of the recorded machines gives the bits of this one; None where only the numbers can be compared."""
+    """The index of the recorded machine with the same bits as this one; None: only the numbers can be compared."""
     here = machine()
     found = [index for index, entry in enumerate(machines) if here.items() <= entry.items()]
     return found[0] if found else None
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """SHA-256 of dtypes, shapes and bytes, its first 32 digits. Every nan counts as the same."""
+    """The first 32 digits of the SHA-256 of dtypes, shapes and bytes. All nans count as equal."""
     made = hashlib.sha256()
     for tensor in tensors:
         tensor = tensor.detach()
@@ -328,7 +328,7 @@ def short_hex(number: torch.Tensor) -> str:
 
 
 def values(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """For each floating tensor its dtype, its first entry and the sum of its absolute values, parted by blanks."""
+    """For each floating tensor its dtype, its first entry and the sum of its absolute values, with blanks between."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
@@ -339,7 +339,7 @@ def values(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 class _Printed(logging.Handler):
-    """Prints what is logged, as it stands."""
+    """Prints log messages unchanged."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(record.getMessage())
@@ -347,7 +347,7 @@ class _Printed(logging.Handler):
 
 @contextlib.contextmanager
 def heard() -> Iterator[io.StringIO]:
-    """What the body prints, as Apex does, or says through xamp's logger."""
+    """Collect what the block prints, as Apex does, or logs through xamp's logger."""
     logger, handler = logging.getLogger("xamp"), _Printed()
     level = logger.level
     logger.addHandler(handler)
@@ -361,7 +361,7 @@ def heard() -> Iterator[io.StringIO]:
 
 
 def printed(text: str) -> list[str]:
-    """Lines without trailing blanks, empty ones left out, and without what a process prints only once."""
+    """The lines of ``text`` without trailing blanks, empty lines, and lines that a process prints only once."""
     lines = [line.rstrip() for line in text.splitlines()]
     return [line for line in lines if line and not line.startswith(ONCE)]
 
@@ -372,24 +372,24 @@ def runs(entries: Iterable[Any]) -> list[list[Any]]:
 
 
 def quiet(amp: Any) -> None:
-    """Takes casts off again, where a case put them on."""
+    """Removes the casts if a case installed them."""
     handle = getattr(amp._amp_state, "handle", None)
     if handle is not None:
         handle._deactivate()
 
 
 def run(amp: Any, case: Case) -> dict[str, Any]:
-    """A whole case.
+    """Run a whole case.
 
     Args:
         amp: a module with Apex's interface.
         case: one of ``CASES``.
 
     Returns:
-        ``header``, what ``amp.initialize`` printed; ``printed``, step and line for what came later; ``scales``, run
-        lengths of each loss's scale after each step; ``unskipped`` at the end; ``skipped``, for each optimizer the
-        steps after which its parameters were what they had been; ``values`` of what is held after ``EARLY`` steps, and
-        ``sha256`` of what is held at the end.
+        ``header``, the lines that ``amp.initialize`` printed; ``printed``, step and line of all later lines;
+        ``scales``, run lengths of each loss's scale after each step; ``unskipped`` at the end; ``skipped``, for each
+        optimizer the steps that did not change its parameters; ``values`` of the held tensors after ``EARLY`` steps,
+        and ``sha256`` of those at the end.
     """
     torch.set_num_threads(1)
     try:
@@ -412,7 +412,7 @@ def run(amp: Any, case: Case) -> dict[str, Any]:
                 if all(torch.equal(*pair) for pair in zip(kept, _parameters(this, index), strict=True)):
                     skipped[index].append(step)
         unskipped = [entry["unskipped"] for entry in amp.state_dict().values()]
-        quiet(amp)  # what follows is no part of the case: no casts
+        quiet(amp)  # no casts in what follows, which is not a part of the case
         held = this.held()
         return {
             "header": header,
@@ -436,7 +436,7 @@ CHECKPOINTED = Case("checkpointed", "O2", "dynamic", kind="adam")
 
 
 def checkpoint(amp: Any, steps: int = 5) -> dict[str, Any]:
-    """States as a script of Apex's saves them: model, optimizer and amp, after some steps of ``CHECKPOINTED``."""
+    """States as an Apex script saves them: model, optimizer and amp, after some steps of ``CHECKPOINTED``."""
     torch.set_num_threads(1)
     with heard():
         this = Run(amp, CHECKPOINTED)
@@ -452,13 +452,13 @@ def checkpoint(amp: Any, steps: int = 5) -> dict[str, Any]:
 
 
 def resume(amp: Any, states: dict[str, Any] | None, *, masters_first: bool = False) -> dict[str, Any]:
-    """Goes on from saved states, in the order of Apex's recipe: initialize, then load model, optimizer and amp.
+    """Continues from saved states, in the order of Apex's recipe: initialize, then load model, optimizer and amp.
 
     Args:
         amp: a module with Apex's interface.
-        states: what ``checkpoint`` gave after 5 steps; None runs from step 0 without a break.
-        masters_first: have the masters made before the optimizer's state is loaded. Apex makes them late, and so loads
-            the moments as fp16.
+        states: the result of ``checkpoint`` after 5 steps; None runs from step 0 without a break.
+        masters_first: make the masters before the optimizer's state is loaded. Apex makes them later, so it loads the
+            moments as fp16.
 
     Returns:
         ``amp``, ``sha256`` and ``values`` after step 10.

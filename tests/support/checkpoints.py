@@ -1,4 +1,4 @@
-"""Runs that are saved and resumed: how they train, what of them is compared."""
+"""Training runs that are saved and resumed: how they train, and what is compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "train",
 ]
 
-torch.set_num_threads(1)  # kernels this small lose by a second thread: 17 ms a batch norm, not 0.1, on a busy machine
+torch.set_num_threads(1)  # with a second thread on a busy machine a batch norm takes 17 ms, not 0.1
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{level: {"level": level} for level in LEVELS},
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "O5 dynamic": {"level": "O5", "loss_scale": "dynamic"},
     "O1 static": {"level": "O1", "loss_scale": 32.0},
 }
-"""Arguments of ``initialize`` that differ in what a checkpoint has to hold."""
+"""Arguments of ``initialize``; each variant needs other contents in a checkpoint."""
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
 each_order = pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -67,7 +67,7 @@ class Run:
 
 
 def start(lane: Lane, variant: str = "O2", *, seed: int = 1, optimizer: str = "SGD", **options: Any) -> Run:
-    """A run whose scale starts at 64 and grows after three clean updates; skips where the device lacks the level."""
+    """A run whose scale starts at 64 and grows after three clean updates; skips if the device lacks the level."""
     told = {**VARIANTS[variant], **options}
     if told["level"] not in lane.can.levels:
         pytest.skip(f"{lane} cannot run {told['level']}")
@@ -79,7 +79,7 @@ def start(lane: Lane, variant: str = "O2", *, seed: int = 1, optimizer: str = "S
 
 
 def train(run: Run, lane: Lane, steps: Iterable[int], overflows: Sequence[int] = ()) -> list[str]:
-    """Take ``steps``, whose numbers choose the data; gives what each came to (nothing in a disabled session)."""
+    """Take ``steps``, whose numbers choose the data; return their outcomes (none in a disabled session)."""
     outcomes = []
     for step in steps:
         run.optimizer.zero_grad()
@@ -91,7 +91,7 @@ def train(run: Run, lane: Lane, steps: Iterable[int], overflows: Sequence[int] =
 
 
 def backward(run: Run, lane: Lane, step: int, *, overflow: bool = False, **options: Any) -> None:
-    """``scale_loss`` and backward on the data of ``step``; overflows only where the level would notice."""
+    """``scale_loss`` and backward on the data of ``step``; overflows only if the level checks gradients."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).to(lane.device)
     loss = (run.model(x)[0] - 1.0).float().square().mean()
     with xamp.scale_loss(loss, run.optimizer, **options) as scaled:
@@ -106,13 +106,13 @@ def save(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, state: dict[str, Any], order: Sequence[str] = ORDERS[0]) -> None:
-    """Load what is named in ``order``, in that order."""
+    """Load the states named in ``order``, in that order."""
     for name in order:
         run.part(name).load_state_dict(state[name])
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """All that must be alike where one run goes on as another does, copied."""
+    """A copy of all that must be equal if two runs are in the same state."""
     stats = xamp.session(run.optimizer).stats
     return copy.deepcopy(
         {

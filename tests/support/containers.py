@@ -1,4 +1,4 @@
-"""Containers of every kind that goes in and out of ``forward``, and how to look into them."""
+"""Containers of every kind that goes in and out of ``forward``, and functions that inspect them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 class Checked(Point):
-    """A named tuple that is not made from its fields."""
+    """A named tuple whose constructor does not take its fields."""
 
     def __new__(cls, both: Any) -> Checked:
         return super().__new__(cls, both, both)
@@ -37,7 +37,7 @@ class MyTuple(tuple[Any, ...]):
 
 
 class Encoding(UserDict[str, Any]):
-    """What a Hugging Face tokenizer returns."""
+    """A class like the one that a Hugging Face tokenizer returns."""
 
     def __init__(self, data: Any = None, encodings: Any = None) -> None:
         super().__init__(data)
@@ -80,7 +80,7 @@ class PostInit:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """transformers' class of that name, as far as containers go."""
+    """A copy of transformers' class of that name, as a container."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def leaves(value: Any) -> list[Any]:
-    """All that is no container, in order."""
+    """All values in ``value`` that are not containers, in order."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
     if isinstance(value, (dict, UserDict)):
@@ -167,7 +167,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def shape(value: Any) -> Any:
-    """The types of ``value`` and of what is in it, with keys and attributes."""
+    """The types of ``value`` and of its items, with keys and attributes."""
     if isinstance(value, (tuple, list)):
         return type(value), [shape(item) for item in value], getattr(value, "note", None)
     if isinstance(value, (dict, UserDict)):

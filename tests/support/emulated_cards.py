@@ -1,4 +1,4 @@
-"""Runs test files and commands on an emulated card, in processes of their own, and counts what they report."""
+"""Runs test files and commands on an emulated card, in new processes, and counts the test results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 import torch
 
 TORCH = "2.13"
-"""The torch that the emulation is proved with: another one brings another torch-npu."""
+"""The torch version that the emulation is tested with; another version needs another torch-npu."""
 
 CHIPS = ("Ascend910B2", "Ascend910A")
 INSIDE = Path(__file__).parent.parent / "emulated" / "inside"
 counts: dict[str, Counter[str]] = {}
-"""What was passed, failed and so on, by chip."""
+"""The number of passed, failed and other tests, by chip."""
 
 _LAST_LINES = 60
-# What torch_npu warns of by itself: its deepcopy of a tensor asks torch's old storage for its device; it has private
-# formats of tensors, and does not use them unless told to.
+# Warnings that torch_npu causes itself: its deepcopy of a tensor asks torch's old storage for its device; it has
+# private tensor formats and does not use them unless told to.
 _WARNED = (
     *("-W", "ignore:TypedStorage is deprecated:UserWarning"),
     *("-W", "ignore:Cannot create tensor with internal format:UserWarning"),
@@ -31,7 +31,7 @@ _COUNTED = re.compile(r"(\d+) (passed|failed|skipped|xfailed|xpassed|errors?)\b"
 
 
 def need_emulation() -> None:
-    """Skip where there is nothing to prove: with another torch, or one beside which torch_npu cannot be."""
+    """Skip with another version of torch, or with a build of torch that torch_npu refuses."""
     if not torch.__version__.startswith(TORCH) or torch.version.cuda or torch.version.hip:
         pytest.skip(f"the emulation is proved with a CPU build of torch {TORCH}, and this is {torch.__version__}")
 
@@ -49,7 +49,7 @@ def emulate(
 
 
 def emulated_pytest(chip: str, *arguments: str | Path, devices: int = 1, timeout: float = 600) -> str:
-    """Run pytest there; what it said, and fail with the end of that where a test failed or none ran."""
+    """Run pytest on the emulated chip and return its output; fail, with the end of it, if a test failed or none ran."""
     words = ["-q", "-p", "no:cacheprovider", "--tb=short", *_WARNED, *arguments]
     done = emulate(chip, "python", "-m", "pytest", *words, devices=devices, timeout=timeout)
     found = {
@@ -62,7 +62,7 @@ def emulated_pytest(chip: str, *arguments: str | Path, devices: int = 1, timeout
 
 
 def last(done: subprocess.CompletedProcess[str], lines: int = _LAST_LINES) -> str:
-    """The end of what a process wrote; of its errors too where it wrote little else."""
+    """The end of a process's output; if that is short, its errors too."""
     said = done.stdout.strip().splitlines()
     if len(said) < lines:
         said = done.stderr.strip().splitlines()[-lines:] + said

@@ -1,8 +1,8 @@
-"""Faults for a training run: it is killed at any moment, its files are cut off, its numbers are poisoned.
+"""Faults for a training run: a kill at any moment, truncated files, and wrong values in states.
 
 A :class:`Runs` starts a worker script as a real process and kills it with SIGKILL. The script calls :func:`serve` with
-its functions: one process imports torch once and is forked for each run, which then starts at once. That process uses
-no device but the CPU, since the runtimes of others survive no fork once they have started.
+its functions: one process imports torch once, and forks for each run, which then starts at once. That process uses
+only the CPU, because the runtimes of other devices do not survive a fork once they have started.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import IO, Any
 
 Spec = dict[str, Any]
-"""What a worker is told: anything that is JSON. ``folder`` is where it works, ``device`` names its lane."""
+"""A worker's arguments, as JSON. ``folder`` is the folder that it works in; ``device`` names its lane."""
 
 CHECKPOINT = "checkpoint.pt"
-"""The file in ``folder`` by whose replacements a kill counts."""
+"""The file in ``folder`` that a run replaces with each checkpoint; kills are timed by these."""
 
 Moment = tuple[int, float]
-"""When to kill: so many checkpoints after the start, and so many seconds after that."""
+"""When to kill: after this many checkpoints, and then this many seconds."""
 
-_POLL = 0.0005  # seconds between two looks; a step of a small model takes as long
-_LIMIT = 300.0  # seconds that no run may take
+_POLL = 0.0005  # seconds between two checks; a step of a small model takes as long
+_LIMIT = 300.0  # the largest number of seconds that a run may take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        killed: by SIGKILL; else it came to its end.
-        checkpoints: how many it was seen to write, of which some may have gone unseen.
-        seconds: from the first of these to its end.
+        killed: whether SIGKILL ended it; else it finished.
+        checkpoints: how many checkpoints were seen; some may have been missed.
+        seconds: the time from the first seen checkpoint to the end.
     """
 
     killed: bool
@@ -78,10 +78,10 @@ class Runs:
             self._server = None
 
     def run(self, spec: Spec, kill: Moment | None = None) -> Ending:
-        """Let the worker run ``spec``, and kill it at that moment if it still runs then.
+        """Let the worker run ``spec``; kill it at the moment ``kill`` if it still runs then.
 
         Raises:
-            RuntimeError: it ended with an error of its own, which is on standard error.
+            RuntimeError: the worker ended with an error, which is on standard error.
         """
         if self._server is None:
             pid = os.posix_spawn(self._command[0], [*self._command, "run", json.dumps(spec)], self._environment)
@@ -135,10 +135,10 @@ def _exit_after(work: Callable[[Spec], None], spec: Spec) -> None:
 
 
 def _watch(pid: int, spec: Spec, kill: Moment | None) -> Ending:
-    """Wait for the child ``pid``, and kill it in time. It is ours and not reaped, so its number is nobody else's."""
+    """Wait for the child ``pid``, and kill it in time. Until we reap it, no other process can have its number."""
     path = Path(spec["folder"]) / CHECKPOINT
     last, began = _written(path), time.monotonic()
-    seen: list[float] = []  # when each checkpoint was
+    seen: list[float] = []  # the time of each checkpoint
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         now = time.monotonic()
@@ -167,7 +167,7 @@ def _written(path: Path) -> int:
         return 0
 
 
-# ---------------------------------------------------------------- dying at a given place
+# ---------------------------------------------------------------- dying at a given point
 
 
 class DyingFile:
@@ -197,7 +197,7 @@ class DyingFile:
 
 
 class DyingOs:
-    """The module ``os``, but that the ``nth`` call of ``name`` kills the process, before or after it is done."""
+    """The module ``os``, except that the ``nth`` call of ``name`` kills the process, before or after the work."""
 
     def __init__(self, name: str, nth: int, *, after: bool) -> None:
         self._name, self._left, self._after = name, nth, after
@@ -232,7 +232,7 @@ def truncated(data: bytes, every: int) -> Iterator[bytes]:
 
 
 def flipped(data: bytes, count: int, rng: random.Random) -> Iterator[bytes]:
-    """``count`` times ``data`` with one byte that is another."""
+    """``count`` copies of ``data``, each with one changed byte."""
     for _ in range(count):
         broken = bytearray(data)
         broken[rng.randrange(len(data))] ^= rng.randrange(1, 256)

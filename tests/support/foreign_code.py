@@ -1,6 +1,6 @@
-"""Computations of code that has nothing to do with xamp, before and after the portable policy came into the process.
+"""Computations of code that does not use xamp, before and after the portable policy is installed in the process.
 
-Run as a script, which prints how many were compared; it raises where a bit or a dtype differs.
+Run this as a script: it prints how many results it compared, and raises if a bit or a dtype differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Compute = Callable[[torch.Tensor], Any]
 def _layer(make: Callable[[], nn.Module], call: Callable[..., Any] | None = None) -> Compute:
     def compute(x: torch.Tensor) -> Any:
         torch.manual_seed(3)
-        layer = make().eval()  # dropout would draw
+        layer = make().eval()  # dropout would draw random numbers
         made = layer(x) if call is None else call(layer, x)
         return [made, *torch.autograd.grad(_total(made), list(layer.parameters()), retain_graph=True)]
 
@@ -53,7 +53,7 @@ def _checkpointed(x: torch.Tensor, reentrant: bool) -> Any:
 
 _IDS = torch.tensor([0, 3, 1])
 
-# Of a tensor (3, 8, 8); what needs another shape makes it of this one.
+# Each takes a tensor (3, 8, 8); a computation that needs another shape makes it from this one.
 COMPUTATIONS: dict[str, Compute] = {
     "einsum product": lambda x: torch.einsum("bij,bjk->bik", x, x),
     "einsum outer": lambda x: torch.einsum("i,j->ij", x[0, 0], x[0, 1]),
@@ -127,7 +127,7 @@ COMPUTATIONS: dict[str, Compute] = {
 
 
 def compute(dtype: torch.dtype | None, names: list[str] | None = None) -> dict[str, Any]:
-    """The results and gradients of all, or what was said by those that a CPU refuses."""
+    """The results and gradients of all computations; for those that a CPU refuses, the error's text."""
     made: dict[str, Any] = {}
     for name in names or COMPUTATIONS:
         x = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(4)).requires_grad_()
@@ -154,7 +154,7 @@ _BY_ANY_THREAD = {
     "decoder layer",
     "attention",
 }
-"""Their gradients differ in the last bits as soon as another thread runs anything, without xamp too."""
+"""Computations whose gradients differ in the last bits if another thread runs anything, also without xamp."""
 
 
 def differing(
@@ -186,7 +186,7 @@ def main(rounds: int) -> None:
     before = {dtype: compute(dtype) for dtype in DTYPES}
     again = {dtype: compute(dtype) for dtype in DTYPES}
     for dtype in DTYPES:
-        assert not differing(again[dtype], before[dtype])  # the comparison itself is sound
+        assert not differing(again[dtype], before[dtype])  # the computations repeat without xamp
     ran = sum(not isinstance(made, str) for made in before[torch.bfloat16].values())
 
     import xamp
@@ -198,7 +198,7 @@ def main(rounds: int) -> None:
         assert not wrong, f"{dtype}: {wrong}"
     with region:
         changed = differing(compute(torch.bfloat16), before[torch.bfloat16])
-    assert len(changed) > 20, changed  # in a region the very computations do differ
+    assert len(changed) > 20, changed  # in a region the same computations do differ
     for dtype in DTYPES:
         assert not differing(compute(dtype), before[dtype])
     mixed = _beside(region, before, rounds)
@@ -206,7 +206,7 @@ def main(rounds: int) -> None:
 
 
 def _beside(region: Any, before: dict[Any, dict[str, Any]], rounds: int) -> int:
-    """In one thread all of it, while another goes in and out of a region; a barrier starts each round."""
+    """Run the computations in one thread while another enters and leaves a region; a barrier starts each round."""
     barrier, wrong, compared = threading.Barrier(2), [], 0
     x = torch.randn(4, 4, dtype=torch.bfloat16)
     names = list(COMPUTATIONS)

@@ -1,4 +1,4 @@
-"""Models that tests of the core share, and what they prove: importable by name, so that they pickle."""
+"""Models that tests of the core share, importable by name, so that they pickle; and checks on their outputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSIDE = {name: getattr(torch, row.dtype or "float32") for name, row in policy.L
 
 
 class Net(nn.Module):
-    """Two linear layers around a batch norm. Returns the result and, as fp64, what the first layer gave.
+    """Two linear layers around a batch norm. Returns the result and, as fp64, the first layer's output.
 
     xamp casts no fp64 tensor, so the second result shows after the fact in which dtype the first layer ran.
     """
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 
 class Recorder(nn.Module):
-    """Runs a module and keeps the dtypes that went in and out, and whether autocast was on."""
+    """Runs a module and records the dtypes of inputs and outputs, and whether autocast was on."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Recorder(nn.Module):
 
 
 class Registered(nn.Module):
-    """A class whose subclasses must say something."""
+    """A class whose subclasses must pass a keyword argument."""
 
     def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,7 +80,7 @@ class WithInitSubclass(Registered, tag="one"):
 
 
 class Meta(abc.ABCMeta):
-    """A metaclass that somebody wrote."""
+    """A user's metaclass."""
 
 
 class WithMetaclass(nn.Module, metaclass=Meta):
@@ -107,7 +107,7 @@ class WithSlots(nn.Module):
 
 
 class WithReduce(nn.Module):
-    """Pickles by calling its class again: the way that Python's manual shows."""
+    """Pickles by calling its class again, as Python's manual shows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class WithDeepcopy(WithMetaclass):
 
 
 class WithDeepcopyByName(WithMetaclass):
-    """Names its class when it copies itself, so that the copy is not of the class that xamp gave it."""
+    """Names its class when it copies itself, so the copy does not have the class that xamp gave the original."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WithDeepcopyByName:
         made = WithDeepcopyByName().to(self.inner.weight.device)
@@ -158,7 +158,7 @@ def net(lane: Lane) -> Net:
 
 
 def batch(lane: Lane, rows: int = 16) -> torch.Tensor:
-    """An input for it, the same each time."""
+    """An input for :class:`Net`, the same each time."""
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(2)).to(lane.device)
 
 
@@ -167,14 +167,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def start(model: Any, level: str, lane: Lane, **options: Any) -> Any:
-    """``xamp.initialize`` for inference, quiet; skips where the device lacks the level."""
+    """``xamp.initialize`` for inference, without logs; skips if the device lacks the level."""
     if level not in lane.can.levels:
         pytest.skip(f"{lane} cannot run {level}")
     return xamp.initialize(model, level=level, verbosity=0, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int = 1) -> None:
-    """Steps of the snippet in the README."""
+    """Take steps as in the README."""
     for _ in range(steps):
         optimizer.zero_grad()
         result = model(x)
@@ -185,8 +185,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, s
 
 
 def ran_in(values: torch.Tensor) -> torch.dtype:
-    """The narrowest dtype that could have made ``values``, fp64: what an op ran in, if there are enough of them."""
-    values = values.cpu()  # which knows all dtypes
+    """The narrowest dtype that can hold ``values``, fp64: with enough values, the dtype that an operator ran in."""
+    values = values.cpu()  # a CPU has all dtypes
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(values.to(dtype).double(), values):
             return dtype

@@ -26,7 +26,7 @@ class DigitsNet(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer, layer norm first. (N, length, width) -> the same."""
+    """One transformer layer, layer norm first. (N, length, width) -> the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

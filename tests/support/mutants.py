@@ -1,4 +1,4 @@
-"""A mutant is a backend, or the engine under it, with one thing broken on purpose: a clause must fail on it."""
+"""Mutants. A mutant is a backend, or the engine below it, with one deliberate fault; a clause must fail on it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Breaks = Callable[[], "contextlib.AbstractContextManager[Any]"]
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One broken thing.
+    """One deliberate fault.
 
     Attributes:
-        name: What is broken, in words.
+        name: The fault, in words.
         clause: The clause that must fail on it, without parameters: ``"scaling.floor"``.
-        breaks: Breaks it while the context is open.
+        breaks: Makes a context in which the fault is there.
         backend: Name of the backend that the suite runs on meanwhile.
-        error: Where the clause ends in an error, and not in a check of its own: how that begins.
+        error: How the error begins, if the clause ends in an error and not in a failed check of its own.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Mutant:
 
 
 def patched(target: Any, name: str, new: Any) -> Breaks:
-    """Breaks by putting ``new`` in the place of an attribute."""
+    """A fault that replaces an attribute by ``new``."""
     return lambda: mock.patch.object(target, name, new)
 
 
 def also(*each: Breaks) -> Breaks:
-    """Breaks several things at once."""
+    """Several faults at once."""
 
     @contextlib.contextmanager
     def breaks() -> Any:
@@ -55,9 +55,9 @@ def also(*each: Breaks) -> Breaks:
 
 
 def registered(target: str, **fields: Any) -> Breaks:
-    """Breaks by registering a backend ``mutant`` of the class ``"module:Class"``, on the CPU unless told otherwise.
+    """A fault that registers a backend ``mutant`` of the class ``"module:Class"``, on the CPU unless told otherwise.
 
-    Its ``Mutant`` says ``backend="mutant"``. But for what is broken the class passes: it derives from one that does.
+    The ``Mutant`` then has ``backend="mutant"``. The class derives from one that passes, so only its fault fails.
     """
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Folders that stand for a site-packages with distributions in it, and new processes that see them."""
+"""Makes folders that act as a site-packages with distributions, and starts processes that see them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEERING = re.compile(
 
 
 def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.backends", /, **modules: str) -> None:
-    """Install version 1.5 of ``name`` into ``folder``: its entry points of ``group``, and modules by their names."""
+    """Install version 1.5 of ``name`` into ``folder``, with entry points of ``group`` and with modules."""
     info = folder / f"{name.replace('-', '_')}-1.5.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
@@ -27,7 +27,7 @@ def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.
 
 
 def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:
-    """This process's variables without those that steer xamp or torch; ``folders`` and this xamp to import from."""
+    """This process's variables without those that affect xamp or torch; imports come from ``folders`` and this xamp."""
     kept = {name: value for name, value in os.environ.items() if not _STEERING.fullmatch(name)}
     return {**kept, "PYTHONPATH": os.pathsep.join(map(str, [*folders, ROOT])), **variables}
 
@@ -40,7 +40,7 @@ def run_doctor(*arguments: str, folder: Path, **variables: str) -> subprocess.Co
 
 
 def doctor_finds(*arguments: str, folder: Path, code: int, **variables: str) -> dict[str, Any]:
-    """The JSON of ``xamp doctor`` there, which has to end with ``code``."""
+    """The JSON of ``xamp doctor`` in ``folder``, which must end with ``code``."""
     done = run_doctor("--json", *arguments, folder=folder, **variables)
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
@@ -48,7 +48,7 @@ def doctor_finds(*arguments: str, folder: Path, code: int, **variables: str) -> 
 
 
 def row_of(found: dict[str, Any], name: str, source: str = "xamp") -> dict[str, Any]:
-    """The one row of that name from that source."""
+    """The one row with this name from this source."""
     (row,) = [row for row in found["backends"] if row["name"] == name and row["source"] == source]
     plain: dict[str, Any] = row
     return plain

@@ -1,4 +1,4 @@
-"""How models and optimizers stand at a moment, down to the bits, to compare with later."""
+"""Snapshots of models and optimizers, down to the bits, to compare them later."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Snapshot:
         self._forms = [_describe(found, values=False) for found in objects]
 
     def assert_same(self) -> None:
-        """Fail unless all is as it was."""
+        """Fail if anything has changed."""
         for before, found in zip(self._before, self._objects, strict=True):
             _compare(before, _describe(found, values=True))
 
     def assert_same_form(self) -> None:
-        """Fail unless all but numbers, gradients and optimizer state is as it was: after training and ``close``."""
+        """Fail if anything but numbers, gradients and optimizer state has changed; for after training and ``close``."""
         for before, found in zip(self._forms, self._objects, strict=True):
             _compare(before, _describe(found, values=False))
 

@@ -1,4 +1,4 @@
-"""What a test of the training step does again and again: with the suite's model, whose gradients are known."""
+"""Helpers for tests of the training step, on the suite's model, whose gradients are known."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ def at(level: str) -> dict[str, Any]:
 
 
 def twin(original: Any) -> Any:
-    """A copy to run the reference on; of a model, take it before ``initialize``."""
+    """A copy to run the reference on; copy a model before ``initialize``."""
     return copy.deepcopy(original)
 
 
 def assert_follows(optimizer: Optimizer, reference: nn.Module, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    """What ``optimizer`` steps is what the parameters of ``reference`` are, and the lowered parameters follow it."""
+    """Check that the tensors that ``optimizer`` steps equal the parameters of ``reference``."""
     found, wanted = stepped(optimizer), [p.detach() for p in reference.parameters()]
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
 def assert_lowered_follow(model: nn.Module, optimizer: Optimizer) -> None:
-    """Each parameter is what the optimizer steps, rounded to the parameter's dtype."""
+    """Check that each parameter equals what the optimizer steps, rounded to the parameter's dtype."""
     for param, master in zip(model.parameters(), stepped(optimizer), strict=True):
         assert torch.equal(param.detach(), master.to(param.dtype))
 
@@ -129,7 +129,7 @@ def start(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer]:
 
 
 def start_beside(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer, Any, Optimizer]:
-    """The same with a reference in plain fp32 and its optimizer; the scale is torch's unless told otherwise."""
+    """As :func:`start`, with a reference in plain fp32 and its optimizer; the scale starts at xamp's default."""
     model = Dot().to(lane.device)
     reference = twin(model)
     plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)

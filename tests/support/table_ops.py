@@ -1,4 +1,4 @@
-"""A model that runs many operators of the op table, and what a region makes of them."""
+"""A model that runs many operators of the op table, and the dtypes that a region must give them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import xamp
 from xamp.casting import recompute
 from xamp.policy import LEVELS, levels_where
 
-torch.set_num_threads(1)  # kernels this small lose by a second thread
+torch.set_num_threads(1)  # a second thread slows kernels this small
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOWER: dict[str, torch.dtype] = {
@@ -30,12 +30,12 @@ def start(model: Any, level: str = "O4", op_policy: str = "portable", **options:
 
 
 def region(level: str = "O4", op_policy: str = "portable") -> Any:
-    """A new region of a session that does nothing else."""
+    """A new region of a session that is used for nothing else."""
     return xamp.session(start(nn.Linear(1, 1), level, op_policy)).autocast()
 
 
 class Calls(nn.Module):
-    """Calls what it is given in its forward."""
+    """Calls its argument in its forward."""
 
     def forward(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -45,7 +45,7 @@ class Many(nn.Module):
     """Rows of 8 numbers through operators of every rule, most of which a CPU's own list lacks.
 
     Attributes:
-        dtypes: of what each operator gave, by name, one entry for each run; recomputations included.
+        dtypes: the dtypes of each operator's results, by name, one entry for each run, recomputations included.
     """
 
     def __init__(self, checkpoints: tuple[bool, ...] = (), *, noting: bool = True) -> None:
@@ -92,7 +92,7 @@ CHECKPOINTING = ["torch's", "another's"]
 
 
 def checkpointing(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave torch's checkpointing as xamp has it; or make it such as xamp does not know, like other libraries' own."""
+    """Leave torch's checkpointing as xamp patched it; or remove the patch, so that it is like another library's."""
     recompute.watch()
     if whose == "another's":
         module, reentrant = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
@@ -103,7 +103,7 @@ def checkpointing(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many(checkpoints: tuple[bool, ...] = (), *, noting: bool = True) -> Many:
-    """The same weights each time."""
+    """A :class:`Many`, with the same weights each time."""
     torch.manual_seed(1)
     return Many(checkpoints, noting=noting)
 
@@ -114,7 +114,7 @@ def batch() -> torch.Tensor:
 
 
 def promised(level: str = "O4") -> dict[str, set[torch.dtype]]:
-    """The dtypes that :class:`Many` notes under the portable policy."""
+    """The dtypes that :class:`Many` must record under the portable policy."""
     raised = ("softmax", "layer_norm", "exp", "addcmul", "sum", "pow")
     lowered = ("linear", "einsum", "mv", "gru_cell", "last")
     return {name: {FP32} for name in raised} | {name: {LOWER[level]} for name in lowered}
@@ -125,14 +125,14 @@ def noted(model: Many) -> dict[str, set[torch.dtype]]:
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Those of the parameters and of ``x``, all there and finite."""
+    """The gradients of the parameters and of ``x``; checks that all exist and are finite."""
     found = [p.grad for p in model.parameters()] + [x.grad]
     assert all(g is not None and bool(g.isfinite().all()) for g in found)
     return [g for g in found if g is not None]
 
 
 def assert_equal(mine: Any, others: Any) -> None:
-    """Bit for bit, dtypes too."""
+    """Check that the tensors are equal, bit for bit and in dtype."""
     for a, b in zip(mine, others, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)

@@ -1,13 +1,13 @@
-"""The conformance suite: what a level means, as tests that any backend must pass. Needs pytest: ``xamp[testing]``.
+"""The conformance suite: tests that define what a level means, and that every backend must pass.
 
-A third party's test file is a class with the backend's name, run by pytest::
+It needs pytest: ``xamp[testing]``. A third party's test file is a class with the backend's name, run by pytest::
 
     from xamp.testing import Conformance
 
     class TestMine(Conformance):
         backend = "mine"
 
-``xamp conformance`` runs the same on every device of the machine. See docs/backends.md.
+``xamp conformance`` runs the same tests on every device of the machine. See docs/backends.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         raise ImportError("xamp.testing needs pytest, which is not installed: pip install 'xamp[testing]'") from error
     modules = {f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
-    pytest.register_assert_rewrite(*(modules - set(sys.modules)))  # so that pytest explains their asserts
+    pytest.register_assert_rewrite(*(modules - set(sys.modules)))  # pytest then explains the asserts in them
     return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'lane')}"), name)
 
 

@@ -1,4 +1,4 @@
-"""Tier checkpoint: a run goes on as if it had never stopped; a state fits elsewhere, or changes nothing."""
+"""Tier checkpoint: a resumed run continues as if it had never stopped; a state that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ SCHEMA = 1
 
 STEPS, STOP = 50, 26
 OVERFLOWS = frozenset({4, 11, 12, 23, 30, 41, 42})
-"""The last before the stop leaves a count of two clean updates, of the three after which the scale grows."""
+"""Steps that overflow. At the stop two clean updates have been counted, of the three that make the scale grow."""
 
 
 class Checkpoint(Tier):
-    """A run goes on from its checkpoint as if it had never stopped."""
+    """A run continues from its checkpoint as if it had never stopped."""
 
     tier = "checkpoint"
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_resume_is_bit_identical(self, lane: Lane, variant: str, optimizer: str) -> None:
-        """Fifty steps with overflows and dropout, stopped on the way: weights, masters, moments, scale, to the bit."""
+        """A run of 50 steps with overflows and dropout, stopped and resumed, gives the same state, to the bit."""
         run = start(lane, variant, optimizer=optimizer)
         train(run, range(STOP), OVERFLOWS)
         state = {**save(run), "random": through_a_file(_random_state(lane))}
@@ -67,7 +67,7 @@ class Checkpoint(Tier):
     @pytest.mark.parametrize("order", ORDERS, ids="-".join)
     @pytest.mark.parametrize("variant", levels_where(lambda row: row.manages_gradients))
     def test_load_order_is_free(self, lane: Lane, variant: str, order: tuple[str, ...]) -> None:
-        """The states of model, optimizer and xamp may be loaded in any order, into a run that has trained too."""
+        """The states of model, optimizer and xamp load in any order, also into a run that has already trained."""
         run = start(lane, variant)
         train(run, range(8), {6})
         state, random_state = save(run), _random_state(lane)
@@ -81,7 +81,7 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize("variant", VARIANTS)
     def test_state_is_plain(self, lane: Lane, variant: str) -> None:
-        """Numbers, strings and CPU tensors under a schema number; a copy, which training on does not change."""
+        """The state is numbers, strings and CPU tensors with a schema number; further training does not change it."""
         run = start(lane, variant)
         train(run, range(3), {1})
         state = xamp.state_dict(run.optimizer)
@@ -93,7 +93,7 @@ class Checkpoint(Tier):
         assert_same(state, before)
 
     def test_state_moves_between_devices(self, lane: Lane) -> None:
-        """What is saved here loads on each device of the machine, and the other way round: weights, moments, scale."""
+        """Weights, moments and scale saved on this device load on every other device of the machine, and back."""
         for other in [lane, *(each for each in usable_lanes() if str(each) != str(lane))]:
             for there, here in ((lane, other), (other, lane)):
                 variant = _dynamic(there, here)
@@ -106,7 +106,7 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize("name", RECORDED)
     def test_recorded_states_load(self, lane: Lane, name: str) -> None:
-        """States that torch.amp.GradScaler, apex.amp and torch_npu wrote give each loss its scale and its count."""
+        """A state that torch.amp.GradScaler, apex.amp or torch_npu wrote sets the scale and tracker of each loss."""
         state, expected = RECORDED[name]
         run = start(lane, _dynamic(lane), num_losses=len(expected))
         load(run, {"xamp": through_a_file(state)}, ["xamp"])
@@ -118,7 +118,7 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize("kind", ["torch", "torch_npu"])
     def test_grad_scaler_of_torch_goes_on(self, lane: Lane, kind: str) -> None:
-        """The state written for torch.amp.GradScaler loads there, and its scale grows when this one's does."""
+        """torch.amp.GradScaler loads the state written for it, and from then on its scale equals the session's."""
         if not lane.has_grad_scaler:
             lane.lacks("torch.amp.GradScaler, which torch does not have here")
         run = start(lane, _dynamic(lane), growth_factor=4.0, backoff_factor=0.25)
@@ -155,7 +155,7 @@ class Checkpoint(Tier):
 
     @every_level
     def test_model_state_writes_the_masters(self, lane: Lane, level: str) -> None:
-        """``model.load_state_dict`` of a plain model's state writes what is stepped exactly, parameters rounded."""
+        """``model.load_state_dict`` of a plain model's state writes masters exactly, and parameters rounded."""
         run = start(lane, level)
         train(run, range(4))
         scale = run.scale
@@ -168,7 +168,7 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize(("there", "here"), PAIRS, ids=[f"{a}-{b}" for a, b in PAIRS])
     def test_other_level(self, lane: Lane, there: str, here: str) -> None:
-        """What one level saved loads at another: weights cast, masters exact, a dynamic scale taken over by another."""
+        """A state of one level loads at another: weights cast, masters exact, a dynamic scale into a dynamic scale."""
         lane.need(there, here)
         source = start(lane, there, optimizer="Adam")
         train(source, range(4))
@@ -184,7 +184,7 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize("what", UNFIT)
     def test_bad_state_changes_nothing(self, lane: Lane, what: str) -> None:
-        """A state that does not fit is an error that names the key, and all is as it was, to the bit."""
+        """A state that does not fit raises an error that names the key, and changes nothing, to the bit."""
         run = start(lane, _dynamic(lane), seed=2)
         train(run, range(4), {2})
         state = with_other_numbers(xamp.state_dict(run.optimizer))
@@ -195,7 +195,7 @@ class Checkpoint(Tier):
         assert_same(everything(run), before)
 
     def test_overflows_in_a_row_are_remembered(self, lane: Lane) -> None:
-        """A run stopped after 30 overflows at the floor collapses at the 50th, and not 30 later."""
+        """A run stopped after 30 overflows at the floor and resumed collapses at the 50th overflow, not later."""
         variant = _dynamic(lane)
         told: dict[str, Any] = {"init_scale": 1.0, "fused": False}
         run = start(lane, variant, **told)
@@ -207,7 +207,7 @@ class Checkpoint(Tier):
             train(resumed, [49], [49])
 
     def test_disabled_does_nothing(self, lane: Lane) -> None:
-        """With ``enabled=False`` saving and loading work, and training is plain torch's, to the bit."""
+        """With ``enabled=False`` saving and loading work but change nothing, and the objects stay plain torch's."""
         source = start(lane, _dynamic(lane))
         train(source, range(4))
         run = start(lane, "O0", seed=2, enabled=False)
@@ -222,11 +222,11 @@ class Checkpoint(Tier):
 
     @pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
     def test_grad_scaler_state(self, lane: Lane, used: bool) -> None:
-        """``xamp.GradScaler`` goes on from its state, and from torch's, in a fresh scaler or in one that was used."""
+        """``xamp.GradScaler`` continues from a saved state, fresh or used; torch's scaler loads the same state."""
         first = _Manual(lane)
         first.take(range(8), {5})
         state = through_a_file(first.scaler.state_dict())
-        assert (state["scale"], state["_growth_tracker"]) == (64.0, 2)  # 128 after three, 64 after the overflow
+        assert (state["scale"], state["_growth_tracker"]) == (64.0, 2)  # 128 after three steps, 64 after the overflow
         other = _Manual(lane, init_scale=8.0)
         if used:
             other.take(range(2))
@@ -240,7 +240,7 @@ class Checkpoint(Tier):
 
 
 class _Manual:
-    """A :class:`Dot` in fp32 with a ``xamp.GradScaler``."""
+    """A :class:`Dot` in fp32, trained by hand with a ``xamp.GradScaler``."""
 
     def __init__(self, lane: Lane, init_scale: float = 64.0) -> None:
         self._lane = lane
@@ -249,7 +249,7 @@ class _Manual:
         self.scaler = xamp.GradScaler(init_scale=init_scale, growth_interval=3)
 
     def take(self, steps: range, overflows: frozenset[int] | set[int] = frozenset()) -> None:
-        """Train; the device overflows at those in ``overflows``."""
+        """Train for ``steps``; the device overflows at the steps in ``overflows``."""
         for step, x in zip(steps, inputs(len(steps), self._lane), strict=True):
             self._optimizer.zero_grad()
             self.scaler.scale(self._model(x)).backward()
@@ -260,7 +260,7 @@ class _Manual:
 
 
 def _random_state(lane: Lane) -> list[torch.Tensor]:
-    """Of the host's generator and, where the device draws from one of its own, of that."""
+    """The state of the host's generator and, if the device has its own generator, of that too."""
     return [torch.get_rng_state(), *([] if lane.kind == HOST else [xamp.accel.get_rng_state()])]
 
 
@@ -271,7 +271,7 @@ def _set_random_state(states: list[torch.Tensor]) -> None:
 
 
 def _dynamic(*lanes: Lane) -> str:
-    """A variant with a dynamic scale that all ``lanes`` declare, with masters where there is one."""
+    """A variant with a dynamic scale that all ``lanes`` declare; one with masters if possible."""
     rows = {variant: LEVELS[told["level"]] for variant, told in VARIANTS.items()}
     dynamic = [each for each, told in VARIANTS.items() if told.get("loss_scale", rows[each].loss_scale) == "dynamic"]
     dynamic.sort(key=lambda each: not rows[each].master_weights)
@@ -279,7 +279,7 @@ def _dynamic(*lanes: Lane) -> str:
 
 
 def _on_host(value: Any) -> Any:
-    """``value`` with all tensors in host memory, without what says how the device steps."""
+    """``value`` with all tensors in host memory, without the options that choose an optimizer's form."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
@@ -288,7 +288,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _assert_plain(value: Any, where: str = "state") -> None:
-    """Nothing but what ``torch.load(weights_only=True)`` takes on any machine."""
+    """Check that ``value`` holds only what ``torch.load(weights_only=True)`` accepts on any machine."""
     if type(value) is dict:
         for key, item in value.items():
             assert type(key) is str, where
@@ -305,7 +305,7 @@ def _assert_plain(value: Any, where: str = "state") -> None:
 
 
 def _assert_weights(run: Run, saved: Mapping[str, torch.Tensor]) -> None:
-    """The fp32 weights of ``saved``, as the level of ``run`` means them: cast, and exact where there are masters."""
+    """Check that ``run`` has the fp32 weights of ``saved``: parameters cast to the level's dtype, masters exact."""
     stepped = exact(run)
     for name, param in run.model.named_parameters():
         assert torch.equal(param.detach().cpu(), saved[name].cpu().to(param.dtype)), name

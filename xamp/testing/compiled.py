@@ -1,4 +1,4 @@
-"""Tier compiled: ``torch.compile`` of a model under a policy."""
+"""Tier compiled: a model that ``torch.compile`` compiled under a policy behaves as the eager one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Compiled"]
 
 STEPS = 4
 SAME = 1e-4
-"""How far a compiled loss may be from the eager one in fp32, as a part of the first one."""
+"""The allowed difference in fp32 of a compiled loss from the eager one, as a fraction of the first loss."""
 
 
 MIXED = dataclasses.replace(TASKS["convolutions"], name="mixed", build=Mixed)
@@ -38,19 +38,19 @@ WAYS = {
     "itself-aot_eager": (MIXED, "itself", "aot_eager"),
     "after-aot_eager-transformer": (TASKS["transformer"], "after", "aot_eager"),
 }
-"""By name: the task; whether it is compiled after or before ``initialize``, or by its own ``compile``; and by what."""
+"""By name: the task; whether it is compiled after or before ``initialize``, or by ``model.compile``; the compiler."""
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # inductor imports what uses it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")  # inductor imports code that uses it
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache")
 class Compiled(Tier):
-    """``torch.compile`` of a model under a policy."""
+    """A compiled model under a policy behaves as the eager one."""
 
     tier = "compiled"
 
     @pytest.fixture(autouse=True)
     def _fresh_compiler(self) -> Iterator[None]:
-        """Start with nothing compiled; what lies on disk is known by what is called, not by what came of it."""
+        """Start with nothing compiled, and without the cache on disk: its key is the calls, not their result dtypes."""
         torch.compiler.reset()
         with _without_cache():
             yield
@@ -59,7 +59,7 @@ class Compiled(Tier):
     @pytest.mark.parametrize("way", WAYS)
     @every_level
     def test_trains_like_eager(self, lane: Lane, level: str, way: str) -> None:
-        """One graph, compiled before or after ``initialize``, gives the losses of the eager model at every step."""
+        """A single graph, compiled before or after ``initialize``, gives the eager model's loss at every step."""
         task, moment, compiler = WAYS[way]
         _need_compiler(lane, compiler)
         eager = start_loop(task, lane, level, sgd=True)
@@ -74,7 +74,7 @@ class Compiled(Tier):
     @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
     @casting
     def test_result_dtypes(self, lane: Lane, level: str, compiler: str) -> None:
-        """Under the portable op policy each operator gives the dtype that it gives in eager, such as softmax fp32."""
+        """Under the portable op policy each operator gives the same dtype as in eager mode; softmax gives fp32."""
         lane.need(level, "portable")
         _need_compiler(lane, compiler)
         model: Any = Dtypes().to(lane.device)
@@ -90,7 +90,7 @@ class Compiled(Tier):
 
     @every_level
     def test_compiled_once(self, lane: Lane, level: str) -> None:
-        """One graph serves all training steps, whatever the loss scale does; evaluation takes one more, once."""
+        """One graph serves all training steps, however the loss scale moves; evaluation needs only one more."""
         _need_compiler(lane, "eager")
         graphs: list[Any] = []
 
@@ -115,7 +115,7 @@ class Compiled(Tier):
 
     @every_level
     def test_closed_session(self, lane: Lane, level: str) -> None:
-        """What was compiled under a session is plain fp32 after ``close``, and under the next session that one's."""
+        """Compiled code is plain fp32 after ``close``; under the next session it runs in that session's dtypes."""
         _need_compiler(lane, "aot_eager")
         loop = _compiled_loop(MIXED, lane, level, "after", "aot_eager")
         loop.steps(2)
@@ -135,7 +135,7 @@ class Compiled(Tier):
 
     @scaled
     def test_overflow_is_skipped(self, lane: Lane, level: str) -> None:
-        """On an overflow in a compiled model nothing moves, the scale backs off, and the next step is taken."""
+        """On an overflow in a compiled model nothing moves, the scale backs off, and the next step is applied."""
         _need_compiler(lane, "aot_eager")
         loop = _compiled_loop(MIXED, lane, level, "after", "aot_eager")
         (optimizer,) = loop.optimizers
@@ -150,7 +150,7 @@ class Compiled(Tier):
         assert worst(loop.stepped(), before) > 0.0
 
     def test_default_compiler(self, lane: Lane) -> None:
-        """By the compiler that ``torch.compile`` takes by itself, a model trains as the eager one does."""
+        """With ``torch.compile``'s default compiler a model trains as the eager one does."""
         bare = levels_where(lambda row: not row.casts_parameters)
         level = next(level for level in reversed(bare) if lane.declares(level))
         _need_compiler(lane, "inductor")
@@ -164,7 +164,7 @@ class Compiled(Tier):
 
 
 def _need_compiler(lane: Lane, compiler: str) -> None:
-    """End the clause as one that cannot be tried where plain fp32 code does not compile."""
+    """End the clause as skipped where plain fp32 code does not compile."""
     trouble = _trouble(lane.device, compiler)
     if trouble:
         lane.cannot("compile", f"{compiler} fails on plain fp32: {trouble}")
@@ -172,23 +172,23 @@ def _need_compiler(lane: Lane, compiler: str) -> None:
 
 @functools.cache
 def _trouble(device: torch.device, compiler: str) -> str:
-    """Why plain fp32 code does not compile and train on ``device``; empty where it does."""
+    """Why plain fp32 code does not compile and train on ``device``; empty if it does."""
     model, x = nn.Linear(4, 4).to(device), torch.rand(2, 4, device=device)
     try:
         torch.compile(model, backend=compiler)(x).sum().backward()
-    except Exception as error:  # of the compiler, or of what it calls
+    except Exception as error:  # from the compiler, or from code that it calls
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     return ""
 
 
 def _compiled_loop(task: Task, lane: Lane, level: str, moment: str, compiler: str) -> Loop:
-    """Ready for the first step of a compiled model; see :data:`WAYS`."""
+    """A loop over a compiled model, before its first step; see :data:`WAYS`."""
     options: dict[str, Any] = {"backend": compiler, "fullgraph": True}
     if moment == "before":
         lane.need(level)
         model = task.make(lane.device)
         run: Any = torch.compile(model, **options)
-        with torch.no_grad():  # it is compiled for fp32 by now, and in evaluation moves no statistics
+        with torch.no_grad():  # compiles it for fp32; evaluation mode leaves batch norm's statistics alone
             assert task.predict(run.eval(), task.batch(0, lane.device)).dtype == torch.float32
         run.train()
         optimizers = task.tune_sgd(model)
@@ -208,7 +208,7 @@ def _gradient(model: nn.Module) -> torch.Tensor:
 
 
 def _without_cache() -> contextlib.AbstractContextManager[Any]:
-    """Without the compiler's cache on disk, where this torch has one to switch off."""
+    """A context without the compiler's cache on disk, if this torch can switch it off."""
     try:
         from torch._functorch import config
 

@@ -32,10 +32,10 @@ TIERS: tuple[str, ...] = (
     "compiled",
     "overhead",
 )
-"""In the order in which they run: what comes first explains what fails later."""
+"""The tiers in the order in which they run: a failure in an early one explains failures in later ones."""
 
 
-class Conformance(  # pytest runs the clauses of the last base first
+class Conformance(  # pytest runs the last base's clauses first
     Overhead,
     Compiled,
     Distributed,

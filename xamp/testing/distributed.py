@@ -1,4 +1,4 @@
-"""Tier distributed: ranks that share a model train as one process would, and skip, scale, save and give up together."""
+"""Tier distributed: ranks that share a model train as one process does, and skip, scale, save and collapse together."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ SHARED = [(wrapper, level) for wrapper, level in WRAPPED if wrapper != "none"]
 each_wrapper = pytest.mark.parametrize(("wrapper", "level"), WRAPPED, ids=[f"{w}-{level}" for w, level in WRAPPED])
 
 SKIPPED_ONE = [("APPLIED", 64.0), ("SKIPPED", 32.0), ("APPLIED", 32.0), ("APPLIED", 32.0)]
-"""Outcome and scale of four steps from a scale of 64, of which the second overflows."""
+"""Outcomes and scales of four steps that start at a scale of 64; the second one overflows."""
 
 _RANKS = pytest.StashKey[dict[Lane, Ranks]]()
 
 
 class Distributed(Tier):
-    """Ranks that share a model train as one process would."""
+    """Ranks that share a model train as one process does."""
 
     tier = "distributed"
 
     @pytest.fixture
     def ranks(self, lane: Lane, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-        """Two processes, which all clauses of a class share; the clause ends here where there cannot be two."""
+        """Two processes, shared by all clauses of a class; the clause ends here if there cannot be two."""
         lane.need("distributed")
         if not torch.distributed.is_available() or not torch.distributed.is_backend_available(lane.can.process_group):
             lane.cannot("distributed", f"this torch is built without {lane.can.process_group}")
@@ -58,7 +58,7 @@ class Distributed(Tier):
 
     @at_levels(lambda row: row.dtype is not None and not row.steps_lower)
     def test_ddp_equals_one_process(self, lane: Lane, ranks: Ranks, level: str) -> None:
-        """Under DistributedDataParallel gradients and weights are those of one process that averages both losses."""
+        """Under DistributedDataParallel gradients and weights equal those of one process that averages both losses."""
         lane.need(level)
         found = ranks.run("train", level=level, wrapper="ddp")
         gradients, weights = _one_process(lane, steps=4)
@@ -70,16 +70,16 @@ class Distributed(Tier):
 
     @each_wrapper
     def test_overflow_on_one_rank(self, lane: Lane, ranks: Ranks, wrapper: str, level: str) -> None:
-        """Where one rank overflows all skip, their scales fall alike, and weights go on as without that step."""
+        """If one rank overflows, all skip, all scales fall alike, and weights continue as if without that step."""
         lane.need(level)
         _assert_skip_together(lane, ranks.run("train", level=level, wrapper=wrapper, spoilt=[1]), wrapper)
 
     @pytest.mark.parametrize("window", [1, 3])
     @scaled
     def test_hidden_overflow(self, lane: Lane, ranks: Ranks, level: str, window: int) -> None:
-        """A flag that a saturating chip raises on one rank, which no reduced gradient shows, is seen by all.
+        """All ranks see the flag that a saturating chip raises on one rank, though no reduced gradient shows it.
 
-        Also where it went up in the first of several micro-batches, and was cleared for the next.
+        That also holds if the flag was raised in the first of several micro-batches and cleared for the next.
         """
         lane.need(level)
         told = {"level": level, "wrapper": "ddp", "window": window, "early": window > 1}
@@ -87,7 +87,7 @@ class Distributed(Tier):
 
     @scaled
     def test_groups_decide_apart(self, lane: Lane, ranks: Ranks, level: str) -> None:
-        """With a ``process_group`` of its own a rank steps where the other, which overflowed, skips."""
+        """If each rank has its own ``process_group``, one rank steps while the other, which overflowed, skips."""
         lane.need(level)
         clean, spoilt = ranks.run("train", level=level, wrapper="none", spoilt=[1], apart=True)
         assert _decisions(clean) == [("APPLIED", 64.0)] * 4
@@ -95,7 +95,7 @@ class Distributed(Tier):
 
     @pytest.mark.parametrize(("wrapper", "level"), SHARED, ids=[f"{w}-{level}" for w, level in SHARED])
     def test_no_sync(self, lane: Lane, ranks: Ranks, wrapper: str, level: str) -> None:
-        """Three micro-batches, of which the last is reduced, are one big batch; the scale moves once, at their end."""
+        """Three micro-batches, only the last one reduced, equal one big batch; the scale moves once, at their end."""
         lane.need(level)
         found = ranks.run("train", level=level, wrapper=wrapper, window=3, growth_interval=2)
         _, weights = _one_process(lane, steps=4, window=3)
@@ -110,7 +110,7 @@ class Distributed(Tier):
 
     @managed
     def test_ranks_start_equal(self, lane: Lane, ranks: Ranks, level: str) -> None:
-        """Ranks that made other weights all train those of rank 0 under DistributedDataParallel, masters too."""
+        """Under DistributedDataParallel all ranks start from rank 0's weights, masters too, whatever they made."""
         lane.need(level)
         found = ranks.run("train", level=level, wrapper="ddp", seeds=[0, 1])
         _, weights = _one_process(lane, steps=4)
@@ -120,17 +120,17 @@ class Distributed(Tier):
 
     @scaled
     def test_collapse_at_the_same_step(self, lane: Lane, ranks: Ranks, level: str) -> None:
-        """Where one rank overflows for ever, all raise LossScaleCollapsed, at the same step."""
+        """If one rank overflows forever, all ranks raise LossScaleCollapsed at the same step."""
         lane.need(level)
         first, second = ranks.run("collapse", level=level, limit=100)
         assert first["step"] == second["step"]
-        assert 50 <= first["step"] < 100  # some steps late where nobody waits for the device
+        assert 50 <= first["step"] < 100  # some steps late if the host does not wait for the device
         for found in (first, second):
             assert "50 overflows in a row" in found["error"]
 
     @scaled
     def test_rank_0_alone_logs(self, lane: Lane, ranks: Ranks, level: str) -> None:
-        """An overflow of rank 1 is one record of the logger ``xamp``, on rank 0."""
+        """An overflow on rank 1 gives one record of the logger ``xamp``, on rank 0."""
         lane.need(level)
         first, second = ranks.run("logged", level=level)
         assert [len(first), second] == [1, []]
@@ -138,7 +138,7 @@ class Distributed(Tier):
 
     @scaled
     def test_checkpoint_of_one_rank(self, lane: Lane, ranks: Ranks, level: str, tmp_path: Path) -> None:
-        """What rank 0 saved loads on all, and both go on as if they had never stopped, to the bit."""
+        """A checkpoint of rank 0 loads on all ranks, and they continue as if they had never stopped, to the bit."""
         lane.need(level)
         found = ranks.run("resume", level=level, folder=str(tmp_path))
         for each in found:
@@ -149,7 +149,7 @@ class Distributed(Tier):
     @pytest.mark.parametrize("wrapper", _WRAPPERS)
     @at_levels(lambda row: row.casts_parameters)
     def test_wrapped_before_is_refused(self, lane: Lane, ranks: Ranks, level: str, wrapper: str) -> None:
-        """At levels that cast parameters a model that is wrapped already is refused, with the remedy, and unchanged."""
+        """Levels that cast parameters refuse a model that is already wrapped, name the cure, and change nothing."""
         lane.need(level)
         for found in ranks.run("wrapped_before", level=level, wrapper=wrapper):
             assert ("DistributedDataParallel" if wrapper == "ddp" else "FSDP") in found["error"]
@@ -158,12 +158,12 @@ class Distributed(Tier):
 
     @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
     def test_manual_scalers_skip_together(self, lane: Lane, ranks: Ranks, wrapper: str) -> None:
-        """Under ``xamp.GradScaler`` too all ranks skip where one overflows, and their scales fall alike."""
+        """With ``xamp.GradScaler`` too all ranks skip if one overflows, and their scales fall alike."""
         _assert_skip_together(lane, ranks.run("by_hand", wrapper=wrapper, spoilt=1), wrapper)
 
 
 def _assert_skip_together(lane: Lane, found: Sequence[Any], wrapper: str, window: int = 1) -> None:
-    """Of four steps from a scale of 64 both ranks left out the second."""
+    """Check that both ranks skipped the second of four steps that started at a scale of 64."""
     for rank, steps in enumerate(found):
         assert _decisions(steps) == SKIPPED_ONE, f"rank {rank}: {_decisions(steps)}"
         members = [rank] if wrapper == "none" else range(WORLD)
@@ -178,10 +178,10 @@ def _decisions(steps: Sequence[Any]) -> list[tuple[str, float]]:
 def _one_process(
     lane: Lane, steps: int, window: int = 1, skipped: int = -1, members: Sequence[int] = range(WORLD)
 ) -> tuple[list[Any], list[Any]]:
-    """The reference: plain torch in fp32 on the host, which averages over ``members`` and adds up a window.
+    """Train the reference: plain torch in fp32 on the host. It averages over ``members`` and sums over a window.
 
     Returns:
-        For each step the gradients and the weights after it, by parameter.
+        For each step the gradients, and the weights after it, by parameter.
     """
     torch.manual_seed(0)
     model = Dot()
@@ -197,7 +197,7 @@ def _one_process(
 
 
 def _assert_close(found: Sequence[Any], wanted: Sequence[Any], what: str) -> None:
-    """Numbers by step and parameter, to the rounding of fp32."""
+    """Compare numbers by step and parameter, up to the rounding of fp32."""
     named = [
         {
             f"{what}, step {step}": torch.tensor([value for part in each for value in part])

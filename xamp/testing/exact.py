@@ -1,7 +1,7 @@
-"""A model whose gradients are known, so that a plain loop in fp32 is an exact oracle; states compared to the bit.
+"""A model with known gradients, for which a plain fp32 loop is an exact reference; and comparison of states to the bit.
 
-The gradient of :class:`Dot` is its input, whatever its weights: so in fp32, under autocast and in half precision the
-same numbers reach the optimizer, while the scale keeps them in range.
+The gradient of :class:`Dot` is its input, whatever its weights are. So in fp32, under autocast and in half precision
+the same numbers reach the optimizer, as long as the scale keeps them in range.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Dot(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A model under xamp, and the same in plain fp32, each with an optimizer of its own."""
+    """A model under xamp and its twin, the same model in plain fp32, each with its own optimizer."""
 
     model: Any
     optimizer: Any
@@ -83,7 +83,7 @@ def sgd(params: Any) -> Optimizer:
 
 
 def start(lane: Lane, level: str, make: Any = sgd, **options: Any) -> Pair:
-    """A :class:`Dot` at ``level`` and its twin in fp32.
+    """Make a :class:`Dot` at ``level`` and its twin in fp32.
 
     Args:
         lane: Where; the clause ends there if it does not declare the level.
@@ -100,7 +100,7 @@ def start(lane: Lane, level: str, make: Any = sgd, **options: Any) -> Pair:
 
 
 def inputs(count: int, lane: Lane, seed: int = 1) -> list[torch.Tensor]:
-    """Inputs of :class:`Dot`, (7,): eighths between -1 and 1, none of them 0, exact in every dtype and scale."""
+    """Inputs for :class:`Dot`, (7,): multiples of 1/8 from -1 to 1 without 0, exact in every dtype and scale."""
     generator = torch.Generator().manual_seed(seed)
     magnitude = torch.randint(1, 9, (count, sum(SIZES)), generator=generator) / 8
     sign = torch.randint(0, 2, (count, sum(SIZES)), generator=generator) * 2 - 1
@@ -114,7 +114,7 @@ def run_backward(
     spoil: Iterable[torch.Tensor] = (),
     **options: Any,
 ) -> None:
-    """``scale_loss`` and backward; then the device of ``lane`` overflows in the gradients of ``spoil``."""
+    """Run ``scale_loss`` and backward; then make the device of ``lane`` overflow in the gradients of ``spoil``."""
     with xamp.scale_loss(loss, optimizers, **options) as scaled:
         scaled.backward()
         for param in spoil:
@@ -124,14 +124,14 @@ def run_backward(
 
 
 def iterate(model: Any, optimizer: Any, x: torch.Tensor, lane: Lane | None = None, spoil: Sequence[str] = ()) -> None:
-    """One whole iteration, overflowing in the parameters named in ``spoil``."""
+    """Run one whole iteration; the gradients of the parameters named in ``spoil`` overflow."""
     optimizer.zero_grad()
     run_backward(model(x), optimizer, lane, [model.get_parameter(name) for name in spoil])
     optimizer.step()
 
 
 def plain_iterate(model: Any, optimizer: Any, *xs: torch.Tensor) -> None:
-    """The reference: the same in plain torch, with one backward for each of ``xs``."""
+    """Run the same iteration in plain torch, as the reference, with one backward for each of ``xs``."""
     optimizer.zero_grad()
     for x in xs:
         model(x).backward()
@@ -139,12 +139,12 @@ def plain_iterate(model: Any, optimizer: Any, *xs: torch.Tensor) -> None:
 
 
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What the optimizer steps: masters or parameters."""
+    """The tensors that the optimizer steps: masters or parameters."""
     return [p.detach() for group in optimizer.param_groups for p in group["params"]]
 
 
 def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
-    """Everything a step may move, copied."""
+    """A copy of everything that a step may change."""
     return copy.deepcopy(
         {
             "parameters": [p.detach() for p in model.parameters()],
@@ -156,14 +156,14 @@ def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
 
 
 def outcome(optimizer: Optimizer) -> str | None:
-    """What the optimizer's last step did, by name."""
+    """The name of the outcome of the optimizer's last step, such as ``"APPLIED"``."""
     last = xamp.session(optimizer).last_step
     found = last[optimizer] if isinstance(last, dict) else last
     return None if found is None else found.name
 
 
 def assert_follows(pair: Pair, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    """What xamp's optimizer steps is what the twin's parameters are, and the model's parameters are that, rounded."""
+    """Check that xamp's optimizer steps the twin's values, and that the model's parameters are these values rounded."""
     found, wanted = stepped(pair.optimizer), [p.detach() for p in pair.plain_model.parameters()]
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
     for param, master in zip(pair.model.parameters(), found, strict=True):
@@ -171,7 +171,7 @@ def assert_follows(pair: Pair, rtol: float = 1e-6, atol: float = 1e-7) -> None:
 
 
 def assert_same(now: Any, before: Any, where: str = "") -> None:
-    """``now`` is ``before``, bit for bit."""
+    """Check that ``now`` equals ``before``, bit for bit."""
     assert type(now) is type(before), where
     if isinstance(before, torch.Tensor):
         assert now.dtype == before.dtype, where

@@ -1,4 +1,4 @@
-"""What code that has nothing to do with xamp computes under ``torch.autocast``: to compare, before and after."""
+"""Computations of code that does not use xamp, under ``torch.autocast``, to compare before and after xamp is used."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from xamp.testing.lane import Lane
 __all__ = ["AT_LEAST", "equal", "main", "results"]
 
 AT_LEAST = 30
-"""Computations that must run on a device, each counted once for each dtype, for the comparison to tell something."""
+"""How many computations must run on a device for the comparison to be meaningful; each counts once for each dtype."""
 
 Compute = Callable[[torch.Tensor], Any]
 
 
 def _layer(make: Callable[[], nn.Module], call: Callable[..., Any] | None = None) -> Compute:
-    """Of a layer: its results, and the gradients of its parameters."""
+    """A computation that gives a layer's results and the gradients of its parameters."""
 
     def compute(x: torch.Tensor) -> Any:
         torch.manual_seed(3)
-        layer = make().eval().to(x.device)  # dropout would draw
+        layer = make().eval().to(x.device)  # dropout would draw random numbers
         made = layer(x) if call is None else call(layer, x)
         return [made, *torch.autograd.grad(_total(made), list(layer.parameters()), retain_graph=True)]
 
@@ -90,13 +90,13 @@ COMPUTATIONS: dict[str, Compute] = {
     "checkpoint": lambda x: checkpoint(_block, x, use_reentrant=False),
     "reentrant checkpoint": lambda x: checkpoint(_block, x, use_reentrant=True),
 }
-"""Each of a tensor (3, 8, 8)."""
+"""By name; each takes a tensor (3, 8, 8)."""
 
 
 def results(device: torch.device, dtypes: Sequence[str]) -> dict[str, Any]:
-    """Results and gradients of each computation under ``torch.autocast``, on the CPU.
+    """Run each computation under ``torch.autocast``; return its results and gradients, on the CPU.
 
-    Of one that the device refuses, the class of the error, by name.
+    For a computation that the device refuses, the value is the name of the error's class.
     """
     made: dict[str, Any] = {}
     for dtype in dtypes:
@@ -120,6 +120,6 @@ def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool
 
 
 def main(lane: Lane, file: str) -> None:
-    """In a process in which xamp registered nothing: compute, and save."""
+    """Compute and save, in a process in which xamp has registered nothing."""
     torch.set_num_threads(1)  # as clauses do
     torch.save(results(lane.device, lane.can.dtypes), file)

@@ -1,4 +1,4 @@
-"""Optimizers in each of their implementations, at each setting that scales, beside the same in plain torch."""
+"""Optimizers in each of their forms (implementations), at each setting that scales, each with a twin in plain torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, bool]] = {
 }
 
 HALF_EPS = 2.0**-10
-"""What fp16 does not round to zero, as it does the default of the Adam family."""
+"""An ``eps`` that fp16 can hold; it rounds the default of the Adam family to zero."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Form:
 
     Attributes:
         cls: A class of ``torch.optim``.
-        options: Its arguments, but for parameters and learning rate.
-        way: One of :data:`WAYS`.
+        options: Its arguments, except parameters and learning rate.
+        way: The implementation, one of :data:`WAYS`.
     """
 
     cls: type[Optimizer]
@@ -50,7 +50,7 @@ class Form:
     way: str
 
     def need(self, lane: Lane) -> None:
-        """End the clause as not declared where ``lane`` has no such form."""
+        """End the clause as not declared if ``lane`` has no such form."""
         if self.way == "fused" and self.cls.__name__ not in lane.can.fused_optimizers:
             lane.need("fused")
             lane.lacks(f"a fused {self.cls.__name__} that honours found_inf")
@@ -58,14 +58,14 @@ class Form:
             lane.lacks(f"a capturable {self.cls.__name__}, which torch does not have here")
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
-        """The optimizer over ``params``; ``half``: what it steps is of 16 bits."""
+        """Make the optimizer over ``params``; ``half``: they are fp16."""
         made: Any = self.cls
         eps = {"eps": HALF_EPS} if half and "eps" in inspect.signature(made).parameters else {}
         optimizer: Optimizer = made(params, lr=LR, **self.options, **eps, **WAYS[self.way])
         return optimizer
 
     def runs(self, lane: Lane) -> bool:
-        """Whether torch has this form for the device at all."""
+        """Whether torch has this form for the device."""
         weight = torch.nn.Parameter(torch.ones(2, device=lane.device))
         weight.grad = torch.ones_like(weight)
         try:
@@ -92,14 +92,14 @@ FORMS += [Form(RMSprop, {"momentum": 0.9}, way) for way in ("for-loop", "foreach
 FORMS += [Form(Adam, {"amsgrad": True}, "capturable"), Form(AdamW, {}, "capturable")]
 
 FEW = [Form(SGD, {"momentum": 0.9}, "for-loop"), Form(Adam, {"amsgrad": True}, "auto")]
-"""One that the host decides for, and one that is fused where it can be."""
+"""Two forms: for one the host decides whether to step; the other is fused where the device allows it."""
 
 FUSIBLE: dict[str, Any] = {
     name: cls
     for name, cls in sorted(vars(torch.optim).items())
     if isinstance(cls, type) and issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters
 }
-"""The classes of this torch that can be asked for a fused form, by name."""
+"""By name, the classes of this torch that take ``fused=``."""
 
 
 def row_of(setting: str) -> Level:
@@ -114,7 +114,7 @@ def stepped_as(setting: str) -> torch.dtype:
 
 
 def begin(lane: Lane, setting: str, form: Form, **options: Any) -> Pair:
-    """A model at one of :data:`SETTINGS` and its twin, stepped by the same form.
+    """Make a model at one of :data:`SETTINGS` and its twin, stepped by the same form.
 
     The twin is fp32; at a level without masters for what it casts, it is of the level's dtype as the model is.
     """
@@ -129,9 +129,9 @@ def begin(lane: Lane, setting: str, form: Form, **options: Any) -> Pair:
 
 
 def rounding(setting: str, form: Form) -> dict[str, float]:
-    """How far :func:`assert_follows` may be off: where the two take different forms, by that forms' rounding.
+    """The tolerances for :func:`assert_follows`: if model and twin step by different forms, their rounding differs.
 
-    A capturable step corrects its moments in fp32 on the device, a fused one in more digits: 8e-6 apart were seen.
+    A capturable step corrects its moments in fp32 on the device, a fused step in more digits: 8e-6 was observed.
     """
     open_choice = form.way in ("auto", "capturable")  # the fused form may run here, and not in the twin
     if row_of(setting).steps_lower and open_choice:

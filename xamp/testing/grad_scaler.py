@@ -1,4 +1,4 @@
-"""Tier scaling, third part: a ``xamp.GradScaler`` that a script steps by hand."""
+"""Tier scaling, third part: a script that uses ``xamp.GradScaler`` by hand."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ MAX_NORM = 0.5
 
 
 class ByHand(Tier):
-    """By hand, loss scales and optimizers go by the same rules."""
+    """A ``xamp.GradScaler`` follows the same rules as ``initialize``."""
 
     tier = "scaling"
 
     @pytest.mark.parametrize("form", BY_HAND, ids=str)
     @pytest.mark.parametrize("way", ["step", "unscale", "clip"])
     def test_grad_scaler(self, lane: Lane, form: Form, way: str) -> None:
-        """``xamp.GradScaler`` over 60 iterations with overflows: scale, weights and outcome are as they must be."""
+        """Over 60 iterations with overflows ``xamp.GradScaler`` gives the right scale, weights and outcomes."""
         pair, scaler = _by_hand(lane, form), _scaler(RULE)
-        spoilt = [False, *overflows(59, seed=2)]  # torch's fused SGD needs a step to make its buffers
+        spoilt = [False, *overflows(59, seed=2)]  # torch's fused SGD makes its buffers in an applied step
         wanted = RULE.scales(spoilt)
         for overflow, x in zip(spoilt, inputs(60, lane), strict=True):
             pair.optimizer.zero_grad()
@@ -69,7 +69,7 @@ class ByHand(Tier):
 
     @pytest.mark.parametrize("spoilt", [0, 1])
     def test_grad_scaler_of_two_optimizers(self, lane: Lane, spoilt: int) -> None:
-        """One ``update`` for two optimizers: the one that overflowed skips (both, on a chip with a flag), once."""
+        """With one ``update`` for two optimizers only the one that overflowed skips (on a chip with a flag, both)."""
         scaler = _scaler(RULE)
         pairs = [_by_hand(lane, form) for form in FEW]
         for count, x in enumerate(inputs(6, lane)):
@@ -95,7 +95,7 @@ class ByHand(Tier):
         assert scaler.get_scale() == RULE.start / 2
 
     def test_grad_scaler_floor(self, lane: Lane) -> None:
-        """It stops at its floor, and 50 overflows in a row there are an error, once, that the next step survives."""
+        """The scale stops at the floor; 50 overflows in a row there raise one error, and the loop can go on."""
         pair, scaler = _by_hand(lane, FEW[0]), _scaler(Rule(start=8.0))
         still, reported = picture(pair.model, pair.optimizer), []
         x = inputs(1, lane)[0]
@@ -113,7 +113,7 @@ class ByHand(Tier):
         assert_same(picture(pair.model, pair.optimizer), still)
 
     def test_grad_scaler_order(self, lane: Lane) -> None:
-        """Stepping, unscaling or updating twice, or a managed optimizer, raises and does nothing."""
+        """Stepping, unscaling or updating twice raises and does nothing; so does stepping a managed optimizer."""
         pair, scaler = _by_hand(lane, FEW[0]), _scaler(RULE)
         x = inputs(1, lane)[0]
         scaler.scale(pair.model(x)).backward()
@@ -137,7 +137,7 @@ class ByHand(Tier):
 
 
 def _by_hand(lane: Lane, form: Form) -> Pair:
-    """A model and its twin in fp32, neither under ``initialize``."""
+    """A model and its twin in fp32, neither managed by ``initialize``."""
     lane.need("O1")
     form.need(lane)
     model = Dot().to(lane.device)
@@ -155,7 +155,7 @@ def _scaler(rule: Rule) -> Any:
 
 
 def _plain_step(pair: Pair, x: torch.Tensor, clip: bool) -> torch.Tensor:
-    """The same iteration in plain torch; returns the norm, which is clipped where asked."""
+    """Run the same iteration in plain torch, clipped if asked; return the norm before clipping."""
     pair.plain_optimizer.zero_grad()
     pair.plain_model(x).backward()
     norm = torch.nn.utils.clip_grad_norm_(pair.plain_model.parameters(), MAX_NORM if clip else float("inf"))

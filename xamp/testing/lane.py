@@ -1,4 +1,4 @@
-"""A lane: one device, its backend, and what that declares. What a clause of the suite runs on."""
+"""Lanes. A clause of the suite runs on a lane: one device, its backend, and what the backend declares."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ CAPABILITIES = {
     "distributed": "two processes, over the process group that the backend declares",
     "compile": "torch.compile",
 }
-"""What ``--require`` can ask for."""
+"""By name, what ``--require`` can ask for; the texts complete the reason of a skip."""
 
 _ALIASES = {"fp16": "float16", "bf16": "bfloat16"}
 
 UNDECLARED = "not declared: "
 SKIPPED = "cannot be tried here: "
-"""How the reason of a skip begins: the backend does not claim the capability, or something else is missing."""
+"""How the reason of a skip begins. UNDECLARED: the backend does not claim the capability; SKIPPED: all other cases."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """One device, its backend and what that declares.
+    """One device, its backend and what the backend declares.
 
     Attributes:
         backend: The backend, whose probe passed.
-        device: Where tensors are made.
+        device: The device that tensors are made on.
         required: Capabilities whose absence is a failure.
     """
 
@@ -62,7 +62,7 @@ class Lane:
 
     @property
     def title(self) -> str:
-        """What tells it from other lanes: the backend's name and the index, where one is named, as in ``"cuda:1"``."""
+        """The lane's unique title: the backend's name, and the device's index if one is given, as in ``"cuda:1"``."""
         _, colon, index = str(self.device).partition(":")
         return f"{self}{colon}{index}"
 
@@ -75,7 +75,7 @@ class Lane:
 
     @functools.cached_property
     def has_grad_scaler(self) -> bool:
-        """Whether torch.amp.GradScaler runs there."""
+        """Whether torch.amp.GradScaler runs on the device."""
         param = torch.nn.Parameter(torch.ones(4, device=self.device))
         optimizer = torch.optim.SGD([param], lr=0.1)
         try:
@@ -89,12 +89,12 @@ class Lane:
         return scaler.is_enabled()
 
     def overflow_(self, grad: torch.Tensor) -> None:
-        """Make this device overflow, into ``grad``."""
+        """Make this device overflow, and write the result into ``grad``."""
         with torch.no_grad():
             self.backend.make_overflow_(grad)
 
     def declares(self, capability: str) -> bool:
-        """Whether the backend claims ``capability``, one of :data:`CAPABILITIES`; it need not claim ``compile``."""
+        """Whether the backend declares ``capability``, one of :data:`CAPABILITIES`. ``compile`` is always declared."""
         can = self.can
         if capability in LEVELS:
             return capability in can.levels
@@ -110,17 +110,17 @@ class Lane:
         return declared[capability]
 
     def need(self, *capabilities: str) -> None:
-        """End the clause as not declared, or as failed where it is required, unless the backend claims all of these."""
+        """Unless the backend declares all of these, end the clause as not declared, or as failed if required."""
         for capability in capabilities:
             if not self.declares(capability):
                 self._end(capability, f"{UNDECLARED}{CAPABILITIES[capability]}")
 
     def lacks(self, what: str) -> NoReturn:
-        """End the clause as not declared: ``what``, in a few words, is no capability that can be required."""
+        """End the clause as not declared. ``what``, in a few words, is not a capability that one can require."""
         pytest.skip(f"{UNDECLARED}{what}")
 
     def cannot(self, capability: str, reason: str) -> NoReturn:
-        """End the clause as skipped, or as failed where ``capability`` is required.
+        """End the clause as skipped, or as failed if ``capability`` is required.
 
         Args:
             capability: One of :data:`CAPABILITIES`.
@@ -141,13 +141,13 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
     """The lane of a backend on a device.
 
     Args:
-        backend: Its name; ``"auto"``: the best one for the device.
-        device: Such as ``"cuda"`` or ``"cuda:1"``; empty: the first device type that the backend serves.
-        require: Capabilities whose absence is a failure, as :func:`parse_requirements` takes them.
+        backend: The backend's name; ``"auto"``: the best one for the device.
+        device: The device, such as ``"cuda"`` or ``"cuda:1"``; empty: the first device type that the backend serves.
+        require: Capabilities whose absence is a failure, in the form that :func:`parse_requirements` takes.
 
     Raises:
-        BackendUnavailable: There is none such, or it does not work; says why.
-        PolicyError: A capability that there is not, or what is no name of a device.
+        BackendUnavailable: The backend does not exist or does not work; the message says why.
+        PolicyError: A capability does not exist, or ``device`` does not name a device.
     """
     required = parse_requirements(require)
     if not device:
@@ -158,7 +158,7 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
 
 
 def _device(backend: Backend, name: str) -> torch.device:
-    """Only once the backend is loaded, which may bring its device with it."""
+    """The device called ``name``. Call this after the backend is loaded: loading may teach torch the device type."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def _device(backend: Backend, name: str) -> torch.device:
 
 
 def usable_lanes(require: Iterable[str] = ()) -> list[Lane]:
-    """A lane for each backend whose probe passed, on its first device type; each device type once."""
+    """One lane for each backend whose probe passed, on its first device type; one for each device type."""
     lanes: dict[str, Lane] = {}
     for report in registry.available_backends():
         if report.usable and report.device_types[0] not in lanes:
@@ -180,10 +180,10 @@ def usable_lanes(require: Iterable[str] = ()) -> list[Lane]:
 
 
 def parse_requirements(require: Iterable[str]) -> frozenset[str]:
-    """Names of capabilities, each item one or several between commas, in their full spelling.
+    """The full names of required capabilities. An item of ``require`` is one name, or several with commas between.
 
     Raises:
-        PolicyError: One that there is not; lists those that there are.
+        PolicyError: A capability does not exist; the message lists those that do.
     """
     items: list[Any] = list(require)
     names = [part.strip() for item in items for part in str(item).split(",") if part.strip()]

@@ -1,12 +1,12 @@
-"""The ledger: what a backend is known to fail, with reason and link, in a file of its own; strict both ways.
+"""The ledger: a file that lists the clauses that a backend is known to fail, each with a reason and a link.
 
 A JSON list of objects::
 
     {"clause": "operators.result_dtype[rms_norm-*]", "reason": "...", "link": "https://...", "device": "*910A*"}
 
-``clause`` may hold ``*``; ``device``, which may be left out, is a glob that the device's name must match for the entry
-to count. A clause that fails and is not in the ledger is a failure, one that is in it and passes as well, and so is an
-entry that names no clause.
+``clause`` may contain ``*``. ``device`` is optional: a glob that the device's name must match for the entry to count.
+The ledger is strict both ways. These are failures: a clause that fails and is not in the ledger, a clause that is in
+the ledger and passes, and an entry that names no clause.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Entry:
     """One known gap.
 
     Attributes:
-        clause: Names of clauses, ``*`` standing for anything.
-        reason: Why they fail, in a sentence.
-        link: Where that is written.
+        clause: Name of a clause, or a pattern in which ``*`` stands for anything.
+        reason: Why these clauses fail, in a sentence.
+        link: Where that is documented.
         device: A glob that the device's name must match.
     """
 
@@ -44,7 +44,7 @@ class Entry:
 
     def names(self, clause: str) -> bool:
         """Whether the entry is about ``clause``."""
-        pattern = ".*".join(re.escape(part) for part in self.clause.split("*"))  # brackets mean themselves
+        pattern = ".*".join(re.escape(part) for part in self.clause.split("*"))  # brackets stand for themselves
         return re.fullmatch(pattern, clause) is not None
 
 
@@ -59,11 +59,11 @@ class Ledger:
         return next((entry for entry in self.entries if entry.names(clause)), None)
 
     def on(self, device_name: str) -> Ledger:
-        """The entries that count on a device of this name."""
+        """A ledger of the entries that count on a device of this name."""
         return Ledger(tuple(entry for entry in self.entries if fnmatch.fnmatchcase(device_name, entry.device)))
 
     def unknown(self, clauses: Iterable[str]) -> list[Entry]:
-        """The entries that are about none of ``clauses``."""
+        """The entries that name none of ``clauses``."""
         every = list(clauses)
         return [entry for entry in self.entries if not any(map(entry.names, every))]
 
@@ -72,10 +72,10 @@ def read_ledger(place: str) -> Ledger:
     """Read a ledger.
 
     Args:
-        place: A file's path, or ``"package:file"`` for one in the folder of a package or module. Empty: no entries.
+        place: A file's path, or ``"package:file"`` for a file beside a package or module. Empty: no entries.
 
     Raises:
-        PolicyError: It cannot be read, or is not what a ledger is; says where and what.
+        PolicyError: The file cannot be read, or is not a ledger; the message says where and what.
     """
     if not place:
         return Ledger()
@@ -96,7 +96,7 @@ def _text(place: str) -> str:
 
 
 def _beside(package: str, name: str) -> Path:
-    """A file in the folder of a package, or of a module that is a file by itself."""
+    """The path of a file in the folder of a package, or beside a module that is a single file."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ImportError(f"there is no package {package!r}")

@@ -1,4 +1,4 @@
-"""Tier levels, first part: what each one makes of a model."""
+"""Tier levels, first part: how each level changes a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Levels", "Net", "batch", "start", "train"]
 
 
 class Net(nn.Module):
-    """A linear layer, a batch norm, another layer. Notes the dtype of what each gives, (batch, features)."""
+    """A linear layer, a batch norm, another linear layer. Records the dtype of each layer's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Net(nn.Module):
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, x: torch.Tensor, inner: Callable[[torch.Tensor], Any] | None = None) -> torch.Tensor:
-        """(batch, 4) -> (batch, 3); ``inner`` is called with what the first layer gives."""
+        """(batch, 4) -> (batch, 3). Calls ``inner`` with the first layer's output."""
         hidden = self.first(x)
         normed = self.norm(hidden)
         if inner is not None:
             inner(hidden)
         out: torch.Tensor = self.last(normed)
-        # At once: several threads may be here.
+        # One assignment, because several threads may run this.
         self.seen = {"into": x.dtype, "first": hidden.dtype, "norm": normed.dtype, "last": out.dtype}
         return out
 
 
 class Seal(type):
-    """A metaclass whose classes admit no subclass."""
+    """A metaclass whose classes cannot have subclasses."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         if any(isinstance(base, Seal) for base in bases):
@@ -54,17 +54,17 @@ class Seal(type):
 
 
 class Sealed(nn.Linear, metaclass=Seal):
-    """A layer that cannot be put under a policy, which shows only when it is tried."""
+    """A layer that xamp cannot put under a policy; this shows only when xamp tries."""
 
 
 class Levels(Tier):
-    """What each level makes of a model."""
+    """How each level changes a model."""
 
     tier = "levels"
 
     @every_level
     def test_effective(self, lane: Lane, level: str) -> None:
-        """What was asked for is what runs: dtypes of parameters, masters, operators and outputs, and the loss scale."""
+        """Parameters, masters, operators and outputs have the level's dtypes, and the loss scale is the level's."""
         model, optimizer = start(lane, level)
         row, full = LEVELS[level], torch.float32
         lower = full if row.dtype is None else getattr(torch, row.dtype)
@@ -84,7 +84,7 @@ class Levels(Tier):
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @at_levels(lambda row: row.dtype is not None)
     def test_dtype_asked_for(self, lane: Lane, level: str, dtype: str) -> None:
-        """``dtype=`` puts any level in either lower dtype, and is refused where the device does not declare it."""
+        """``dtype=`` runs any level in either lower dtype; a dtype that the device does not declare is refused."""
         lane.need(level)
         model, lower = Net().to(lane.device), getattr(torch, dtype)
         before = picture(model)
@@ -101,9 +101,9 @@ class Levels(Tier):
     @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
     @every_level
     def test_script_module(self, lane: Lane, level: str) -> None:
-        """A ScriptModule runs and trains where parameters stay fp32, and elsewhere is refused, unchanged."""
+        """Levels that keep parameters in fp32 run and train a ScriptModule; the others refuse it, unchanged."""
         lane.need(level)
-        width = 64 + list(LEVELS).index(level)  # what torch compiles for a class keeps the first dtype that it sees
+        width = 64 + list(LEVELS).index(level)  # torch's compiled code for a class keeps the first dtype that it sees
         twin = nn.Linear(4, width).to(lane.device)
         try:
             model: Any = torch.jit.script(copy.deepcopy(twin))
@@ -117,7 +117,7 @@ class Levels(Tier):
             return
         xamp.initialize(model, optimizer, level=level, verbosity=0)
         xamp.initialize(twin, level=level, verbosity=0)
-        for _ in range(4):  # the first calls are looked at, the others run what was made of that
+        for _ in range(4):  # torch.jit profiles the first calls and runs optimized code in the others
             found = model(batch(lane)).detach()
             assert ran_in(found) == getattr(torch, LEVELS[level].dtype or "float32")
             torch.testing.assert_close(found, twin(batch(lane)).detach(), rtol=0.02, atol=0.02)
@@ -144,7 +144,7 @@ class Levels(Tier):
 
     @every_level
     def test_keep_fp32(self, lane: Lane, level: str) -> None:
-        """A module that is kept in fp32 has fp32 parameters and computes in fp32, to the bit."""
+        """A module in ``keep_fp32`` has fp32 parameters and computes in fp32, to the bit."""
         lane.need(level)
         layer = nn.Linear(8, 8).to(lane.device)
         twin, model = copy.deepcopy(layer), nn.Sequential(nn.Linear(4, 8).to(lane.device), layer)
@@ -158,7 +158,7 @@ class Levels(Tier):
 
     @every_level
     def test_all_or_nothing(self, lane: Lane, level: str) -> None:
-        """A call to ``initialize`` that raises half-way leaves models and optimizer as they were."""
+        """If ``initialize`` raises half-way, it leaves models and optimizer as they were."""
         lane.need(level)
         model, sealed = Net().to(lane.device), Sealed(4, 3).to(lane.device)
         optimizer = SGD([*model.parameters(), *sealed.parameters()], lr=0.125)
@@ -181,12 +181,12 @@ def start(lane: Lane, level: str) -> tuple[Any, Any]:
 
 
 def batch(lane: Lane) -> torch.Tensor:
-    """What goes in, (8, 4); the same each time."""
+    """The input, (8, 4); the same each time."""
     return torch.rand(8, 4, generator=torch.Generator().manual_seed(2)).to(lane.device)
 
 
 def train(model: Any, optimizer: Any, lane: Lane) -> None:
-    """One step."""
+    """Take one training step."""
     optimizer.zero_grad()
     with xamp.scale_loss(model(batch(lane)).square().mean(), optimizer) as scaled:
         scaled.backward()

@@ -1,4 +1,4 @@
-"""Tier scaling, second part: several backwards a step, losses or sessions; what cannot be right is refused."""
+"""Tier scaling, second part: several backwards in a step, several losses or sessions; and wrong orders of calls."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ few_forms = pytest.mark.parametrize("form", FEW, ids=str)
 
 
 class Losses(Tier):
-    """Gradients of several backwards add up, and a wrong order of calls is an error."""
+    """Gradients of several backwards add up, and a wrong order of calls raises an error."""
 
     tier = "scaling"
 
     @each_setting
     @few_forms
     def test_accumulation_equals_one_batch(self, lane: Lane, setting: str, form: Form) -> None:
-        """Four micro batches step as the one batch that holds them all."""
+        """A step over four micro-batches equals a step over one batch that holds them all."""
         pair = begin(lane, setting, form, init_scale=SCALE)
         batches = inputs(12, lane)
         for four in (batches[:4], batches[4:8], batches[8:]):
@@ -54,7 +54,7 @@ class Losses(Tier):
     @few_forms
     @pytest.mark.parametrize("spoilt", [0, 1, 3])
     def test_overflow_in_a_micro_batch(self, lane: Lane, setting: str, form: Form, spoilt: int) -> None:
-        """An overflow in one of four skips all of them, moves the scale once, and is gone from the next four."""
+        """An overflow in one of four micro-batches skips all four, halves the scale once, and spares the next four."""
         pair = begin(lane, setting, form, init_scale=SCALE)
         batches = inputs(9, lane)
         iterate(pair.model, pair.optimizer, batches[0])
@@ -78,7 +78,7 @@ class Losses(Tier):
 
     @each_setting
     def test_scale_moves_between_backwards(self, lane: Lane, setting: str) -> None:
-        """Gradients add up exactly although the scale doubles before each of the backwards."""
+        """Gradients add up exactly although the scale doubles after each backward."""
         pair = begin(lane, setting, FEW[0], init_scale=8.0, growth_interval=1)
         batches = inputs(5, lane)
         for x in batches:
@@ -90,7 +90,7 @@ class Losses(Tier):
 
     @each_setting
     def test_delay_unscale(self, lane: Lane, setting: str) -> None:
-        """Backwards under ``delay_unscale`` add up, the scale stays meanwhile, and nobody reads what is scaled."""
+        """Backwards under ``delay_unscale`` add up, the scale waits, and using scaled gradients raises."""
         pair = begin(lane, setting, FEW[0], growth_interval=1)
         batches = inputs(3, lane)
         for x in batches[:2]:
@@ -109,7 +109,7 @@ class Losses(Tier):
     @few_forms
     @pytest.mark.parametrize("spoilt", [0, 1], ids=["delayed", "last"])
     def test_overflow_under_delay_unscale(self, lane: Lane, setting: str, form: Form, spoilt: int) -> None:
-        """An overflow in a backward whose unscaling waits is found when it ends."""
+        """An overflow in a backward under ``delay_unscale`` is found when the gradients are unscaled."""
         pair = begin(lane, setting, form, init_scale=SCALE)
         batches = inputs(3, lane)
         iterate(pair.model, pair.optimizer, batches[0])
@@ -126,7 +126,7 @@ class Losses(Tier):
     @few_forms
     @pytest.mark.parametrize("spoilt", [None, 0, 1], ids=["none", "first", "second"])
     def test_losses_with_own_scales(self, lane: Lane, level: str, form: Form, spoilt: int | None) -> None:
-        """Two losses with a ``loss_id`` each: only the scale of the one that overflowed falls; gradients add up."""
+        """Of two losses with their own ``loss_id`` only the one that overflowed lowers its scale; gradients add up."""
         pair = begin(lane, level, form, init_scale=SCALE, growth_interval=3, num_losses=2)
         batches = inputs(6, lane)
         for step in range(3):
@@ -147,13 +147,13 @@ class Losses(Tier):
         assert found == [SCALE / 2 if loss_id == spoilt else SCALE * 2 for loss_id in (0, 1)]
         assert_follows(pair)
 
-    # ---------------------------------------------------------------- an overflow is its own backward's
+    # ---------------------------------------------------------------- an overflow counts for one backward only
 
     @scaled
     @few_forms
     @pytest.mark.parametrize("where", ["validation", "before", "after"])
     def test_overflow_outside_backward(self, lane: Lane, level: str, form: Form, where: str) -> None:
-        """What overflows in validation, before ``scale_loss`` or after it (in a metric) skips no step."""
+        """An overflow in validation, before ``scale_loss``, or after it (in a metric) skips no step."""
         pair = begin(lane, level, form)
         stranger = torch.ones(4, device=lane.device)
         for x in inputs(3, lane):
@@ -177,7 +177,7 @@ class Losses(Tier):
     @scaled
     @few_forms
     def test_overflow_in_forward(self, lane: Lane, level: str, form: Form) -> None:
-        """On a chip that saturates, what overflows in a training forward skips the step: no gradient shows it."""
+        """On a chip that saturates an overflow in a training forward skips the step, though no gradient shows it."""
         if lane.can.overflow != "flag":
             lane.lacks("a flag that tells of an overflow")
         pair = begin(lane, level, form)
@@ -193,7 +193,7 @@ class Losses(Tier):
             loss = pair.model(x)
             spoil.clear()
             with torch.no_grad():
-                pair.model(x)  # validation between a forward and its backward changes nothing of that
+                pair.model(x)  # validation between a forward and its backward changes nothing
             pair.optimizer.zero_grad()
             run_backward(loss, pair.optimizer)
             pair.optimizer.step()
@@ -205,7 +205,7 @@ class Losses(Tier):
     @each_setting
     @few_forms
     def test_overflow_is_gone_in_the_next_iteration(self, lane: Lane, setting: str, form: Form) -> None:
-        """Every second iteration overflows, and the others are as if those had not been."""
+        """Every second iteration overflows; the others train as if those had not happened."""
         pair = begin(lane, setting, form)
         for count, x in enumerate(inputs(6, lane)):
             overflow = count % 2 == 0
@@ -217,7 +217,7 @@ class Losses(Tier):
         assert_follows(pair, **rounding(setting, form))
 
     def test_sessions_side_by_side(self, lane: Lane) -> None:
-        """Sessions at different levels train in turn: none takes another's scale, outcome, dtype or overflow."""
+        """Sessions at different levels train in turn; none affects another's scale, outcome, dtype or overflow."""
         names = levels_where(lambda row: not row.steps_lower)
         twice = next(name for name in names if LEVELS[name].scales and LEVELS[name].master_weights)
         rows = [LEVELS[name] for name in (*names, twice) if lane.declares(name)]
@@ -243,12 +243,12 @@ class Losses(Tier):
             plain_iterate(pair.plain_model, pair.plain_optimizer, x)
             assert_follows(pair)
 
-    # ---------------------------------------------------------------- orders that cannot be right
+    # ---------------------------------------------------------------- wrong orders of calls
 
     @managed
     @pytest.mark.parametrize("before", [0, 1], ids=["first-step", "later-step"])
     def test_backward_without_scale_loss(self, lane: Lane, level: str, before: int) -> None:
-        """``step()`` after a backward that was not scaled raises and changes nothing; the next iteration is right."""
+        """``step()`` after an unscaled backward raises and changes nothing; the next iteration works."""
         pair = start(lane, level)
         batches = inputs(3, lane)
         for x in batches[:before]:
@@ -274,7 +274,7 @@ class Losses(Tier):
 
     @managed
     def test_use_inside_the_block(self, lane: Lane, level: str) -> None:
-        """Inside ``scale_loss`` nothing is stepped, clipped or closed, nor another opened; trying breaks nothing."""
+        """Inside ``scale_loss``, stepping, clipping, closing or a second ``scale_loss`` raises and breaks nothing."""
         pair = start(lane, level)
         x = inputs(1, lane)[0]
         with xamp.scale_loss(pair.model(x), pair.optimizer) as loss:
@@ -292,7 +292,7 @@ class Losses(Tier):
 
     @managed
     def test_two_sessions_in_one_scale_loss(self, lane: Lane, level: str) -> None:
-        """One ``scale_loss`` over optimizers of two sessions, whose scales differ, raises."""
+        """One ``scale_loss`` over optimizers of two sessions raises, because their scales differ."""
         pair, other = start(lane, level), start(lane, "O1", init_scale=8.0)
         with pytest.raises(StateError, match="different sessions"):
             xamp.scale_loss(pair.model(inputs(1, lane)[0]), [pair.optimizer, other.optimizer])

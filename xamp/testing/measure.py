@@ -1,4 +1,4 @@
-"""Measures that hold on any machine: a ratio of two times in one process, and the bytes that live at once."""
+"""Measurements that hold on any machine: the ratio of two times in one process, and the bytes alive at one time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from xamp.testing.lane import Lane
 __all__ = ["Pair", "Storages", "best_ratio", "compare"]
 
 ATTEMPTS = 5
-"""How often a ratio is taken until it is within its bound: what else runs on the machine only ever makes it worse."""
+"""How often a ratio is measured until it is within its bound: other load on the machine can only make it worse."""
 
 ROUNDS = 15
 
 
 def best_ratio(ours: Callable[[], object], theirs: Callable[[], object], lane: Lane, bound: float, calls: int) -> float:
-    """Time of a call of ``ours`` over that of ``theirs``: the first within ``bound`` of some attempts, else the least.
+    """Measure the time of ``ours`` over that of ``theirs``, in several attempts.
+
+    Returns the first ratio within ``bound``, else the smallest one.
 
     Args:
-        ours: What is judged.
-        theirs: What it is held against.
-        lane: Whose device both run on; its work counts.
-        bound: Is enough.
-        calls: In a row, between two looks at the clock.
+        ours: The code to judge.
+        theirs: The code to compare it with.
+        lane: The lane whose device both run on; the device's work counts.
+        bound: A ratio that is good enough to stop.
+        calls: How many calls run in a row between two readings of the clock.
     """
     wait = getattr(lane.backend.runtime(lane.kind), "synchronize", lambda: None)
     least = float("inf")
@@ -45,7 +47,7 @@ def best_ratio(ours: Callable[[], object], theirs: Callable[[], object], lane: L
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Medians over the rounds: of each side's time in microseconds a call, of their ratio, of their difference."""
+    """Medians over the rounds: each side's microseconds for one call, their ratio, and their difference."""
 
     ours: float
     theirs: float
@@ -59,12 +61,12 @@ class Pair:
 def compare(
     ours: Callable[[], object], theirs: Callable[[], object], wait: Callable[[], object], *, calls: int, rounds: int
 ) -> Pair:
-    """Run both ``rounds`` times, ``calls`` calls in a row each, who goes first taking turns.
+    """Time both sides in ``rounds`` rounds of ``calls`` calls each; they take turns to go first.
 
-    The ratio is taken within a round, where both sides met the same machine; the median over the rounds drops those in
-    which something else ran. Not the minimum: that would compare two lucky moments. ``wait`` waits for the device.
+    The ratio is taken within a round, where both sides run under the same load. The median over the rounds drops
+    rounds in which something else ran. The minimum would compare two lucky moments. ``wait`` waits for the device.
     """
-    for _ in range(max(calls, 20)):  # allocators and caches; a fused first step is decided on the host
+    for _ in range(max(calls, 20)):  # fills allocators and caches; the host decides about the first fused step
         ours()
         theirs()
     times = []
@@ -88,7 +90,7 @@ def compare(
 
 
 def _time(call: Callable[[], object], wait: Callable[[], object], calls: int) -> float:
-    """Microseconds a call."""
+    """Microseconds for one call."""
     wait()
     start = time.perf_counter()
     for _ in range(calls):
@@ -98,12 +100,12 @@ def _time(call: Callable[[], object], wait: Callable[[], object], calls: int) ->
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of all live storages on a type of device that an operator has touched, and their peak.
+    """Counts the bytes of all live storages, on one device type, that an operator has touched; and their peak.
 
-    Counts tensors, not what an allocator holds, and so gives the same number each time and on every device.
+    It counts tensors, not an allocator's blocks, so it gives the same number each time and on every device.
 
     Args:
-        kind: The type of device.
+        kind: The device type.
     """
 
     def __init__(self, kind: str) -> None:
@@ -125,7 +127,7 @@ class Storages(TorchDispatchMode):
                 self._add(value.untyped_storage())
 
     def lap(self) -> int:
-        """The peak since the last call, bytes."""
+        """The peak since the last call, in bytes."""
         peak, self._peak = self._peak, self._now
         return peak
 

@@ -1,6 +1,6 @@
-"""Small models of the kinds that people train, each with made-up data from which it learns something in a few steps.
+"""Small models of the usual kinds, each with made-up data from which it learns something in a few steps.
 
-A :class:`Task` is all that a clause needs of one: the model, its batches, its losses and its optimizers. Data and
+A :class:`Task` holds all that a clause needs: the model, its batches, its losses and its optimizers. Data and
 weights come from generators on the CPU, so that every device, level and run gets the same ones.
 """
 
@@ -20,16 +20,16 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["TASKS", "Batch", "Phase", "Task", "Transformer", "checkpointed", "parts_of"]
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""What goes in, what should come out."""
+"""Input and target."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One backward of a training step, and the steps after it.
+    """One backward of a training step, and the optimizers that step after it.
 
     Attributes:
         loss: From the model and a batch to a scalar.
-        optimizers: Indices of those that step after its backward.
+        optimizers: Indices of the optimizers that step after this backward.
     """
 
     loss: Callable[[Any, Batch], torch.Tensor]
@@ -41,15 +41,15 @@ class Task:
     """A model, its data, and how it is trained.
 
     Attributes:
-        name: Of the task.
+        name: The task's name.
         build: Makes the model, on the CPU in fp32, with weights from torch's generator.
         draw: From a generator to a batch, on the CPU.
         phases: The backwards of one training step, in order.
         tune: From the model to its optimizers.
-        tune_sgd: The same with nothing but SGD, which steps 16-bit parameters too.
-        parts: Names of the modules that ``initialize`` is given; ``""`` is the whole.
-        predict: From the model and a batch to what the model gives.
-        curve: From model and batch to the number that training lowers; None: the loss of the first phase.
+        tune_sgd: The same with SGD alone, which also works at O3.
+        parts: Names of the modules that ``initialize`` is given; ``""`` is the whole model.
+        predict: From the model and a batch to the model's output.
+        curve: From the model and a batch to the number that training lowers; None: the loss of the first phase.
     """
 
     name: str
@@ -66,18 +66,18 @@ class Task:
         return self.name
 
     def make(self, device: torch.device, seed: int = 0) -> Any:
-        """The model on ``device``, in training mode; the same one for the same seed."""
+        """The model on ``device``, in training mode; the same seed gives the same weights."""
         torch.manual_seed(seed)
         return self.build().to(device)
 
     def batch(self, step: int, device: torch.device) -> Batch:
-        """The batch of a step on ``device``; the same one for the same step."""
+        """The batch of a step on ``device``; the same step gives the same batch."""
         x, y = self.draw(torch.Generator().manual_seed(1000 + step))
         return x.to(device), y.to(device)
 
 
 def parts_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """What ``initialize`` is given of the model of ``task``."""
+    """The modules of ``model`` that ``initialize`` is given for ``task``."""
     return [model.get_submodule(name) for name in task.parts]
 
 
@@ -122,7 +122,7 @@ class ConvNet(nn.Module):
 
 
 def _images(generator: torch.Generator) -> Batch:
-    """One of four fixed patterns each, under as much noise."""
+    """A batch of images: each is one of four fixed patterns plus noise of the same size."""
     patterns = torch.randn(_SORTS, 1, _SIDE, _SIDE, generator=torch.Generator().manual_seed(1))
     labels = torch.randint(_SORTS, (32,), generator=generator)
     return patterns[labels] + torch.randn(32, 1, _SIDE, _SIDE, generator=generator), labels
@@ -134,12 +134,12 @@ _WORDS, _LENGTH = 16, 12
 
 
 class Block(nn.Module):
-    """One transformer layer, layer norm first. (N, length, width) -> the same.
+    """One transformer layer, layer norm first. (N, length, width) -> the same shape.
 
     Args:
-        width: Of a word.
-        heads: Of the attention.
-        fused: Attend by one operator; else by products and a softmax.
+        width: Features of a word.
+        heads: Attention heads.
+        fused: Use one operator for attention; else matrix products and a softmax.
     """
 
     def __init__(self, width: int, heads: int, fused: bool) -> None:
@@ -169,11 +169,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers, with embedding and layer norms. Tokens (N, 12) -> logits (N, 12, 16).
+    """Two transformer layers, with embedding and layer norms. Tokens (N, 12) -> logits (N, 12, 16).
 
     Args:
-        reentrant: Recompute the layers in backward, in that way of ``torch.utils.checkpoint``; None: keep everything.
-        dropout: After each layer.
+        reentrant: Recompute the layers in backward, with ``use_reentrant`` of this value; None: keep everything.
+        dropout: Probability of dropout after each layer.
     """
 
     def __init__(self, reentrant: bool | None = None, dropout: float = 0.0) -> None:
@@ -200,7 +200,7 @@ class Transformer(nn.Module):
 
 
 def _series(generator: torch.Generator) -> Batch:
-    """Words that go on by a stride of their own: the next one is told by the two before it."""
+    """Sequences of words, each with its own stride: two words determine the next one."""
     start = torch.randint(_WORDS, (16, 1), generator=generator)
     stride = torch.randint(1, 4, (16, 1), generator=generator)
     words = (start + stride * torch.arange(_LENGTH + 1)) % _WORDS
@@ -225,7 +225,7 @@ class Recurrent(nn.Module):
 
 
 def _sums(generator: torch.Generator) -> Batch:
-    """The sum, so far, of the first of four channels."""
+    """Series of four channels; the target is half the running sum of the first channel."""
     x = torch.randn(16, 6, 4, generator=generator)
     return x, x[..., :1].cumsum(1) / 2
 
@@ -234,7 +234,7 @@ def _sums(generator: torch.Generator) -> Batch:
 
 
 class Adversaries(nn.Module):
-    """A generator of points in the plane and its critic, each under an optimizer of its own."""
+    """A generator of points in the plane and its critic, each with its own optimizer."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def _generator_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def _apart(model: Any, batch: Batch) -> torch.Tensor:
-    """How far the middle of what is made is from the middle of what is real."""
+    """The distance from the mean of the generated points to the mean of the real ones."""
     gap: torch.Tensor = (model.generator(batch[0]).mean(0) - batch[1].mean(0)).norm()
     return gap
 
@@ -285,7 +285,7 @@ class Bag(nn.Module):
 
 
 def _bags(generator: torch.Generator) -> Batch:
-    """Words of which two in three are of the label's own sixteen."""
+    """Bags of words; two words in three are among the sixteen that belong to the label."""
     labels = torch.randint(_SORTS, (32,), generator=generator)
     own = labels[:, None] * 16 + torch.randint(16, (32, 6), generator=generator)
     any_word = torch.randint(64, (32, 6), generator=generator)
@@ -325,6 +325,6 @@ TASKS = {
 
 
 def checkpointed(reentrant: bool | None, dropout: float = 0.1) -> Task:
-    """The transformer with dropout, its layers recomputed in backward; None: kept."""
+    """The transformer with dropout. Backward recomputes its layers; ``reentrant=None``: it does not."""
     build = functools.partial(Transformer, reentrant, dropout)
     return dataclasses.replace(TASKS["transformer"], name=f"checkpoint-{reentrant}", build=build)

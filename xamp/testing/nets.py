@@ -1,4 +1,4 @@
-"""Modules made for one clause each, importable so that they pickle; and what is asked of their outputs."""
+"""Modules made for single clauses, importable so that they pickle; and a check on their outputs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["COPIES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "ran_in
 
 
 def ran_in(values: torch.Tensor) -> torch.dtype:
-    """The narrowest dtype that could have made ``values``, fp32: what an operator gave before it was cast to that."""
+    """The narrowest dtype that can hold ``values``, fp32: the dtype that an operator gave before a cast to fp32."""
     host = values.cpu()  # the device may lack one of these dtypes
     return next(d for d in (torch.bfloat16, torch.float16, torch.float32) if torch.equal(host.to(d).float(), host))
 
 
 class Distilled(nn.Module):
-    """Logits of a linear layer, and what it gave just before, without gradients, subtracted in part."""
+    """Runs its layers twice, first without gradients, and subtracts half of the first result from the second.
+
+    ``mode`` makes the context without gradients.
+    """
 
     def __init__(self, mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -55,13 +58,13 @@ class Nested(nn.Module):
         self.inner = nn.Linear(4, 64)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> Result:
-        """``{"x": (N, 4)}`` -> tensors of several dtypes; ``double`` is on the CPU, for not every device has fp64."""
+        """``{"x": (N, 4)}`` -> tensors of several dtypes; ``double`` is on the CPU, as not every device has fp64."""
         made = self.inner(batch["x"])
         double = torch.ones(2, dtype=torch.float64, device=HOST)
         return Result(made, {"more": [made * 2, torch.arange(3)], "double": double, "name": "as it was"})
 
     def generate(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, 4) -> what the layer gives."""
+        """(N, 4) -> the layer's output, (N, 64)."""
         return self.inner(x)  # type: ignore[no-any-return]
 
 
@@ -97,7 +100,7 @@ class Mixed(nn.Module):
 
 
 class Dtypes(nn.Module):
-    """(N, 8), floating -> what operators of each rule give of it and of a lower one, as it is."""
+    """(N, 8), floating -> the uncast results of operators of each rule, on the input and on a lower tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tier numerics: what each level computes, as numbers, on real models."""
+"""Tier numerics: the numbers that each level computes, on real small models."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SEEDS = range(3)
 STEPS = 12
 
 GRADIENTS = {"float16": 3e-3, "bfloat16": 2e-2}
-"""Norm of the error over norm of the gradient, of the whole vector, by the level's dtype. A CPU: 1.1e-3 and 5.8e-3."""
+"""By dtype: norm of the error over norm of the gradient, of the whole vector. Measured on a CPU: 1.1e-3 and 5.8e-3."""
 OUTPUTS = {"float16": 2e-3, "bfloat16": 1.5e-2}
-"""The same of a model's outputs. A CPU: 6.6e-4 and 5.5e-3."""
+"""The same for a model's outputs. Measured on a CPU: 6.6e-4 and 5.5e-3."""
 CURVE = {"float16": 3e-3, "bfloat16": 1e-2}
-"""How far a loss may be from that in fp32, as a part of the first one. A CPU: 3e-4 and 1.5e-3."""
+"""Allowed difference of a loss from that in fp32, as a fraction of the first. Measured on a CPU: 3e-4 and 1.5e-3."""
 LEARNED = 0.75
 """The mean of the last three losses is below this part of the mean of the first three. A CPU: 0.17 to 0.71."""
 AGAINST_HAND = 1.25
-"""A parameter's error over that of the hand-written loop, over all seeds."""
+"""Bound on a parameter's error over that of the hand-written loop, over all seeds."""
 MORE_SEEDS = range(SEEDS.stop, 24)
-"""Added where it is exceeded: of a batch norm's 8 weights three seeds gave 0.79 to 1.38, 24 gave 0.98 to 1.05."""
+"""Seeds added if that bound is exceeded: for a batch norm's 8 weights 3 seeds gave 0.79 to 1.38, 24 0.98 to 1.05."""
 COUNTED = 1e-6
-"""Parameters whose gradient is smaller than this part of the largest are left out there: they are all rounding."""
+"""That comparison leaves out parameters whose gradient is below this part of the largest: it is rounding alone."""
 
 TRAINED = [
     (level, task)
@@ -51,19 +51,19 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=str)
 
 
 def dtype_of(level: str) -> str:
-    """Name of the lower dtype of a level that has one."""
+    """Name of a level's lower dtype; float32 at O0."""
     return LEVELS[level].dtype or "float32"
 
 
 class Numerics(Tier):
-    """What each level computes, as numbers."""
+    """The numbers that each level computes."""
 
     tier = "numerics"
 
     @each_task
     @every_level
     def test_gradients_near_fp64(self, lane: Lane, level: str, task: Task) -> None:
-        """The gradient is that of fp64, to the rounding of the level's dtype; at O0 to that of the device's fp32."""
+        """The gradient equals that of fp64 up to the rounding of the level's dtype; at O0 of the device's fp32."""
         lane.need(level)
         for seed in SEEDS:
             model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
@@ -74,9 +74,9 @@ class Numerics(Tier):
     @each_task
     @casting
     def test_no_worse_than_by_hand(self, lane: Lane, level: str, task: Task) -> None:
-        """No parameter's gradient is further from fp64 than by torch.autocast and torch.amp.GradScaler, by hand.
+        """No parameter's gradient is further from fp64 than in a loop with torch.autocast and torch.amp.GradScaler.
 
-        Both by the device's own list of operators; the portable policy has its bound in ``gradients_near_fp64``.
+        Both sides use the device's own list of operators. ``gradients_near_fp64`` bounds the portable policy.
         """
         lane.need(level, "native")
         errors: Errors = {}
@@ -91,7 +91,7 @@ class Numerics(Tier):
 
     @pytest.mark.parametrize(("level", "task"), TRAINED, ids=[f"{level}-{task}" for level, task in TRAINED])
     def test_training_follows_fp32(self, lane: Lane, level: str, task: Task) -> None:
-        """The loss before every single step is that of fp32, and falls."""
+        """The loss before each step is near that of fp32, and falls."""
         lane.need(level)
         plain, found = (train(task, lane, each, STEPS, sgd=LEVELS[level].steps_lower) for each in (None, level))
         assert found.isfinite().all()
@@ -101,7 +101,7 @@ class Numerics(Tier):
 
     @each_task
     def test_o0_is_plain_torch(self, lane: Lane, task: Task) -> None:
-        """Training at O0 moves every parameter to what plain torch moves it to: bit for bit, if the device can."""
+        """Training at O0 gives the same parameters as plain torch, bit for bit if the device repeats its results."""
 
         def run(level: str | None) -> list[torch.Tensor]:
             loop = start_loop(task, lane, level)
@@ -114,7 +114,7 @@ class Numerics(Tier):
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved"])
     @every_level
     def test_checkpointing_is_exact(self, lane: Lane, level: str, reentrant: bool) -> None:
-        """What activation checkpointing recomputes in backward is what forward computed: the same gradients."""
+        """With activation checkpointing, backward recomputes what forward computed: the gradients are the same."""
         lane.need(level)
         kept, recomputed = checkpointed(None), checkpointed(reentrant)
         batch = kept.batch(0, lane.device)
@@ -133,7 +133,7 @@ class Numerics(Tier):
     @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
     @every_level
     def test_no_grad_then_grad(self, lane: Lane, level: str, mode: str) -> None:
-        """A forward without gradients before one with them, in one region, takes no gradient away from the latter."""
+        """If one region runs a forward without gradients and then one with them, no gradient is missing."""
         lane.need(level)
         task = dataclasses.replace(TASKS["convolutions"], build=lambda: Distilled(getattr(torch, mode)))
         model, batch = task.make(lane.device), task.batch(0, lane.device)
@@ -145,7 +145,7 @@ class Numerics(Tier):
     @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
     @every_level
     def test_validation_between_steps(self, lane: Lane, level: str, mode: str) -> None:
-        """Evaluation between training steps gives what fp32 gives, and training goes on as without it."""
+        """Evaluation between training steps is near fp32's, and training continues as without it."""
         lane.need(level)
         bound = OUTPUTS[dtype_of(level)] if LEVELS[level].dtype else 1e-5
         for task in (TASKS["convolutions"], TASKS["transformer"]):
@@ -156,14 +156,14 @@ class Numerics(Tier):
                 with getattr(torch, mode)():
                     found, wanted = (_evaluate(task, each.model, lane) for each in (loop, plain))
                 assert not found.requires_grad
-                assert _apart(found, wanted) <= 4 * bound  # of weights that have gone apart since
+                assert _apart(found, wanted) <= 4 * bound  # the weights differ by now, too
             gap, allowed = match(loop.stepped(), functools.partial(_trained, task, lane, level))
             assert gap <= allowed, "evaluation moved the training"
 
     @each_task
     @every_level
     def test_inference(self, lane: Lane, level: str, task: Task) -> None:
-        """Without an optimizer: outputs are fp32 and near those of fp32, in training mode and in evaluation."""
+        """Without an optimizer outputs are in fp32 and near those of fp32, in training mode and in evaluation."""
         lane.need(level)
         model = task.make(lane.device)
         plain = copy.deepcopy(model)
@@ -179,7 +179,7 @@ class Numerics(Tier):
 
     @every_level
     def test_outputs_are_fp32(self, lane: Lane, level: str) -> None:
-        """Floating outputs are fp32, however they are nested; whole numbers, fp64 and everything else stay."""
+        """Floating outputs are fp32, however they are nested; integers, fp64 and everything else stay unchanged."""
         lane.need(level)
         model: Any = Nested().to(lane.device)
         xamp.initialize(model, level=level, verbosity=0)
@@ -216,7 +216,7 @@ class Numerics(Tier):
     @pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
     @every_level
     def test_copies_run_the_policy(self, lane: Lane, level: str, way: str) -> None:
-        """A copy of a model, a pickled one too, gives the same outputs in the same dtypes, by weights of its own."""
+        """A copy of a model, also by pickle, gives the same outputs in the same dtypes, with its own weights."""
         lane.need(level)
         model: Any = Nested().to(lane.device)
         xamp.initialize(model, level=level, verbosity=0)
@@ -232,7 +232,7 @@ class Numerics(Tier):
 
     @at_levels(lambda row: row.dynamic and row.dtype == "float16")
     def test_vanishing_gradients(self, lane: Lane, level: str) -> None:
-        """Gradients too small for fp16 arrive, exactly, by the loss scale; without it they are zero."""
+        """The loss scale saves gradients that are too small for fp16, exactly; without it they are zero."""
         lane.need(level)
         tiny, grads = 2.0**-26, {}
         for scale in (None, 1.0):
@@ -252,14 +252,14 @@ class Numerics(Tier):
 
 
 Errors = dict[str, list[float]]
-"""For each parameter the squares of the errors summed up: ours, by hand."""
+"""For each parameter the sum of squared errors: xamp's, and that of the loop by hand."""
 
 
 def _add_errors(errors: Errors, task: Task, lane: Lane, level: str, seed: int) -> None:
-    """Add what a seed gives, by the device's own list of operators on both sides."""
+    """Add the errors of one seed; both sides use the device's own list of operators."""
     model, batch = task.make(lane.device, seed), task.batch(seed, lane.device)
     hand = by_hand(task, model, batch, getattr(torch, dtype_of(level)))
-    if hand is None:  # the bound of gradients_near_fp64 is all there is
+    if hand is None:  # only gradients_near_fp64 can bound the error
         lane.lacks(f"{task} in {dtype_of(level)} under torch.autocast, which plain torch cannot train here")
     wanted, found = exact(task, model, batch), ours(task, model, batch, level, op_policy="native")
     largest = max(float(grad.norm()) for grad in wanted.values())
@@ -271,20 +271,20 @@ def _add_errors(errors: Errors, task: Task, lane: Lane, level: str, seed: int) -
 
 
 def _bound(task: Task, model: nn.Module, batch: Batch, level: str) -> float:
-    """On the error of the gradient; at O0 by what the device makes of fp32, which may be a shorter format."""
+    """The bound on the error of the gradient; at O0 by the device's own fp32, which may be a shorter format."""
     if LEVELS[level].dtype is not None:
         return GRADIENTS[dtype_of(level)]
     return max(1e-5, 1.5 * distance(plain_gradients(task, model, batch), exact(task, model, batch)))
 
 
 def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference over norm of what is wanted."""
+    """Norm of the difference over norm of ``wanted``."""
     a, b = found.detach().cpu().double(), wanted.detach().cpu().double()
     return float((a - b).norm() / b.norm())
 
 
 def _evaluate(task: Task, model: Any, lane: Lane) -> torch.Tensor:
-    """The model's outputs in evaluation mode; it is in training mode afterwards."""
+    """The model's outputs in evaluation mode; afterwards the model is in training mode."""
     model.eval()
     made = task.predict(model, task.batch(99, lane.device))
     model.train()

@@ -1,4 +1,4 @@
-"""Tier operators: the portable table holds on the device, and nothing of it acts outside of regions."""
+"""Tier operators: the portable table holds on the device, and it has no effect outside regions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Operators"]
 
 LEVEL_OF = {dtype: best_level((dtype,)).name for dtype in ("float16", "bfloat16")}
 LIMIT = 300
-"""Seconds for a process that imports torch and runs some sixty small computations."""
+"""Seconds allowed for a process that imports torch and runs some sixty small computations."""
 
 governed = pytest.mark.parametrize("overload", RULES)
 each_dtype = pytest.mark.parametrize("dtype", LEVEL_OF)
 
 
 class Operators(Tier):
-    """The portable table holds on the device, and nothing of it acts outside of regions."""
+    """The portable table holds on the device, and it has no effect outside regions."""
 
     tier = "operators"
 
@@ -64,7 +64,7 @@ class Operators(Tier):
     @each_dtype
     @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda made: made.__name__)
     def test_recurrent_layer(self, lane: Lane, dtype: str, layer: Any) -> None:
-        """A recurrent layer runs in the lower dtype, and is near fp32, its gradients too."""
+        """A recurrent layer runs in the lower dtype; its results and gradients are near those of fp32."""
         lane.need("portable", LEVEL_OF[dtype])
         model = layer(8, 8, num_layers=2, bidirectional=True).to(lane.device)
         x = torch.rand(5, 4, 8).to(lane.device)
@@ -81,7 +81,7 @@ class Operators(Tier):
 
     @each_dtype
     def test_never_cast(self, lane: Lane, dtype: str) -> None:
-        """float64, integers and complex numbers are cast by no rule."""
+        """No rule casts float64, integers or complex numbers."""
         lane.need("portable", LEVEL_OF[dtype])
         session, tried = _session(lane, dtype), 0
         for other in (torch.float64, torch.int64, torch.complex64):
@@ -98,7 +98,7 @@ class Operators(Tier):
 
     @each_dtype
     def test_native_policy(self, lane: Lane, dtype: str) -> None:
-        """``op_policy="native"`` is the device's own list: what ``torch.autocast`` gives, operator by operator."""
+        """``op_policy="native"`` gives the same dtypes as ``torch.autocast``, operator by operator."""
         lane.need("native", LEVEL_OF[dtype])
         lower = getattr(torch, dtype)
         session = _session(lane, dtype, op_policy="native")
@@ -113,7 +113,7 @@ class Operators(Tier):
         assert ran >= len(RULES) / 2, "too few of them run at all"
 
     def test_foreign_code_is_untouched(self, lane: Lane, tmp_path: Path) -> None:
-        """Code under ``torch.autocast`` computes the same bits as where xamp was never used, beside a session too."""
+        """Code under ``torch.autocast`` computes the same bits as without xamp, also beside an open region."""
         lane.need("portable")
         dtype = next((dtype for dtype, level in LEVEL_OF.items() if lane.declares(level)), None)
         if dtype is None:
@@ -151,14 +151,14 @@ class Operators(Tier):
 
 
 def _session(lane: Lane, dtype: str, **options: Any) -> _Held:
-    """A session in whose regions the device's operators are cast to ``dtype``."""
+    """A session whose regions cast the device's operators to ``dtype``."""
     model = nn.Linear(1, 1).to(lane.device)
     xamp.initialize(model, level=LEVEL_OF[dtype], verbosity=0, **options)
     return _Held(model, xamp.session(model))
 
 
 class _Held(NamedTuple):
-    """A session and its model, without which it would end."""
+    """A session and its model; the session ends when nothing holds the model."""
 
     model: nn.Module
     session: Any
@@ -168,7 +168,7 @@ class _Held(NamedTuple):
 
 
 def _given(overload: str, lower: torch.dtype) -> Iterator[tuple[torch.dtype, ...]]:
-    """The dtypes of the floating inputs, in turn."""
+    """Yield the dtypes of the floating inputs, one combination after the other."""
     yield (torch.float32,)
     yield (lower,)
     if RULES[overload].kind == "promote":
@@ -177,14 +177,14 @@ def _given(overload: str, lower: torch.dtype) -> Iterator[tuple[torch.dtype, ...
 
 
 def _needs_kernel(lane: Lane, sample: Sample) -> None:
-    """End the clause as not declared where the device has no such operator at all, fp32 and outside of autocast."""
+    """End the clause as not declared if the device lacks the operator even in fp32 outside autocast."""
     seen = attempt(sample, lane.kind, None, (torch.float32,), present=True)
     if seen.unobserved:
         lane.lacks(f"an operator {sample.overload}, which torch does not have on {lane.kind}")
 
 
 def _plain_attempt(lane: Lane, sample: Sample, lower: torch.dtype) -> Any:
-    """The dtypes that a call gives in the autocast state as it is, or the class of what it raises."""
+    """The result dtypes of a call in the current autocast state, or the name of the error's class."""
     found = []
     for given in ((torch.float32,), (lower,)):
         try:
@@ -208,7 +208,7 @@ def _floating(returned: Any) -> list[torch.Tensor]:
 
 
 def _spoken_of(overload: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of which the rule speaks; flash attention gives more, for the backward only."""
+    """The results that the rule governs; flash attention returns others too, only for its backward."""
     return results[:1] if overload == "_scaled_dot_product_flash_attention" else results
 
 
@@ -226,7 +226,7 @@ def _dtypes(x: torch.Tensor) -> list[torch.dtype]:
 
 
 def _in_a_process_of_its_own(lane: Lane, folder: Path) -> dict[str, Any]:
-    """What foreign code computes where xamp registered nothing."""
+    """Compute :mod:`xamp.testing.foreign` in a process in which xamp has registered nothing."""
     file = folder / "foreign.pt"
     words = command(lane, foreign.__name__, str(file))
     done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, env=environment(), check=False)

@@ -1,4 +1,4 @@
-"""Tier optimizers, second part: what scripts do: groups, schedulers, closures, sparse gradients, exceptions."""
+"""Tier optimizers, second part: what scripts do with them: groups, schedulers, closures, exceptions, ``close``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ SCHEDULERS: dict[str, Any] = {
 
 
 class _BodyError(Exception):
-    """Raised in the body of a ``scale_loss``."""
+    """Raised by a clause in the body of a ``scale_loss``."""
 
 
 class _Grouped(Form):
-    """A group for each parameter, the first of which learns at its own rate."""
+    """One group for each parameter, with a learning rate of its own."""
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
         first, second = params
@@ -58,7 +58,7 @@ class _Grouped(Form):
 
 
 class _FirstOnly(Form):
-    """Over the first parameter alone."""
+    """An optimizer over the first parameter alone."""
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
         return super().make([next(iter(params))], half)
@@ -72,7 +72,7 @@ class OptimizerScripts(Tier):
     @each_setting
     @few_forms
     def test_groups_keep_their_settings(self, lane: Lane, setting: str, form: Form) -> None:
-        """Groups with a learning rate of their own step by it, also when it changes."""
+        """Each group steps by its own learning rate, also when that changes."""
         pair = begin(lane, setting, _Grouped(form.cls, form.options, form.way))
         for count, x in enumerate(inputs(4, lane)):
             for optimizer in (pair.optimizer, pair.plain_optimizer):
@@ -85,7 +85,7 @@ class OptimizerScripts(Tier):
     @each_setting
     @few_forms
     def test_group_added_in_the_middle(self, lane: Lane, setting: str, form: Form) -> None:
-        """A group added after two steps is stepped, with a master where its parameters were lowered, and skipped."""
+        """A group added after two steps steps and skips like the others; its lowered parameters get masters."""
         pair = begin(lane, setting, _FirstOnly(form.cls, form.options, form.way))
         for count, x in enumerate(inputs(6, lane)):
             if count == 2:
@@ -104,7 +104,7 @@ class OptimizerScripts(Tier):
     @few_forms
     @pytest.mark.parametrize("how", ["frozen", "no-gradient"])
     def test_parameter_left_out(self, lane: Lane, setting: str, form: Form, how: str) -> None:
-        """A frozen parameter, or one without a gradient, stays to the bit and gets no state, until it takes part."""
+        """A frozen parameter, or one without a gradient, stays the same to the bit and has no state until it trains."""
         pair = begin(lane, setting, form)
         before = [p.clone() for p in (pair.model.second.weight.detach(), stepped(pair.optimizer)[1])]
         for model in (pair.model, pair.plain_model):
@@ -121,7 +121,7 @@ class OptimizerScripts(Tier):
         assert_follows(pair, **rounding(setting, form))
 
     def test_eps_that_rounds_to_zero(self, lane: Lane) -> None:
-        """At O3, which steps fp16, an ``eps`` that is zero there is refused, by name, and nothing is changed."""
+        """O3 steps fp16: it refuses an ``eps`` that is zero in fp16, names it, and changes nothing."""
         lane.need("O3")
         model = Dot().to(lane.device)
         optimizer = Adam(model.parameters(), lr=LR)
@@ -132,7 +132,7 @@ class OptimizerScripts(Tier):
 
     @at_levels(lambda row: not row.manages_gradients and not row.steps_lower)
     def test_closure(self, lane: Lane, level: str) -> None:
-        """Where nothing is scaled an optimizer that calls a closure (LBFGS) steps as in plain torch."""
+        """At levels without scaling an optimizer that calls a closure (LBFGS) steps as in plain torch."""
         pair = start(lane, level, lambda params: LBFGS(params, lr=LR, max_iter=3))
         for x in inputs(2, lane):
             returned = []
@@ -151,7 +151,7 @@ class OptimizerScripts(Tier):
 
     @managed
     def test_closure_is_refused(self, lane: Lane, level: str) -> None:
-        """Where a closure's backward would go past scale or masters, ``step(closure)`` raises and does nothing."""
+        """At levels with a scale or masters ``step(closure)`` raises and does nothing: backward would bypass them."""
         pair = start(lane, level)
         still = picture(pair.model, pair.optimizer)
         called: list[int] = []
@@ -178,7 +178,7 @@ class OptimizerScripts(Tier):
                 skips = count == 0 and LEVELS[level].scales
                 iterate(model, pair.optimizer, x, lane, ["first.weight"] if skips else [])
                 if skips:
-                    pair.plain_optimizer._opt_called = True  # or torch warns of a scheduler ahead of its optimizer
+                    pair.plain_optimizer._opt_called = True  # else torch warns that the scheduler steps first
                 else:
                     plain_iterate(plain_model, pair.plain_optimizer, x)
                 scheduler.step()
@@ -189,7 +189,7 @@ class OptimizerScripts(Tier):
     @each_setting
     @pytest.mark.parametrize("when", ["before", "inside", "after"])
     def test_exception_in_the_body(self, lane: Lane, setting: str, when: str) -> None:
-        """A body of ``scale_loss`` that raises, at any moment of its backward, leaves nothing half done."""
+        """If the body of ``scale_loss`` raises, before, inside or after backward, nothing is left half done."""
         pair = begin(lane, setting, FEW[0])
         first, second, third = inputs(3, lane)
         iterate(pair.model, pair.optimizer, first)
@@ -209,7 +209,7 @@ class OptimizerScripts(Tier):
     @few_forms
     @pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
     def test_zero_grad(self, lane: Lane, setting: str, form: Form, set_to_none: bool) -> None:
-        """``zero_grad`` clears what was accumulated, in parameters and in masters."""
+        """``zero_grad`` clears accumulated gradients, in parameters and in masters."""
         pair = begin(lane, setting, form)
         batches = inputs(6, lane)
         for first, second in zip(batches[::2], batches[1::2], strict=True):
@@ -225,7 +225,7 @@ class OptimizerScripts(Tier):
 
     @each_setting
     def test_close_gives_back_fp32(self, lane: Lane, setting: str) -> None:
-        """After ``close()`` model and optimizer are plain fp32 objects that train on in plain torch."""
+        """After ``close()`` model and optimizer are plain fp32 objects that continue to train in plain torch."""
         pair = begin(lane, setting, Form(AdamW, {}, "auto"))
         params = list(pair.model.parameters())
         batches = inputs(6, lane)
@@ -248,7 +248,7 @@ class OptimizerScripts(Tier):
 
 
 def _iterate_first_part(pair: Pair, x: torch.Tensor) -> None:
-    """One iteration, here and in plain torch, on a loss that only the first parameter has a part in."""
+    """One iteration, under xamp and in plain torch, on a loss that uses only the first parameter."""
     for optimizer in (pair.optimizer, pair.plain_optimizer):
         optimizer.zero_grad()
     run_backward(pair.model.first(x[:4]), pair.optimizer)
@@ -258,7 +258,7 @@ def _iterate_first_part(pair: Pair, x: torch.Tensor) -> None:
 
 
 class _Refusal(torch.autograd.Function):
-    """Raises in backward. Not a tensor's hook: a device whose guard is written in Python does not outlive that."""
+    """Raises in backward. A tensor's hook that raises would crash a device whose guard is written in Python."""
 
     @staticmethod
     def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ class _Refusal(torch.autograd.Function):
 
 
 def _fail(pair: Pair, x: torch.Tensor, when: str) -> None:
-    """A ``scale_loss`` whose body raises before, inside or after backward."""
+    """Run a ``scale_loss`` whose body raises before, inside or after backward."""
     refusing = (lambda _, args: tuple(map(_Refusal.apply, args))) if when == "inside" else None
     handle = None if refusing is None else pair.model.second.register_forward_pre_hook(refusing)
     x = x.clone().requires_grad_() if when == "inside" else x

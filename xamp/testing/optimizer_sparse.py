@@ -25,7 +25,7 @@ SPARSE: dict[str, Any] = {
 
 
 class _Words(nn.Module):
-    """An embedding with sparse gradients, and dense parameters."""
+    """An embedding with sparse gradients, and a :class:`Dot` with dense ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class _Words(nn.Module):
 
 
 class SparseGradients(Tier):
-    """Sparse gradients train as in plain torch, or not at all."""
+    """Sparse gradients train as in plain torch; an overflow changes nothing."""
 
     tier = "optimizers"
 
     @at_levels(lambda row: not row.steps_lower)
     @pytest.mark.parametrize("name", SPARSE)
     def test_sparse_gradients(self, lane: Lane, level: str, name: str) -> None:
-        """Sparse gradients, with an index twice, accumulated over two batches, train as in fp32."""
+        """Sparse gradients with a repeated index, accumulated over two batches, train as in fp32."""
         model, plain_model, optimizers, plain_optimizers = _start_words(lane, level, name)
         ids = [torch.tensor(each, device=lane.device) for each in ([1, 3, 3], [0, 7], [5], [1, 1], [2, 3], [3])]
         batches = list(zip(ids, inputs(6, lane), strict=True))
@@ -60,7 +60,7 @@ class SparseGradients(Tier):
     @pytest.mark.parametrize("name", SPARSE)
     @pytest.mark.parametrize("spoilt", ["table", "head"])
     def test_sparse_overflow(self, lane: Lane, level: str, name: str, spoilt: str) -> None:
-        """An overflow among sparse gradients, or beside them, changes nothing."""
+        """An overflow in sparse gradients, or in dense ones beside them, changes nothing."""
         model, _, optimizers, _ = _start_words(lane, level, name)
         ids, (first, second) = torch.tensor([1, 3, 3], device=lane.device), inputs(2, lane)
         _words_iterate(model, optimizers, [(ids, first)], scaled=True)
@@ -78,7 +78,7 @@ class SparseGradients(Tier):
 
 
 def _start_words(lane: Lane, level: str, name: str) -> tuple[Any, Any, list[Optimizer], list[Optimizer]]:
-    """A model with an embedding and its twin, and the optimizers of each."""
+    """A model with an embedding, its twin, and the optimizers of each."""
     lane.need(level)
     model = _Words().to(lane.device)
     plain_model = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def _start_words(lane: Lane, level: str, name: str) -> tuple[Any, Any, list[Opti
 def _words_iterate(
     model: Any, optimizers: Sequence[Optimizer], batches: Sequence[tuple[torch.Tensor, torch.Tensor]], scaled: bool
 ) -> None:
-    """One iteration over several batches of indices and inputs; ``scaled``: under xamp."""
+    """Run one iteration over several batches of indices and inputs; ``scaled``: under xamp."""
     for optimizer in optimizers:
         optimizer.zero_grad()
     for ids, x in batches:

@@ -1,4 +1,4 @@
-"""Tier optimizers, first part: each, in each form, takes the steps of a plain loop or none, alone or beside others."""
+"""Tier optimizers, first part: each optimizer, in each form, steps as in a plain loop or skips."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OptimizerSteps(Tier):
     @each_setting
     @each_form
     def test_update_equals_plain(self, lane: Lane, setting: str, form: Form) -> None:
-        """Steps are those of a plain loop in fp32 (at O3: in fp16), and the parameters are the masters, rounded."""
+        """Steps equal those of a plain fp32 loop (at O3: an fp16 loop), and the parameters are the masters, rounded."""
         pair = begin(lane, setting, form, growth_interval=2)
         for x in inputs(6, lane):
             iterate(pair.model, pair.optimizer, x)
@@ -58,7 +58,7 @@ class OptimizerSteps(Tier):
     @each_form
     @pytest.mark.parametrize("before", [0, 2], ids=["first-step", "later-step"])
     def test_skipped_step_changes_nothing(self, lane: Lane, setting: str, form: Form, before: int) -> None:
-        """Weights, masters and optimizer state stay, to the bit; training goes on as if the batch had not been."""
+        """A skip keeps weights, masters and state to the bit; training continues as if the batch had not existed."""
         pair = begin(lane, setting, form)
         batches = inputs(before + 4, lane)
         for x in batches[:before]:
@@ -80,7 +80,7 @@ class OptimizerSteps(Tier):
     @scaled
     @pytest.mark.parametrize("name", FUSIBLE)
     def test_fused_works_or_is_refused(self, lane: Lane, level: str, name: str) -> None:
-        """An optimizer that its user made fused steps and skips rightly, declared or not; or the call is refused."""
+        """A user's ``fused=True`` optimizer steps and skips correctly, declared or not; or xamp refuses it."""
         lane.need(level)
         form = Form(FUSIBLE[name], {}, "fused")
         declared = name in lane.can.fused_optimizers
@@ -111,7 +111,7 @@ class OptimizerSteps(Tier):
     @scaled
     @pytest.mark.parametrize("name", FUSIBLE)
     def test_declared_form_is_used(self, lane: Lane, level: str, name: str) -> None:
-        """The fused form runs where it is declared and the choice is open; a state does not say so."""
+        """If the user left the form open, a declared fused form is used; the optimizer's state does not show it."""
         lane.need(level)
         model = Dot().to(lane.device)
         optimizer = FUSIBLE[name](model.parameters(), lr=LR)
@@ -123,7 +123,7 @@ class OptimizerSteps(Tier):
     @each_fused
     @pytest.mark.parametrize("how", ["xamp", "torch"])
     def test_two_optimizers_joint_loss_and_clip(self, lane: Lane, level: str, fused: Any, how: str) -> None:
-        """Two optimizers on one loss, each clipped, step as in fp32, while the scale grows."""
+        """Two optimizers on one loss, each clipped, step as in fp32 while the scale grows."""
         pairs = _two(lane, level, init_scale=1024.0, growth_interval=2, fused=fused)
         for x in inputs(6, lane):
             _joint_backward(pairs, x)
@@ -140,7 +140,7 @@ class OptimizerSteps(Tier):
     @each_fused
     @pytest.mark.parametrize("overflow_at", [0, 3])
     def test_overflow_in_one_of_two(self, lane: Lane, level: str, fused: Any, overflow_at: int) -> None:
-        """On a joint loss only the optimizer that overflowed skips (both, where all that there is to see is a flag)."""
+        """On a joint loss only the optimizer that overflowed skips (on a chip with a flag, both)."""
         pairs = _two(lane, level, init_scale=1024.0, fused=fused)
         for count, x in enumerate(inputs(6, lane)):
             overflows = count == overflow_at
@@ -160,7 +160,7 @@ class OptimizerSteps(Tier):
     @scaled
     @each_fused
     def test_overflow_in_one_of_two_losses(self, lane: Lane, level: str, fused: Any) -> None:
-        """Each with a loss of its own, on any chip only the optimizer skips whose loss overflowed."""
+        """If each optimizer has its own loss, only the one whose loss overflowed skips, on every chip."""
         pairs = _two(lane, level, init_scale=1024.0, fused=fused)
         for count, x in enumerate(inputs(6, lane)):
             for index, pair in enumerate(pairs):
@@ -183,7 +183,7 @@ class OptimizerSteps(Tier):
     @scaled
     @each_fused
     def test_growth_between_two(self, lane: Lane, level: str, fused: Any) -> None:
-        """The scale grows between the backwards of two optimizers, and neither's update changes its size."""
+        """The scale grows between the backwards of two optimizers; that changes the size of neither's update."""
         pairs = _two(lane, level, init_scale=8.0, growth_interval=1, fused=fused)
         for x in inputs(3, lane):
             for pair in pairs:
@@ -199,7 +199,7 @@ class OptimizerSteps(Tier):
     @few_forms
     @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf], ids=str)
     def test_clipping_sees_plain_gradients(self, lane: Lane, setting: str, form: Form, norm_type: float) -> None:
-        """The norm to clip by is that of the gradients in fp64, and what remains of them has the norm asked for."""
+        """Clipping uses the norm of the unscaled gradients, as in fp64, and leaves gradients of the requested norm."""
         pair = begin(lane, setting, form, init_scale=1024.0)
         stepped = stepped_as(setting)  # a norm of fp16 gradients is rounded to fp16
         exact_to = 1e-6 if stepped == torch.float32 else 2 * torch.finfo(stepped).eps
@@ -215,7 +215,7 @@ class OptimizerSteps(Tier):
 
 
 def _beside(model: Dot, form: Form) -> Pair:
-    """A model and its twin, both in plain torch as yet."""
+    """A model and its twin, neither given to ``initialize`` yet."""
     plain = copy.deepcopy(model)
     return Pair(model, form.make(model.parameters()), plain, form.make(plain.parameters()))
 
@@ -231,7 +231,7 @@ def _two(lane: Lane, level: str, **options: Any) -> list[Pair]:
 
 
 def _joint_backward(pairs: list[Pair], x: torch.Tensor, overflow_on: Lane | None = None) -> None:
-    """The backward of one loss for all, here and in plain torch; on a lane it overflows in the first model."""
+    """Backward of one joint loss, under xamp and in plain torch; ``overflow_on``: the first model overflows there."""
     optimizers: list[Optimizer] = [pair.optimizer for pair in pairs]
     for optimizer in (*optimizers, *(pair.plain_optimizer for pair in pairs)):
         optimizer.zero_grad()
@@ -242,7 +242,7 @@ def _joint_backward(pairs: list[Pair], x: torch.Tensor, overflow_on: Lane | None
 
 
 def _clip(pair: Pair, how: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm before, here and in plain torch."""
+    """Clip, under xamp and in plain torch; return both norms before clipping."""
     if how == "xamp":
         found = xamp.clip_grad_norm_(pair.optimizer, MAX_NORM)
     else:

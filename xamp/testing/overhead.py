@@ -1,6 +1,6 @@
-"""Tier overhead: what mixed precision by xamp costs over what a script does by hand, in time and memory.
+"""Tier overhead: what xamp costs more than mixed precision by hand, in time and memory.
 
-Never seconds: a ratio of two ways in one process, or bytes of tensors.
+It measures ratios of two sides in one process, or bytes of tensors; never seconds.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from xamp.testing.tier import Tier, at_levels, casting
 __all__ = ["Overhead"]
 
 STEP_RATIO = 1.25
-"""A training step's time over that of the loop by hand. A CPU: 0.85."""
+"""A training step's time over that of the loop by hand. Measured on a CPU: 0.85."""
 FORWARD_RATIO = 1.5
-"""A forward's over that of the same in ``torch.autocast``. A CPU: 1.0."""
+"""A forward's time over that of the same in ``torch.autocast``. Measured on a CPU: 1.0."""
 FLAG_STEP_RATIO = 2.0
-"""A step's where a chip's overflow flag is lowered and read by operators of their own. An emulated chip: 1.5."""
+"""The step's ratio if extra operators lower and read a chip's overflow flag. Measured on an emulated chip: 1.5."""
 FLAG_RATIO = 3.0
-"""A forward's there, of one small layer. A CPU: 1.5; an emulated chip: 2.2."""
+"""The forward's ratio on such a chip, for one small layer. A CPU: 1.5; an emulated chip: 2.2."""
 MEMORY_RATIO = 1.02
-"""Peak bytes where operators are cast over those of the loop by hand. A CPU: 1.0."""
+"""Peak bytes at O1 and O4 over those of the loop by hand. Measured on a CPU: 1.0."""
 MASTER_BYTES = 18.5
-"""Peak bytes a parameter with masters and Adam: 2 of the parameter, 4 each of master, gradient and two moments, and
-what is in transit. A CPU: 18.1, and 18.3 where Adam is not fused."""
+"""Peak bytes for each parameter at O2 and O5 with Adam: 2 for the parameter, 4 each for master, gradient and the two
+moments, and temporaries. Measured on a CPU: 18.1, and 18.3 if Adam is not fused."""
 
 LAYERS, WIDTH = 48, 96
 
 FORMS: dict[str, dict[str, bool]] = {"SGD-foreach": {"foreach": True}, "SGD-fused": {"fused": True}}
-"""By name: how SGD is made, ours and by hand."""
+"""By name: the arguments of SGD, the same on both sides."""
 
 
 class Overhead(Tier):
-    """What mixed precision by xamp costs over what a script does by hand."""
+    """What xamp costs more than mixed precision by hand."""
 
     tier = "overhead"
 
@@ -86,7 +86,7 @@ class Overhead(Tier):
 
     @casting
     def test_peak_memory(self, lane: Lane, level: str) -> None:
-        """Training takes no more memory than by ``torch.autocast`` and ``torch.amp.GradScaler``."""
+        """Training takes no more memory than with ``torch.autocast`` and ``torch.amp.GradScaler``."""
         lane.need(level)
         dtype = getattr(torch, dtype_of(level))
         ours = _peak(lane, level)
@@ -95,7 +95,7 @@ class Overhead(Tier):
 
     @at_levels(lambda row: row.master_weights)
     def test_memory_of_masters(self, lane: Lane, level: str) -> None:
-        """With Adam, masters and all, training takes 18.5 bytes a parameter at most."""
+        """With Adam and masters, training takes at most 18.5 bytes for each parameter."""
         lane.need(level)
         assert _peak(lane, level) / (LAYERS * WIDTH**2) <= MASTER_BYTES
 
@@ -104,7 +104,7 @@ class Overhead(Tier):
 
 
 class OwnScaler:
-    """The part of a GradScaler that a loop needs, by operators that every device has."""
+    """The part of a GradScaler that a loop needs, made of operators that every device has."""
 
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.full((), 2.0**16, device=device)
@@ -115,23 +115,23 @@ class OwnScaler:
         return loss * self._scale
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients, and looks at them."""
+        """Divides the gradients by the scale, and checks that they are finite."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(grads, self._scale.reciprocal())
         self._finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Steps, unless something was not finite."""
+        """Steps, unless a gradient was not finite."""
         if bool(self._finite):
             optimizer.step()
 
     def update(self) -> None:
-        """Moves the scale."""
+        """Halves the scale after an overflow."""
         self._scale.copy_(torch.where(self._finite, self._scale, self._scale / 2))
 
 
 def scaler_by_hand(lane: Lane, enabled: bool = True) -> Any:
-    """A GradScaler of torch's; where that does not run on the device, one of operators that do."""
+    """A torch GradScaler; if that does not run on the device, an :class:`OwnScaler`."""
     if not lane.has_grad_scaler:
         return OwnScaler(lane.device)
     return torch.amp.GradScaler(lane.kind, enabled=enabled, growth_interval=10**6)
@@ -141,9 +141,9 @@ def scaler_by_hand(lane: Lane, enabled: bool = True) -> Any:
 
 
 class _Ready(torch.autograd.Function):
-    """A loss whose backward is one multiplication, so that it hides nothing of the rest.
+    """A loss whose backward is one multiplication, so that it does not hide the cost of the rest.
 
-    The gradients are views of one buffer that backward fills, and are put in place here: autograd would take longer.
+    The gradients are views of one buffer. Backward fills it and puts them in place; autograd would take longer.
     """
 
     @staticmethod
@@ -181,7 +181,7 @@ class Steps:
         self.optimizer.step()
 
     def by_hand(self, scaler: Any) -> None:
-        """The same by a GradScaler."""
+        """The same step with a GradScaler."""
         self.optimizer.zero_grad()
         scaler.scale(self.loss).backward(retain_graph=True)
         scaler.unscale_(self.optimizer)
@@ -190,7 +190,7 @@ class Steps:
 
 
 class Raised(nn.Linear):
-    """A linear layer whose result is cast to fp32: what xamp does with outputs, on both sides."""
+    """A linear layer whose result is cast to fp32, on both sides, as xamp casts outputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, 4) -> (N, 4), fp32."""
@@ -201,7 +201,7 @@ class Raised(nn.Linear):
 
 
 def _peak(lane: Lane, level: str | None = None, scaler: Any = None, dtype: Any = None) -> int:
-    """Peak bytes of the third step of training with Adam, all told: at ``level``, or else by hand."""
+    """Peak bytes of all tensors in the third training step with Adam: at ``level``, or by hand if that is None."""
     gc.collect()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(lane.device)
     optimizer = _adam(model.parameters(), lane)
@@ -219,7 +219,7 @@ def _peak(lane: Lane, level: str | None = None, scaler: Any = None, dtype: Any =
 
 
 def _adam(params: Iterable[nn.Parameter], lane: Lane) -> Optimizer:
-    """The form that needs the least: fused, which xamp chooses and which is asked for by hand, else one by one."""
+    """Adam in the form that needs the least memory: fused if declared (on both sides), else the for-loop."""
     fused = "Adam" in lane.can.fused_optimizers
     return Adam(params, lr=1e-4, fused=True) if fused else Adam(params, lr=1e-4, foreach=False)
 

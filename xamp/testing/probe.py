@@ -1,4 +1,4 @@
-"""Tier probe: the device is what its backend says."""
+"""Tier probe: the device does what its backend declares."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["Probe"]
 
 DTYPES = ("float32", "float16", "bfloat16")
 EPS = {"float32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Relative error of a product of two numbers: for fp32 what TF32 gives, else a unit in the last place."""
+"""Bound on the relative error of a product of two numbers: for fp32 that of TF32, else a unit in the last place."""
 
 
 class Probe(Tier):
-    """The device is what its backend says."""
+    """The device does what its backend declares."""
 
     tier = "probe"
 
     def test_device_string(self, lane: Lane) -> None:
-        """Every tensor of a session lies on the device of the model, whatever the backend is called."""
+        """Every tensor of a session is on the model's device, whatever the backend is called."""
         assert lane.kind in lane.backend.spec.device_types
         with_masters = levels_where(lambda row: row.master_weights)
         level = next((level for level in with_masters if lane.declares(level)), best_level(()).name)
@@ -48,7 +48,7 @@ class Probe(Tier):
         assert {grad.device for grad in grads if grad is not None} == {pair.model.first.weight.device}
 
     def test_report(self, lane: Lane) -> None:
-        """``available_backends`` shows it as usable, with its devices and what they can do."""
+        """``available_backends`` reports the backend as usable, with its devices and capabilities."""
         (report,) = [each for each in xamp.available_backends() if each.name == str(lane)]
         assert report.usable, report.reason
         assert report.devices
@@ -57,16 +57,16 @@ class Probe(Tier):
         assert report.capabilities is not None
 
     def test_declarations(self, lane: Lane) -> None:
-        """Each thing that it declares is so, as ``xamp doctor`` tries it."""
+        """All that the backend declares holds when ``xamp doctor`` tries it."""
         assert [finding.text for finding in find_mismatches(lane.backend, lane.device)] == []
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_product(self, lane: Lane, dtype: str) -> None:
-        """A product of matrices is right in each dtype, to about a unit in the last place; fp32 at least as TF32."""
+        """A matrix product is right to about a unit in the last place of its dtype; in fp32 at least of TF32."""
         if dtype != "float32":
             lane.need(dtype)
         a, b = (torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)) + 0.5 for seed in (1, 2))
-        for left in (a, torch.diag(a[0])):  # sums, in which errors cancel, and single products, in which they show
+        for left in (a, torch.diag(a[0])):  # in sums errors cancel; in single products they show
             lowered = [each.to(lane.device, getattr(torch, dtype)) for each in (left, b)]
             exact = lowered[0].cpu().double() @ lowered[1].cpu().double()
             error = ((lowered[0] @ lowered[1]).cpu().double() - exact).abs() / exact
@@ -74,7 +74,7 @@ class Probe(Tier):
 
     @pytest.mark.parametrize("dtype", DTYPES[1:])
     def test_inf_stays(self, lane: Lane, dtype: str) -> None:
-        """Where it declares that an overflow shows as inf, a product that overflows is inf and 0 / 0 nan."""
+        """If the backend declares that an overflow shows as inf, an overflowing product is inf, and 0 / 0 is nan."""
         lane.need(dtype)
         if lane.can.overflow != "inf":
             lane.lacks("that an overflow shows as inf")
@@ -86,7 +86,7 @@ class Probe(Tier):
 
     @pytest.mark.parametrize("size", [1, 7, 1000])
     def test_overflow_is_found(self, lane: Lane, size: int) -> None:
-        """``unscale_`` finds an overflow in any of the gradients, and none where there was none before or since."""
+        """``unscale_`` finds an overflow in any gradient, and reports none in later calls without an overflow."""
         for spoilt in (0, None, 2, None):
             found, inverse = torch.zeros((), device=lane.device), torch.full((), 0.5, device=lane.device)
             lane.backend.clear_overflow(lane.device)
@@ -98,7 +98,7 @@ class Probe(Tier):
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
     def test_one_value_is_enough(self, lane: Lane, value: float) -> None:
-        """One inf or nan among many values, in any dtype, last or in the middle."""
+        """``unscale_`` finds one inf or nan among many values, in any dtype and at any place."""
         if lane.can.overflow != "inf":
             lane.lacks("that an overflow shows as inf")
         for dtype in ("float32", *lane.can.dtypes):
@@ -111,7 +111,7 @@ class Probe(Tier):
 
     @pytest.mark.parametrize("inverse", [0.5, 2.0**-16, 1 / 3, 1.0])
     def test_unscale_multiplies(self, lane: Lane, inverse: float) -> None:
-        """``unscale_`` multiplies each gradient by the inverse, of any shape, layout in memory and dtype, in place."""
+        """``unscale_`` multiplies gradients of any shape, memory layout and dtype by the inverse, in place."""
         shapes = [(), (1,), (5,), (3, 4), (2, 3, 4, 5), (0,)]
         for dtype in ("float32", *lane.can.dtypes):
             grads = [torch.rand(shape).add(1).to(lane.device, getattr(torch, dtype)) for shape in shapes]
@@ -127,7 +127,7 @@ class Probe(Tier):
                 torch.testing.assert_close(grad.cpu(), exact.to(grad.dtype), rtol=EPS[dtype], atol=0)
 
     def test_flag_is_only_raised(self, lane: Lane) -> None:
-        """``unscale_`` never lowers a flag that is up, and takes an empty list."""
+        """``unscale_`` never writes 0.0 into ``found_inf``, and accepts an empty list."""
         up, one = torch.ones((), device=lane.device), torch.ones((), device=lane.device)
         lane.backend.clear_overflow(lane.device)
         lane.backend.unscale_([torch.ones(4, device=lane.device)], up, one)
@@ -137,7 +137,7 @@ class Probe(Tier):
         assert down.item() == 0.0
 
     def test_flag_is_asked_alone(self, lane: Lane) -> None:
-        """A chip with a flag tells it, as often as it is asked until the next backward, without gradients too."""
+        """On a chip with a flag ``unscale_`` can read it repeatedly until it is cleared, also without gradients."""
         if lane.can.overflow != "flag":
             lane.lacks("a flag that tells of an overflow")
         lane.backend.clear_overflow(lane.device)
@@ -154,7 +154,7 @@ class Probe(Tier):
 
     @every_level
     def test_undeclared_level_is_refused(self, lane: Lane, level: str) -> None:
-        """What it does not declare is an error that names what it does, and changes nothing."""
+        """A level that the backend does not declare is an error that names those it does; nothing changes."""
         model = Dot().to(lane.device)
         optimizer = sgd(model.parameters())
         before = picture(model, optimizer)
@@ -167,7 +167,7 @@ class Probe(Tier):
         assert_same(picture(model, optimizer), before)
 
     def test_auto_is_declared(self, lane: Lane) -> None:
-        """``auto`` takes bf16 where that is fast, else fp16 where that is, else fp32."""
+        """``auto`` takes O4 if bf16 is fast, else O1 if fp16 is fast, else O0."""
         model = Dot().to(lane.device)
         xamp.initialize(model, verbosity=0)
         fast = lane.can.fast_dtypes
@@ -176,7 +176,7 @@ class Probe(Tier):
         assert (policy.dtype, policy.casts_parameters) == (getattr(torch, wanted), False)
 
     def test_runtime(self, lane: Lane) -> None:
-        """``xamp.accel`` reaches the device: it is counted, current and can be waited for."""
+        """``xamp.accel`` reaches the device: it can count devices and wait for them."""
         runtime: Any = lane.backend.runtime(lane.kind)
         count = runtime.device_count() if hasattr(runtime, "device_count") else 1
         assert count >= 1
@@ -185,7 +185,7 @@ class Probe(Tier):
             runtime.synchronize()
 
     def test_seed(self, lane: Lane) -> None:
-        """The same seed gives the same numbers on the device, another one others."""
+        """The same seed gives the same numbers on the device; another seed gives others."""
         draws = []
         for seed in (3, 3, 4):
             torch.manual_seed(seed)
@@ -194,7 +194,7 @@ class Probe(Tier):
         assert not torch.equal(draws[0], draws[2])
 
     def test_probing_draws_no_numbers(self, lane: Lane) -> None:
-        """A fresh probe leaves the generators, and so a seeded run, as they are."""
+        """A fresh probe leaves the random generators as they are, so a seeded run does not change."""
         torch.manual_seed(5)
         expected = torch.rand(4), torch.rand(4, device=lane.device).cpu()
         torch.manual_seed(5)
@@ -205,7 +205,7 @@ class Probe(Tier):
         assert torch.equal(torch.rand(4, device=lane.device).cpu(), expected[1])
 
     def test_ledger(self, lane: Lane, request: pytest.FixtureRequest) -> None:
-        """Each entry of the ledger names a clause that there is."""
+        """Each entry of the ledger names an existing clause."""
         owner = request.node.getparent(pytest.Class)
         assert owner is not None
         clauses = [clause_of(item) for item in owner.collect()]
@@ -213,7 +213,7 @@ class Probe(Tier):
         assert [entry.clause for entry in unknown] == []
 
     def test_registered(self, lane: Lane) -> None:
-        """It is found by its name, and by its device's type where none of higher priority serves that."""
+        """The registry finds the backend by its name, and lists it for its device type."""
         assert registry.resolve(str(lane), lane.kind) is lane.backend
         serving = [spec for spec in registry.REGISTRY.specs() if lane.kind in spec.device_types]
         assert lane.backend.spec in serving

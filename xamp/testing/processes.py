@@ -1,4 +1,4 @@
-"""Python processes of their own, in which the lane on trial is there too, though only this process knew its backend.
+"""Child processes that have the lane on trial too, even if its backend is registered only in this process.
 
 ``python -m xamp.testing.processes LANE MODULE ARGUMENT...`` calls ``main(lane, *arguments)`` of the module.
 """
@@ -26,12 +26,12 @@ def command(lane: Lane, module: str, *arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> Mapping[str, str]:
-    """This process's environment, with which a child finds what this one imported from."""
+    """This process's environment, with its import path, so that a child imports the same modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
 
 
 def main(described: str, module: str, *arguments: str) -> None:
-    """What the child does."""
+    """Run in the child: register the backend, open the lane, and call ``main`` of ``module``."""
     found = json.loads(described)
     spec = spec_of(found["spec"])
     if spec not in registry.REGISTRY.specs():

@@ -1,4 +1,4 @@
-"""What each rank runs; see :class:`xamp.testing.ranks.Ranks`. Nothing is judged here: what is found goes back."""
+"""The functions that each rank runs; see :class:`xamp.testing.ranks.Ranks`. They return results and check nothing."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from xamp.testing.shared import Shared, local, saturating, spoiling, whole, wrap
 
 __all__ = ["BODIES", "main"]
 
-_WAIT = datetime.timedelta(seconds=60)  # for a rank that does not come to a collective call
+_WAIT = datetime.timedelta(seconds=60)  # timeout of a collective call that another rank does not reach
 
 
 def main(lane: Lane, meeting: str) -> None:
-    """Run what is asked for on stdin, until it ends.
+    """Run the requests that arrive on stdin, until it ends.
 
     Args:
-        lane: Of this rank, its device included.
-        meeting: A file in which the ranks find each other.
+        lane: This rank's lane, with its device.
+        meeting: A file through which the ranks find each other.
     """
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anybody prints is no reply
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that other code prints must not look like a reply
     torch.set_num_threads(1)
     if lane.device.index is not None:
         xamp.accel.set_device(lane.device)
@@ -53,11 +53,11 @@ def main(lane: Lane, meeting: str) -> None:
         replies.write(json.dumps(found) + "\n")
         replies.flush()
         gc.collect()  # no model outlives its body
-    os._exit(0)  # threads of a process group may abort the interpreter on its way out
+    os._exit(0)  # threads of a process group may abort the interpreter while it shuts down
 
 
 def add_up(lane: Lane) -> int:
-    """How many ranks there are, by asking them."""
+    """The number of ranks, found by an all-reduce."""
     one = torch.ones((), device=lane.device)
     dist.all_reduce(one)
     return int(one.item())
@@ -77,19 +77,19 @@ def train(
     early: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Train; gives what came of each step.
+    """Train, and return the result of each step.
 
     Args:
-        lane: Of this rank.
-        level: Of ``initialize``.
+        lane: This rank's lane.
+        level: For ``initialize``.
         wrapper: See :func:`wrap`.
-        steps: How many.
+        steps: How many steps to take.
         spoilt: Steps at which the device of rank 1 overflows.
         flags: The chip saturates and raises a flag.
-        apart: Each rank is a group of its own to xamp.
-        seeds: Of the weights, by rank.
-        window: Micro-batches a step, of which the last is reduced.
-        early: The device overflows in the first of them, not in the last.
+        apart: Each rank is its own process group for xamp.
+        seeds: Seeds of the weights, by rank.
+        window: Micro-batches in a step; only the last one is reduced.
+        early: The device overflows in the first micro-batch, not in the last.
         **options: For ``initialize``.
     """
     rank = dist.get_rank()
@@ -110,7 +110,7 @@ def train(
 
 
 def accumulate(shared: Shared, step: int, micro: int, spoil: bool) -> dict[str, Any]:
-    """A backward that is not reduced: the scale after it, and whether clipping and stepping are refused."""
+    """Run a backward that is not reduced; return the scale after it, and the errors of clipping and stepping."""
     with shared.postponed():
         shared.backward(micro_batch(shared.lane, step, micro, dist.get_rank()), spoil)
     return {
@@ -121,7 +121,7 @@ def accumulate(shared: Shared, step: int, micro: int, spoil: bool) -> dict[str, 
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """The StateError that ``call`` raises; empty where it does not."""
+    """The text of the StateError that ``call`` raises; empty if it raises none."""
     try:
         call()
     except StateError as error:
@@ -130,7 +130,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def collapse(lane: Lane, level: str, limit: int) -> dict[str, Any]:
-    """One good step, then rank 1 alone overflows: at which step each rank is told that it goes on for ever."""
+    """After one good step rank 1 alone overflows; return the step at which this rank raises LossScaleCollapsed."""
     shared = Shared(lane, level, "none", init_scale=1.0)
     for step in range(limit):
         shared.optimizer.zero_grad()
@@ -143,7 +143,7 @@ def collapse(lane: Lane, level: str, limit: int) -> dict[str, Any]:
 
 
 def logged(lane: Lane, level: str) -> list[str]:
-    """What the logger ``xamp`` is given in three steps, of which rank 1 overflows in the second."""
+    """The messages of the logger ``xamp`` in three steps; rank 1 overflows in the second."""
     records: list[logging.LogRecord] = []
     handler, logger = logging.Handler(), logging.getLogger("xamp")
     handler.emit = records.append  # type: ignore[method-assign,assignment]
@@ -151,7 +151,7 @@ def logged(lane: Lane, level: str) -> list[str]:
     logger.setLevel(logging.INFO)
     try:
         shared = Shared(lane, level, "none", verbosity=1, fused=False)
-        records.clear()  # what initialize says
+        records.clear()  # drop the messages of initialize
         take(shared, range(3), spoilt=1)
     finally:
         logger.removeHandler(handler)
@@ -159,7 +159,7 @@ def logged(lane: Lane, level: str) -> list[str]:
 
 
 def resume(lane: Lane, level: str, folder: str) -> dict[str, Any]:
-    """Train, save on rank 0, train on; then all ranks load that into fresh objects, and train the same steps."""
+    """Train, save on rank 0, train on; then all ranks load the file into fresh objects and train the same steps."""
     path = Path(folder) / f"{level}.pt"
     first = Shared(lane, level, "ddp", growth_interval=3)
     take(first, range(6), spoilt=1)
@@ -179,7 +179,7 @@ def resume(lane: Lane, level: str, folder: str) -> dict[str, Any]:
 
 
 def take(shared: Shared, steps: range, spoilt: int) -> None:
-    """Train; the device of rank 1 overflows at one of the steps."""
+    """Train; the device of rank 1 overflows at step ``spoilt``."""
     rank = dist.get_rank()
     for step in steps:
         shared.optimizer.zero_grad()
@@ -188,7 +188,7 @@ def take(shared: Shared, steps: range, spoilt: int) -> None:
 
 
 def wrapped_before(lane: Lane, level: str, wrapper: str) -> dict[str, Any]:
-    """What ``initialize`` says to a model that is wrapped already, and whether that is as it was."""
+    """The error of ``initialize`` on a model that is already wrapped, and whether the model is unchanged."""
     torch.manual_seed(0)
     model = wrap(lane, wrapper, Dot().to(lane.device))
     optimizer = sgd(model.parameters())
@@ -200,7 +200,7 @@ def wrapped_before(lane: Lane, level: str, wrapper: str) -> dict[str, Any]:
 
 
 def by_hand(lane: Lane, wrapper: str, spoilt: int) -> list[dict[str, Any]]:
-    """Train in fp32 under ``GradScaler``; gives the scale and the weights after each step."""
+    """Train in fp32 with ``GradScaler``; return outcome, scale and weights after each step."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model: Any = Dot().to(lane.device)

@@ -1,6 +1,6 @@
-"""Two processes in one process group, which run one body after the other and tell what they found.
+"""Two processes in one process group. They run one body (a function of ``rank_bodies``) after another, and reply.
 
-They are started when the first body is asked for. One that fails or hangs ends both: the next body gets fresh ones.
+They start with the first body. If one process fails or hangs, both are ended, and the next body gets fresh ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ WORLD = 2
 LIMIT = 120.0
 """Seconds after which a body counts as hanging."""
 
-_GRACE = 5.0  # what the other ranks get to end by themselves when one has failed
-_SHOWN = 4000  # characters of a rank's stderr
+_GRACE = 5.0  # seconds in which the other ranks may end by themselves after one has failed
+_SHOWN = 4000  # characters of a rank's stderr to show
 
 
 def micro_batch(lane: Lane, step: int, micro: int = 0, rank: int = 0) -> torch.Tensor:
@@ -44,8 +44,8 @@ class Ranks:
     """The ranks of one lane.
 
     Args:
-        lane: Rank r runs on the device of its type with index r; all on one where there is no other.
-        folder: Where they meet, and their stderr goes.
+        lane: Rank r runs on the device of the lane's type with index r; if there is only one, all ranks share it.
+        folder: The folder for the file that the ranks meet in, and for their stderr.
     """
 
     def __init__(self, lane: Lane, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Ranks:
 
     @functools.cached_property
     def work(self) -> bool:
-        """Whether the ranks can talk to each other; on a single device not every library lets them."""
+        """Whether the ranks can communicate; not every library allows that on a single device."""
         if self._lane.kind == HOST or not _is_alone(self._lane):
             return True
         try:
@@ -65,9 +65,10 @@ class Ranks:
             return False
 
     def run(self, body: str, **arguments: Any) -> list[Any]:
-        """Run a function of :mod:`xamp.testing.rank_bodies` in all ranks; gives what each returned.
+        """Run a function of :mod:`xamp.testing.rank_bodies` in all ranks; return each rank's result.
 
-        The clause fails where a rank raises, ends, or takes longer than :data:`LIMIT`; says which, and its stderr.
+        The clause fails if a rank raises, ends, or takes longer than :data:`LIMIT`; the message names the rank and
+        shows its stderr.
         """
         if not self._ranks:
             self._start()
@@ -82,18 +83,18 @@ class Ranks:
         return [result for result, _ in replies]
 
     def stop(self, at_once: bool = False) -> None:
-        """End the ranks."""
+        """End the processes of all ranks."""
         for rank in self._ranks:
             rank.stop(at_once)
         self._ranks = []
 
     def _start(self) -> None:
-        self._started += 1  # a group meets in a file of its own
+        self._started += 1  # each group needs a fresh file to meet in
         meeting = self._folder / f"meeting{self._started}"
         self._ranks = [_Rank(self._lane, index, meeting) for index in range(WORLD)]
 
     def _replies(self, deadline: float) -> list[tuple[Any, str]]:
-        """What each rank returned, and what is wrong with it: nothing where that is empty."""
+        """Each rank's result, and what went wrong in it; an empty text means nothing did."""
         replies: dict[int, tuple[Any, str]] = {}
         while len(replies) < len(self._ranks) and time.monotonic() < deadline:
             for index, rank in enumerate(self._ranks):
@@ -134,14 +135,14 @@ class _Rank:
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
 
     def ask(self, request: object) -> None:
-        """Send a request; one that has ended shows in its reply."""
+        """Send a request. If the process has ended, :meth:`reply` says so."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
 
     def reply(self) -> tuple[Any, str] | None:
-        """The result and what is wrong; None where there is none within a moment."""
+        """The result and what went wrong; None if there is no reply within a moment."""
         try:
             line = self._lines.get(timeout=0.02)
         except queue.Empty:
@@ -152,11 +153,11 @@ class _Rank:
         return found.get("result"), found.get("error", "")
 
     def said(self) -> str:
-        """The end of its stderr."""
+        """The end of the process's stderr."""
         return self._stderr.read_text(errors="replace")[-_SHOWN:]
 
     def stop(self, at_once: bool) -> None:
-        """End the process, which leaves by itself when nothing more is asked of it."""
+        """End the process: close its stdin and wait; kill it if it does not end, or ``at_once``."""
         if at_once:
             self._process.kill()
         assert self._process.stdin is not None

@@ -1,4 +1,4 @@
-"""Counts how often the host waits for a device to tell it a number."""
+"""Counts how often the host waits to read a number from a device."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["HostReads", "host_as_device", "no_waiting"]
 
 
 class HostReads(TorchDispatchMode):
-    """While open, counts scalars read from a device, and copies from it that do not go their own way.
+    """While open, counts scalars read from a device, and copies from it that are not asynchronous.
 
-    On the host itself every read counts, whoever does it: there what a plain loop reads has to be taken off.
+    On the host itself every read counts, by any code. There the caller has to subtract the reads of a plain loop.
 
     Attributes:
-        names: What read, one entry a read.
+        names: The operator or method of each read.
     """
 
     paused: ClassVar[bool] = False
-    """What is read has long been on the host."""
-    METHODS = ("item", "tolist", "cpu")  # which host memory may answer without the dispatcher
+    """True while the code reads numbers that have long been on the host, which does not count."""
+    METHODS = ("item", "tolist", "cpu")  # on host memory these may not go through the dispatcher
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ class HostReads(TorchDispatchMode):
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of reads."""
         return len(self.names)
 
     def __enter__(self) -> HostReads:
@@ -73,7 +73,7 @@ class HostReads(TorchDispatchMode):
             self.names.append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note ``func`` if it brings numbers to the host."""
+        """Count ``func`` if it brings numbers to the host."""
         read = None if self._inside else _read_by(func, args, kwargs or {})
         if read is not None:
             self._note(str(func), read)
@@ -81,7 +81,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _read_by(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor whose numbers the host waits for in ``func``."""
+    """The tensor whose numbers the host waits for in ``func``; None if it does not wait."""
     read: torch.Tensor | None = None
     if func is torch.ops.aten._local_scalar_dense.default:
         read = args[0]
@@ -95,14 +95,14 @@ def _read_by(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | Non
 
 
 class _Arrived:
-    """The event of a copy that is there."""
+    """The event of a copy that has already finished."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
 class _LateHistory(History):
-    """A history that is copied, and read many steps later, as on a device that copies while the host goes on."""
+    """A history that is copied and read many steps later, as on a device with asynchronous copies."""
 
     def __init__(self, state: DeviceState) -> None:
         super().__init__(state)
@@ -118,7 +118,7 @@ class _LateHistory(History):
 
 @contextlib.contextmanager
 def no_waiting(lane: Lane) -> Iterator[None]:
-    """Where the device's runtime can raise at the first operation that waits, let it."""
+    """If the device's runtime can raise at the first operation that waits, turn that on while the context is open."""
     set_mode = getattr(lane.backend.runtime(lane.kind), "set_sync_debug_mode", None)
     if set_mode is None:
         yield
@@ -132,9 +132,9 @@ def no_waiting(lane: Lane) -> Iterator[None]:
 
 @contextlib.contextmanager
 def host_as_device(device: torch.device) -> Iterator[None]:
-    """Let sessions made here keep the record of their steps on the host as they do on an accelerator.
+    """Make sessions created in the context record their steps on the host as they do on an accelerator.
 
-    The host's own memory is read at once, for that waits for nothing; so the way that a device takes would not run.
+    Normally a session on the host reads at once, because that waits for nothing; the accelerator's path would not run.
     """
     if device.type != registry.HOST:
         yield

@@ -1,4 +1,4 @@
-"""Tier levels, second part: a region casts what runs in it, in each thread, and ends where it ends."""
+"""Tier levels, second part: a region casts what runs inside it, in each thread, and nothing outside."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Regions"]
 
 
 class Regions(Tier):
-    """A region casts what runs in it, and ends where it ends."""
+    """A region casts what runs inside it, and nothing outside."""
 
     tier = "levels"
 
     @every_level
     def test_state_after_forward(self, lane: Lane, level: str) -> None:
-        """A forward, one that raises, and one within another model's leave autocast as it was."""
+        """A forward leaves autocast's state unchanged: also if it raises, and inside another model's forward."""
         model, _ = start(lane, level)
         other, _ = start(lane, "O0")
         before = _autocast(lane)
@@ -52,7 +52,7 @@ class Regions(Tier):
 
     @every_level
     def test_plain_code_beside(self, lane: Lane, level: str) -> None:
-        """Operators outside of the model run as without xamp, before and after a training step."""
+        """Operators outside the model run as without xamp, before and after a training step."""
         x = torch.rand(4, 4, device=lane.device)
         plain = [x @ x, torch.softmax(x, 0), (x @ x).exp()]
         model, optimizer = start(lane, level)
@@ -63,7 +63,7 @@ class Regions(Tier):
 
     @every_level
     def test_threads(self, lane: Lane, level: str) -> None:
-        """The model runs the same in another thread, and in two at once."""
+        """The model gives the same results in two other threads at once."""
         model, _ = start(lane, level)
         model.eval()
         wanted, seen = model(batch(lane)), dict(model.seen)
@@ -85,7 +85,7 @@ class Regions(Tier):
 
     @casting
     def test_disabled_inside(self, lane: Lane, level: str) -> None:
-        """In a region, ``torch.autocast(enabled=False)`` and ``disable_casts`` do what they say, and end."""
+        """In a region ``torch.autocast(enabled=False)`` and ``disable_casts`` stop the casts until their block ends."""
         model, _ = start(lane, level)
         lower, seen = getattr(torch, str(LEVELS[level].dtype)), []
 
@@ -102,7 +102,7 @@ class Regions(Tier):
 
     @casting
     def test_registered_function(self, lane: Lane, level: str) -> None:
-        """Functions of the user's get the arguments that were chosen for them, in regions only."""
+        """A user's decorated function gets arguments in its registered dtype, in regions only."""
         model, _ = start(lane, level)
         lower = getattr(torch, str(LEVELS[level].dtype))
         half, full = xamp.half_function(_dtypes_of), xamp.float_function(_dtypes_of)
@@ -127,7 +127,7 @@ class Regions(Tier):
             assert twice(x).dtype == torch.float32
 
     def test_autocast(self, lane: Lane) -> None:
-        """``xamp.autocast`` is fp16 unless told otherwise, follows the portable table, and ends where it ends."""
+        """``xamp.autocast`` is fp16 by default, follows the portable table, and restores autocast's state."""
         lane.need("float16", "portable")
         before, x = _autocast(lane), torch.ones(4, 4, device=lane.device)
         with xamp.autocast():
@@ -153,7 +153,7 @@ def _dtypes_of(*tensors: torch.Tensor) -> tuple[torch.dtype, ...]:
 
 
 class _operator:
-    """While the context is open there is an operator that doubles its argument, cast under autocast."""
+    """A context in which an operator exists that doubles its argument and has an autocast rule."""
 
     _count: Iterator[int] = iter(range(1 << 30))
 
@@ -165,7 +165,7 @@ class _operator:
     def __enter__(self) -> Any:
         try:
             self._made.register_autocast(self._lane.kind, self._lower)
-        except ValueError:  # older torches know of two types of device
+        except ValueError:  # older torches accept only two device types
             self._lane.lacks("autocast rules of torch.library's operators, which torch does not take here")
         return self._made
 

@@ -1,7 +1,7 @@
-"""Runs the suite without a test file of one's own: what the command does, and what a test of the suite does.
+"""Runs the suite without a test file: for the command ``xamp conformance``, and for tests of the suite.
 
-pytest does the work, kept apart from whatever there is for other tests: no configuration, conftest or cache of the
-working folder, no options or plugins that the environment names, none that are installed.
+pytest does the work, isolated from other tests: it uses no configuration, conftest or cache of the working folder, no
+options or plugins that the environment names, and no installed plugins.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ OUTCOMES = ("passed", "failed", "known gap", "not declared", "skipped")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of one clause on one lane.
+    """The result of one clause on one lane.
 
     Attributes:
-        lane: Title of the lane: the backend's name, and the device's index where one is named.
+        lane: Title of the lane: the backend's name, and the device's index if one is given.
         clause: Name of the clause.
         outcome: One of :data:`OUTCOMES`.
-        reason: Why, in one line; empty for one that passed.
+        reason: Why, in one line; empty if the clause passed.
         seconds: How long it took.
-        text: Of a failure, the traceback and what was logged.
+        text: For a failure, the traceback and captured output.
     """
 
     lane: str
@@ -54,10 +54,10 @@ class Result:
 
 
 class Listener:
-    """Is told how the run goes; does nothing."""
+    """Receives the events of a run. This base does nothing with them."""
 
     def begin(self, counts: dict[tuple[str, str], int]) -> None:
-        """Called once, with the number of clauses by lane and tier."""
+        """Called once, before the run, with the number of clauses by lane and tier."""
 
     def start(self, lane: str, clause: str) -> None:
         """Called before each clause."""
@@ -72,17 +72,17 @@ def run(
     """Run the suite.
 
     Args:
-        lanes: On what.
-        clauses: Names or globs of those to run, with or without their parameters in brackets; empty: all.
-        listener: Is told how it goes.
-        ledger: Known gaps, in place of what the backend's spec names.
+        lanes: The lanes to run on.
+        clauses: Names or globs of the clauses to run, with or without their parameters in brackets; empty: all.
+        listener: Receives the events of the run.
+        ledger: Known gaps, in place of the ledger that the backend's spec names.
 
     Returns:
         A result for each clause, in the order in which they ran.
 
     Raises:
-        PolicyError: a name in ``clauses`` is that of no clause.
-        KeyboardInterrupt: somebody interrupted it.
+        PolicyError: a name in ``clauses`` matches no clause.
+        KeyboardInterrupt: the user interrupted the run.
         RuntimeError: pytest itself failed, or left clauses out.
     """
     plugin = _Plugin(lanes, clauses, listener or Listener(), ledger)
@@ -107,7 +107,7 @@ def run(
 
 @contextlib.contextmanager
 def _no_other_pytest() -> Iterator[None]:
-    """Without options and plugins that are meant for other tests."""
+    """Hide the options and plugins that the environment names for other tests."""
     with mock.patch.dict(os.environ, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"):
         for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
             os.environ.pop(name, None)
@@ -115,7 +115,7 @@ def _no_other_pytest() -> Iterator[None]:
 
 
 class _Plugin:
-    """Chooses clauses and keeps what comes of them."""
+    """A pytest plugin that selects clauses and keeps their results."""
 
     def __init__(self, lanes: Sequence[Lane], clauses: Sequence[str], listener: Listener, ledger: str) -> None:
         self._lanes = lanes
@@ -131,14 +131,14 @@ class _Plugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
-        """Let there be something to collect; imported only here, where pytest explains the asserts in it."""
+        """Fill the module to collect. It is imported only here, so that pytest can explain the asserts in it."""
         from xamp.testing import suite
 
         with suite.on(self._lanes, self._ledger):
             return (yield)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep the clauses that are wanted."""
+        """Keep the selected clauses only."""
         names = {clause_of(item) for item in items}
         self.unknown = [wanted for wanted in self._wanted if not any(_is_wanted(name, [wanted]) for name in names)]
         items[:] = [item for item in items if not self._wanted or _is_wanted(clause_of(item), self._wanted)]
@@ -164,13 +164,13 @@ class _Plugin:
         self._phases.append(report)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Make one result of the phases."""
+        """Combine the phases into one result."""
         result = _result(*self._names[nodeid], self._phases)
         self.results.append(result)
         self._listener.end(result)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keep why collecting failed."""
+        """Keep the reason why collecting failed."""
         if report.failed:
             self.trouble = report.longreprtext
 

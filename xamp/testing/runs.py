@@ -1,4 +1,4 @@
-"""Runs that are saved and resumed: how they train, what of them is saved, what must be alike afterwards."""
+"""Training runs that are saved and resumed: how they train, what is saved, and what must be equal afterwards."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "O5_dynamic": {"level": "O5", "loss_scale": "dynamic"},
     "O1_static": {"level": "O1", "loss_scale": 32.0},
 }
-"""Arguments of ``initialize`` that differ in what a checkpoint has to hold."""
+"""Arguments of ``initialize``; each variant needs other contents in a checkpoint."""
 
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "xamp")))
-"""In which the three states may be loaded."""
+"""The orders in which the three states may be loaded."""
 
 _ROWS = 16
 
 
 class Net(nn.Module):
-    """Two linear layers; between them a batch norm, whose buffers are state too, and dropout, which draws numbers."""
+    """Two linear layers; between them batch norm, which has buffers, and dropout, which draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Run:
     optimizer: Optimizer
 
     def part(self, name: str) -> Any:
-        """What has the state of that name, one of those in :data:`ORDERS`."""
+        """The object whose state has this name, one of those in :data:`ORDERS`."""
         return {"model": self.model, "optimizer": self.optimizer, "xamp": xamp.session(self.optimizer)}[name]
 
     @property
@@ -80,12 +80,12 @@ class Run:
 
 
 def start(lane: Lane, variant: str = "O2", *, seed: int = 1, optimizer: str = "SGD", **options: Any) -> Run:
-    """A run whose scale starts at 64 and grows after three clean updates.
+    """Make a run whose scale starts at 64 and grows after three clean updates.
 
     Args:
-        lane: Where; the clause ends there if it does not declare the level.
+        lane: The lane to run on. If it does not declare the level, the clause ends here.
         variant: One of :data:`VARIANTS`.
-        seed: Of the weights.
+        seed: Seed of the weights.
         optimizer: ``"SGD"``, with momentum, or ``"Adam"``.
         **options: For ``initialize``.
     """
@@ -101,9 +101,9 @@ def start(lane: Lane, variant: str = "O2", *, seed: int = 1, optimizer: str = "S
 
 
 def train(run: Run, steps: Iterable[int], overflows: Collection[int] = ()) -> list[str]:
-    """Take ``steps``, whose numbers choose the data; gives what each came to.
+    """Take ``steps``, whose numbers choose the data; return the outcome of each.
 
-    The device overflows at those in ``overflows``, where the level would notice.
+    The device overflows at the steps in ``overflows``, if the level checks gradients.
     """
     outcomes = []
     for step in steps:
@@ -116,12 +116,12 @@ def train(run: Run, steps: Iterable[int], overflows: Collection[int] = ()) -> li
                 run.lane.overflow_(run.model.inner.weight.grad)
         run.optimizer.step()
         last = xamp.session(run.optimizer).last_step
-        outcomes += [] if last is None else [last.name]  # a disabled session tells nothing
+        outcomes += [] if last is None else [last.name]  # a disabled session has no outcome
     return outcomes
 
 
 def through_a_file(state: Any) -> Any:
-    """What is loaded where ``state`` was saved; nothing but plain data gets through."""
+    """Save ``state`` and load it again; only plain data passes."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -134,19 +134,19 @@ def save(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, state: Mapping[str, Any], order: Sequence[str] = ORDERS[0]) -> None:
-    """Load what is named in ``order``, in that order."""
+    """Load the states named in ``order``, in that order."""
     for name in order:
         run.part(name).load_state_dict(state[name])
 
 
 def exact(run: Run) -> dict[str, torch.Tensor]:
-    """What the optimizer steps, by the parameter's name, copied to host memory."""
+    """The tensors that the optimizer steps, by the parameter's name, copied to host memory."""
     names = [name for name, _ in run.model.named_parameters()]
     return {n: p.detach().cpu().clone() for n, p in zip(names, xamp.master_params(run.optimizer), strict=True)}
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """All that must be alike where one run goes on as another does, copied."""
+    """A copy of all that must be equal if two runs are in the same state."""
     return copy.deepcopy(
         {
             "parameters": {name: param.detach() for name, param in run.model.named_parameters()},

@@ -1,4 +1,4 @@
-"""What the tier of scaling goes by: the rule of a dynamic loss scale, and sequences of overflows."""
+"""The reference of tier scaling: the rule of a dynamic loss scale, and sequences of overflows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Rule", "overflows"]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A dynamic loss scale in closed form, in the host's numbers rounded to fp32 as the device's are.
+    """The rule of a dynamic loss scale, computed on the host and rounded to fp32 as on the device.
 
     Attributes:
-        start, growth, backoff, interval, floor, ceiling: As ``initialize`` calls them, in a word.
+        start, growth, backoff, interval, floor, ceiling: Short names for the arguments in :attr:`options`.
     """
 
     start: float = 64.0
@@ -40,7 +40,7 @@ class Rule:
         }
 
     def scales(self, spoilt: Iterable[bool]) -> Iterator[float]:
-        """The scale after each update, of which those that are true found an overflow."""
+        """Yield the scale after each update; an item of ``spoilt`` says whether that update found an overflow."""
         scale, clean = min(max(self.start, self.floor), self.ceiling), 0
         for overflow in spoilt:
             clean = 0 if overflow else clean + 1
@@ -52,7 +52,7 @@ class Rule:
 
 
 def overflows(count: int, share: float = 0.15, seed: int = 0) -> list[bool]:
-    """Which of ``count`` iterations overflow: some alone, some in a row, a ``share`` of all."""
+    """Say for each of ``count`` iterations whether it overflows: a random ``share`` of them, some in a row."""
     draw = random.Random(seed)
     return [draw.random() < share for _ in range(count)]
 

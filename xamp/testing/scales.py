@@ -1,4 +1,4 @@
-"""Tier scaling, first part: how a loss scale moves and stops, what a static one does, what that costs and tells."""
+"""Tier scaling, first part: how a loss scale moves, what a static scale does, waits for the device, and reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ unscaled = at_levels(lambda row: not row.scales)
 each_fused = pytest.mark.parametrize("fused", [False, "auto"], ids=["unfused", "auto"])
 
 RULES = {
-    "wide": Rule(interval=3, ceiling=2.0**15),  # beyond which fp16 gradients overflow by themselves
+    "wide": Rule(interval=3, ceiling=2.0**15),  # at larger scales fp16 gradients overflow by themselves
     "tight": Rule(interval=1, floor=4.0, ceiling=256.0),
     "bounds-between": Rule(interval=2, floor=24.0, ceiling=200.0),
     "odd-factors": Rule(growth=3.0, backoff=0.25, interval=2, floor=0.5, ceiling=5000.0),
@@ -49,7 +49,7 @@ RULES = {
 
 
 class Scales(Tier):
-    """Loss scales move by the rule, and tell what they did."""
+    """Loss scales move by the rule, and a session reports what happened."""
 
     tier = "scaling"
 
@@ -57,7 +57,7 @@ class Scales(Tier):
     @each_fused
     @pytest.mark.parametrize("rule", RULES)
     def test_scale_sequence(self, lane: Lane, level: str, fused: Any, rule: str) -> None:
-        """300 steps with overflows: start, growth, backoff, the count that an overflow restarts, floor and ceiling."""
+        """Over 300 steps with overflows the scale follows the rule: growth, backoff, count, floor and ceiling."""
         spoilt = overflows(300)
         pair = start(lane, level, fused=fused, **RULES[rule].options)
         found = []
@@ -77,13 +77,13 @@ class Scales(Tier):
         ("init", "at"), [(2.0**16, 2.0**16), (2.0**30, 2.0**24), (0.25, 1.0)], ids=["inside", "above", "below"]
     )
     def test_start_within_bounds(self, lane: Lane, init: float, at: float) -> None:
-        """The scale starts at ``init_scale``, or at the bound that this passes."""
+        """The scale starts at ``init_scale``, clamped to the floor and the ceiling."""
         assert xamp.loss_scale(start(lane, "O1", init_scale=init).optimizer) == at
 
     @scaled
     @each_fused
     def test_floor(self, lane: Lane, level: str, fused: Any) -> None:
-        """200 overflows in a row: the scale is the floor, the weights stay, and every 50 at the floor are reported."""
+        """After 200 overflows in a row the scale is the floor and the weights are unchanged; each 50 are reported."""
         pair = start(lane, level, fused=fused, init_scale=2.0**15)
         x = inputs(1, lane)[0]
         iterate(pair.model, pair.optimizer, x)
@@ -96,12 +96,12 @@ class Scales(Tier):
                 reported.append(count)
                 messages.add(str(error))
             assert xamp.loss_scale(pair.optimizer) == max(2.0 ** (15 - count), 1.0)
-        late = reported[0] - (15 + 50) if reported else None  # what is read late, so as not to wait, is known late
+        late = reported[0] - (15 + 50) if reported else None  # if the host does not wait, it reads late
         assert late in ((0, HISTORY_LAG) if fused else (0,))
         assert [later - earlier for earlier, later in itertools.pairwise(reported)] == [50, 50]
         (message,) = messages
         assert "min_loss_scale=1" in message
-        assert "second.weight" in message or lane.can.overflow == "flag"  # where there is no inf to see
+        assert "second.weight" in message or lane.can.overflow == "flag"  # a flag does not say which gradient it was
         assert_same(picture(pair.model, pair.optimizer), still)
         assert xamp.session(pair.model).stats.skipped == 200
         iterate(pair.model, pair.optimizer, x)
@@ -110,7 +110,7 @@ class Scales(Tier):
 
     @scaled
     def test_clean_step_restarts_the_count_to_collapse(self, lane: Lane, level: str) -> None:
-        """49 overflows at the floor, a clean step, and 49 more are no collapse; the next is."""
+        """49 overflows at the floor, a clean step, and 49 more do not collapse; the next one does."""
         pair = start(lane, level, init_scale=1.0, fused=False)
         x = inputs(1, lane)[0]
         for _ in range(2):
@@ -126,7 +126,7 @@ class Scales(Tier):
     @scaled
     @pytest.mark.parametrize("options", [{"loss_scale": 128}, {"loss_scale": "1000"}], ids=["128", "1000"])
     def test_static_scale_skips(self, lane: Lane, level: str, options: dict[str, Any]) -> None:
-        """A static scale other than 1 is checked: the step is skipped, the scale stays, 50 in a row are reported."""
+        """A static scale other than 1 is checked: an overflow skips, the scale stays, 50 in a row are reported."""
         _check_static(start(lane, level, fused=False, **options), lane, float(options["loss_scale"]))
 
     @unscaled
@@ -136,7 +136,7 @@ class Scales(Tier):
 
     @scaled
     def test_static_scale_that_steps(self, lane: Lane, level: str) -> None:
-        """``on_static_overflow="step"`` takes every step, as Apex does, and unscales rightly."""
+        """``on_static_overflow="step"`` applies every step, as Apex does, and unscales correctly."""
         pair = start(lane, level, loss_scale=128, on_static_overflow="step")
         for x in inputs(3, lane):
             iterate(pair.model, pair.optimizer, x)
@@ -150,7 +150,7 @@ class Scales(Tier):
 
     @unscaled
     def test_static_one_is_a_pass_through(self, lane: Lane, level: str) -> None:
-        """At a static scale of 1 the loss is not scaled: without masters it is handed through as it is."""
+        """At a static scale of 1 ``scale_loss`` returns the loss itself."""
         pair = start(lane, level)
         for x in inputs(3, lane):
             pair.optimizer.zero_grad()
@@ -161,15 +161,15 @@ class Scales(Tier):
             pair.optimizer.step()
             assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("APPLIED", 1.0)
 
-    # ---------------------------------------------------------------- what it costs and what it tells
+    # ---------------------------------------------------------------- waits for the device, and reports
 
     @managed
     @pytest.mark.parametrize("way", ["auto", "fused"])
     @pytest.mark.parametrize("name", FUSIBLE)
     def test_no_host_reads_when_fused(self, lane: Lane, level: str, way: str, name: str) -> None:
-        """Under a dynamic scale a step of a declared fused optimizer, clipped, never waits for the device.
+        """Under a dynamic scale a clipped step of a declared fused optimizer never waits for the device.
 
-        Where torch has no pinned memory or no events for it, and so cannot copy without waiting, it waits once.
+        If torch has no pinned memory or no events for the device, it cannot copy without waiting, and waits once.
         """
         form = Form(FUSIBLE[name], {}, way)
         Form(FUSIBLE[name], {}, "fused").need(lane)
@@ -181,20 +181,20 @@ class Scales(Tier):
     @pytest.mark.parametrize("options", [{}, {"loss_scale": 128}], ids=["dynamic", "static"])
     @pytest.mark.parametrize("name", ["SGD", "Adam"])
     def test_one_host_read_when_unfused(self, lane: Lane, level: str, options: dict[str, Any], name: str) -> None:
-        """A step of any other optimizer waits once at most."""
+        """A step of an unfused optimizer waits at most once."""
         form = Form(FUSIBLE[name], {}, "foreach")
         assert len(_reads(lane, level, form, options)) <= STEPS
 
     @every_level
     def test_no_host_reads_when_static(self, lane: Lane, level: str) -> None:
-        """A static scale of 1, or one that is never checked, waits for nothing."""
+        """A step under a static scale of 1, or one that is never checked, does not wait."""
         options = {"loss_scale": 128, "on_static_overflow": "step"} if LEVELS[level].scales else {}
         assert _reads(lane, level, Form(FUSIBLE["SGD"], {}, "foreach"), options, strict=True) == []
 
     @scaled
     @each_fused
     def test_outcomes_can_be_read(self, lane: Lane, level: str, fused: Any) -> None:
-        """``last_step``, ``stats`` and ``loss_scale`` say what happened, from the model and from the optimizer."""
+        """``last_step``, ``stats`` and ``loss_scale`` report what happened, by the model and by the optimizer."""
         pair = start(lane, level, fused=fused)
         sessions = [xamp.session(pair.model), xamp.session(pair.optimizer)]
         assert [session.last_step for session in sessions] == [None, None]
@@ -212,7 +212,7 @@ class Scales(Tier):
     def test_overflow_is_logged(
         self, lane: Lane, level: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Each skipped step is one record of the logger ``xamp``, with the new scale; nothing is printed."""
+        """Each skipped step gives one record of the logger ``xamp``, with the new scale; nothing is printed."""
         with caplog.at_level(logging.INFO, logger="xamp"):
             pair = start(lane, level, verbosity=1, fused=False)
             capfd.readouterr()
@@ -243,7 +243,7 @@ def _check_static(pair: Pair, lane: Lane, scale: float) -> None:
 
 
 def _reads(lane: Lane, level: str, form: Form, options: dict[str, Any], strict: bool = False) -> list[str]:
-    """What the host reads in 20 steps, but for as many reads as a plain loop has; ``strict``: waiting is an error."""
+    """The reads of the host in 20 steps, less those of a plain loop; ``strict``: a wait raises."""
     with host_as_device(lane.device):
         pair = start(lane, level, lambda params: form.make(params, LEVELS[level].steps_lower), **options)
     x = inputs(1, lane)[0]
@@ -259,7 +259,7 @@ def _reads(lane: Lane, level: str, form: Form, options: dict[str, Any], strict: 
 
     counted = []
     for run in (one, plain):
-        for _ in range(3):  # a parameter's first fused step is decided on the host
+        for _ in range(3):  # the host decides about a parameter's first fused step
             run()
         with HostReads(lane.device) as reads, no_waiting(lane) if strict and run is one else contextlib.nullcontext():
             for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""A model that ranks share under the wrappers of torch, and how one of them overflows."""
+"""A model that ranks share under torch's wrappers, and ways to make one rank overflow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shared:
             self.outer = wrap(lane, wrapper, self.model)
 
     def backward(self, x: torch.Tensor, spoil: bool = False) -> None:
-        """``scale_loss`` and backward; ``spoil``: this rank's device overflows, before anything is reduced."""
+        """Run ``scale_loss`` and backward; ``spoil``: this rank's device overflows, under DDP before the reduction."""
         before_reduction = spoil and self.wrapper == "ddp"
         with xamp.scale_loss(self.outer(x), self.optimizer) as scaled:
             with spoiling(self.lane, self.model.first.weight) if before_reduction else contextlib.nullcontext():
@@ -47,7 +47,7 @@ class Shared:
 
     @contextlib.contextmanager
     def postponed(self) -> Iterator[None]:
-        """The wrapper does not reduce."""
+        """A context in which the wrapper does not reduce gradients."""
         if self.wrapper == "fsdp2":
             self.outer.set_requires_gradient_sync(False)
             yield
@@ -57,27 +57,27 @@ class Shared:
                 yield
 
     def weights(self) -> list[list[float]]:
-        """What is stepped, whole, in host memory."""
+        """The tensors that the optimizer steps, unsharded, in host memory."""
         if self.wrapper == "fsdp1":
             with FullyShardedDataParallel.summon_full_params(self.outer, writeback=False):
                 return [p.detach().flatten().tolist() for p in self.outer.parameters()]
         return [whole(p).tolist() for p in xamp.master_params(self.optimizer)]
 
     def gradients(self) -> list[list[float]]:
-        """Of what is stepped, unscaled; only where this rank has all of them."""
+        """The unscaled gradients of the stepped tensors; empty if they are sharded."""
         if self.wrapper.startswith("fsdp"):
             return []
         return [p.grad.tolist() for p in xamp.master_params(self.optimizer) if p.grad is not None]
 
     def told(self) -> dict[str, Any]:
-        """What the last step came to, and what is left."""
+        """Outcome, scale, weights and parameters after the last step."""
         outcome, scale = xamp.session(self.optimizer).last_step, xamp.loss_scale(self.optimizer)
         follows = [whole(p).tolist() for p in self.model.parameters()] if self.wrapper != "fsdp1" else []
         return {"outcome": outcome.name, "scale": scale, "weights": self.weights(), "parameters": follows}
 
 
 def wrap(lane: Lane, wrapper: str, model: nn.Module) -> nn.Module:
-    """``model`` under a wrapper of torch's: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``; ``"none"``: itself."""
+    """``model`` under a wrapper of torch: ``"ddp"``, ``"fsdp1"``, ``"fsdp2"``; ``"none"``: the model itself."""
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp1":
@@ -88,20 +88,20 @@ def wrap(lane: Lane, wrapper: str, model: nn.Module) -> nn.Module:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
     found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """All of a tensor, on every rank."""
+    """The whole tensor, on every rank."""
     found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach()
 
 
 @contextlib.contextmanager
 def spoiling(lane: Lane, param: torch.Tensor) -> Iterator[None]:
-    """While this is open the device overflows in the gradient of ``param``, before a wrapper sees that."""
+    """A context in which the device overflows in the gradient of ``param``, before a wrapper sees the gradient."""
 
     def spoil(grad: torch.Tensor) -> torch.Tensor:
         spoilt = grad.clone()
@@ -117,7 +117,7 @@ def spoiling(lane: Lane, param: torch.Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saturating(lane: Lane) -> Iterator[None]:
-    """The lane's backend, as for a chip that saturates: an overflow raises a flag, and leaves a large number."""
+    """Make the lane's backend act like a chip that saturates: an overflow raises a flag and gives a large number."""
     backend: Any = lane.backend
     plain, up = backend.unscale_, [False]
 

@@ -1,4 +1,4 @@
-"""States that other scalers wrote, and states of xamp with something in them that does not fit."""
+"""States that other scalers wrote, and states of xamp that contain something that does not fit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RECORDED: Mapping[str, tuple[Any, list[tuple[float, int]]]] = {
         [(2.0**i, i % 3) for i in range(12)],
     ),
 }
-"""States as other scalers wrote them -> scale and growth tracker of each loss in a run whose scale starts at 64.
+"""By name: a state as another scaler wrote it, and the scale and growth tracker of each loss after loading it.
 
-A scale below this run's floor of 1 stops at it, and one that was static there leaves this run's.
+The run that loads it starts at a scale of 64. A scale below its floor of 1 becomes 1. A static scale is not loaded.
 """
 
 
 def with_other_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with other numbers in it, so that whatever of it is taken over shows."""
+    """``state`` with other numbers in it: if a run takes over any part of it, that shows."""
     made = copy.deepcopy(state)
     for scaler in made["scalers"]:
         scaler.update(scale=2.0, growth_tracker=1, dynamic=True)
@@ -43,7 +43,7 @@ def with_other_numbers(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set(*path: Any, to: Any) -> Callable[[dict[str, Any]], str]:
-    """Puts ``to`` into a state at ``path``; gives the key that the message must name."""
+    """A function that puts ``to`` into a state at ``path`` and returns the key that the message must name."""
 
     def put(state: dict[str, Any]) -> str:
         functools.reduce(lambda found, key: found[key], path[:-1], state)[path[-1]] = to
@@ -80,4 +80,4 @@ UNFIT: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "name": _set("masters", 0, "no.such.weight", to=torch.zeros(3)),
     "shape": _last_master_of_another_shape,
 }
-"""Each breaks a state of a run with one dynamic scale; gives what the message must match."""
+"""Functions that break the state of a run with one dynamic scale; each returns a pattern for the error message."""

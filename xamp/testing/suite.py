@@ -1,4 +1,4 @@
-"""What :func:`xamp.testing.run.run` makes pytest collect: while it runs, one class a lane stands here."""
+"""The module that :func:`xamp.testing.run.run` makes pytest collect: it holds one class for each lane during a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["on"]
 
 @contextlib.contextmanager
 def on(lanes: Sequence[Lane], ledger: str = "") -> Iterator[None]:
-    """Let the classes of ``lanes`` stand in this module."""
+    """Put one class for each of ``lanes`` into this module while the context is open."""
     names = [f"Test_{index}_" + re.sub(r"\W", "_", f"{lane}_{lane.device}") for index, lane in enumerate(lanes)]
     for name, lane in zip(names, lanes, strict=True):
         told = {"backend": str(lane), "device": str(lane.device), "require": tuple(sorted(lane.required))}

@@ -1,6 +1,6 @@
-"""What the tiers of the suite share: the lane that a clause runs on, its name, levels, the ledger, a guard on state.
+"""The common base of all tiers: a clause's lane and its name, the ledger, and a guard on torch's global state.
 
-Levels are told apart by the rows of :data:`xamp.policy.LEVELS`, and named by none but clauses about one of them.
+Clauses choose levels by the rows of :data:`xamp.policy.LEVELS`. Only a clause about one level names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ managed = at_levels(lambda row: row.manages_gradients)
 
 
 def clause_of(item: Any) -> str:
-    """The name of the clause that a pytest item is: ``"probe.seed"``, ``"operators.result_dtype[mm-float16]"``."""
+    """The clause name of a pytest item: ``"probe.seed"``, ``"operators.result_dtype[mm-float16]"``."""
     *_, owner = (base for base in item.cls.__mro__ if item.originalname in vars(base))
     return f"{owner.tier}.{item.name.removeprefix('test_')}"
 
@@ -40,11 +40,11 @@ class Tier:
     """Base of the tiers.
 
     Attributes:
-        tier: The tier's name; several classes may make up one.
+        tier: The tier's name; several classes may belong to one tier.
         backend: Name of the backend on trial; ``"auto"``: the best one for ``device``.
-        device: Such as ``"cuda:1"``; empty: the first device type that the backend serves.
+        device: The device, such as ``"cuda:1"``; empty: the first device type that the backend serves.
         require: Capabilities whose absence is a failure; see :data:`xamp.testing.CAPABILITIES`.
-        ledger: Known gaps: a path, or ``"package:file"``. Empty: what the backend's spec names.
+        ledger: Known gaps: a path, or ``"package:file"``. Empty: the ledger that the backend's spec names.
     """
 
     tier: ClassVar[str] = ""
@@ -55,7 +55,7 @@ class Tier:
 
     @pytest.fixture
     def lane(self, monkeypatch: pytest.MonkeyPatch) -> Lane:
-        """The device and backend on trial; xamp takes them too, in child processes as well."""
+        """The device and backend on trial; the environment makes xamp use them, also in child processes."""
         if not __debug__:
             pytest.fail("Python runs with -O, which takes the checks out: run it without", pytrace=False)
         lane = open_lane(self.backend, self.device, self.require)
@@ -65,7 +65,7 @@ class Tier:
 
     @pytest.fixture(autouse=True)
     def _known_gap(self, lane: Lane, request: pytest.FixtureRequest) -> None:
-        """Expect what the ledger names to fail."""
+        """Expect the clause to fail if the ledger names it."""
         entry = _ledger(self.ledger or lane.backend.spec.ledger).on(lane.device_name).of(clause_of(request.node))
         if entry is not None:
             reason = f"{entry.reason} ({entry.link})"
@@ -75,8 +75,8 @@ class Tier:
     def _one_thread(self) -> Iterator[None]:
         """Compute with one thread of the host.
 
-        Kernels this small lose by a second one, a hundredfold on a busy machine, and sums that several share end in
-        other last bits from run to run.
+        A second thread makes kernels this small slower, a hundredfold on a busy machine. If several threads share a
+        sum, its last bits change from run to run.
         """
         before = torch.get_num_threads()
         torch.set_num_threads(1)
@@ -85,7 +85,7 @@ class Tier:
 
     @pytest.fixture(autouse=True)
     def _nothing_left_behind(self, lane: Lane) -> Iterator[None]:
-        """Seed; and fail a clause after which torch's state is other than before."""
+        """Seed torch, and fail a clause that leaves torch's global state changed."""
         torch.manual_seed(0)
         before = _state(lane.kind)
         yield
@@ -97,7 +97,7 @@ class Tier:
 
 
 def _state(kind: str) -> dict[str, Any]:
-    """Of torch in this thread: what other code would compute differently by."""
+    """The settings of torch in this thread that change what other code computes."""
     state: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
@@ -110,7 +110,7 @@ def _state(kind: str) -> dict[str, Any]:
 
 
 def _restore(state: dict[str, Any], kind: str) -> None:
-    """So that one clause's fault is not the next one's."""
+    """Restore torch's settings, so that a clause's fault does not affect the next clause."""
     torch.set_default_dtype(state["default dtype"])
     torch.set_grad_enabled(state["gradients"])
     torch.set_autocast_cache_enabled(state["autocast cache"])

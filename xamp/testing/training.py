@@ -1,4 +1,4 @@
-"""Trains a task under xamp, in plain torch and by hand; and its gradients, by each of them and in fp64."""
+"""Trains a task, and computes its gradients: under xamp, in plain torch, by hand with torch.amp, and in fp64."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 FIRST_SCALE = 1024.0
-"""Of the loss scale: the gradients of no task here overflow under it."""
+"""The initial loss scale; under it no task's gradients overflow."""
 
 Gradients = Mapping[str, torch.Tensor]
-"""By name of the parameter, in fp64 on the CPU, dense."""
+"""Gradients by the parameter's name, in fp64 on the CPU, dense."""
 
 
 @dataclasses.dataclass
@@ -43,12 +43,12 @@ class Loop:
     """A task in training.
 
     Attributes:
-        task: What is trained.
-        lane: Where.
+        task: The task.
+        lane: The lane that it trains on.
         model: The model.
-        optimizers: Its optimizers.
+        optimizers: The model's optimizers.
         managed: Whether xamp manages them; else the loop is plain torch.
-        run: What is called in the model's place, such as its compiled form.
+        run: What the loop calls in place of the model, such as its compiled form.
         losses: The loss of the first phase, or the task's curve, before each step.
     """
 
@@ -61,7 +61,7 @@ class Loop:
     losses: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def step(self, spoil: Callable[[], object] | None = None) -> None:
-        """One training step; ``spoil`` is called after each backward, before the gradients are looked at."""
+        """Take one training step; ``spoil`` is called after each backward, before the gradients are checked."""
         batch = self.task.batch(len(self.losses), self.lane.device)
         run = self.model if self.run is None else self.run
         if self.task.curve is not None:
@@ -82,19 +82,19 @@ class Loop:
                 optimizer.step()
 
     def steps(self, count: int) -> torch.Tensor:
-        """Train on; returns all losses so far, (steps,), fp32, on the CPU."""
+        """Take ``count`` steps; return all losses so far, (steps,), fp32, on the CPU."""
         for _ in range(count):
             self.step()
         return torch.stack(self.losses).float().cpu()
 
     def stepped(self) -> list[torch.Tensor]:
-        """Copies of what the optimizers step, masters or parameters, on the CPU."""
+        """Copies of the tensors that the optimizers step, masters or parameters, on the CPU."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [p.detach().cpu().clone() for group in groups for p in group["params"]]
 
 
 def start_loop(task: Task, lane: Lane, level: str | None, *, sgd: bool = False, **options: Any) -> Loop:
-    """Ready for the first step.
+    """Make a loop that is ready for its first step.
 
     Args:
         task: What is trained; the same weights each time.
@@ -114,7 +114,7 @@ def start_loop(task: Task, lane: Lane, level: str | None, *, sgd: bool = False, 
 
 
 def train(task: Task, lane: Lane, level: str | None, steps: int, **options: Any) -> torch.Tensor:
-    """Losses before each of that many steps, (steps,), fp32, on the CPU; see :func:`start_loop`."""
+    """Train for ``steps``; return the loss before each, (steps,), fp32, on the CPU. See :func:`start_loop`."""
     return start_loop(task, lane, level, **options).steps(steps)
 
 
@@ -122,7 +122,7 @@ def train(task: Task, lane: Lane, level: str | None, steps: int, **options: Any)
 
 
 def worst(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest difference; inf where shapes or numbers of tensors differ, or something is not finite."""
+    """The largest difference; inf if the shapes or the number of tensors differ, or the difference is nan."""
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return float("inf")
     gaps = [(a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in zip(found, wanted, strict=True)]
@@ -130,10 +130,10 @@ def worst(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> floa
 
 
 def match(found: Sequence[torch.Tensor], make: Callable[[], Sequence[torch.Tensor]]) -> tuple[float, float]:
-    """How far ``found`` is from what ``make`` gives, and how far it may be.
+    """Return how far ``found`` is from what ``make`` gives, and how far it may be.
 
-    Nothing, where ``make`` gives the same bits twice; else, on a device whose sums come in any order, some times what
-    two runs differ by.
+    If ``make`` gives the same bits twice, no difference is allowed. Otherwise the device sums in any order, and the
+    bound is a multiple of the difference between two runs.
     """
     first, second = make(), make()
     spread = worst(second, first)
@@ -144,7 +144,7 @@ def match(found: Sequence[torch.Tensor], make: Callable[[], Sequence[torch.Tenso
 
 
 def _loss(task: Task, model: Any, batch: Batch) -> torch.Tensor:
-    """Of all phases at once."""
+    """The sum of the losses of all phases."""
     return torch.stack([phase.loss(model, batch) for phase in task.phases]).sum()
 
 
@@ -157,7 +157,7 @@ def _of(model: nn.Module) -> Gradients:
 
 
 def exact(task: Task, model: nn.Module, batch: Batch) -> Gradients:
-    """In fp64, on the CPU, with nothing of xamp."""
+    """The gradients in fp64, on the CPU, without xamp."""
     double = copy.deepcopy(model).cpu().double()
     x, y = (t.cpu().double() if t.is_floating_point() else t.cpu() for t in batch)
     _loss(task, double, (x, y)).backward()
@@ -165,14 +165,14 @@ def exact(task: Task, model: nn.Module, batch: Batch) -> Gradients:
 
 
 def plain_gradients(task: Task, model: nn.Module, batch: Batch) -> Gradients:
-    """In fp32 on the device, with nothing of xamp."""
+    """The gradients in fp32 on the device, without xamp."""
     plain = copy.deepcopy(model)
     _loss(task, plain, batch).backward()
     return _of(plain)
 
 
 def by_hand(task: Task, model: nn.Module, batch: Batch, dtype: torch.dtype) -> Gradients | None:
-    """By the loop that ``torch.amp`` documents; None where torch itself cannot do that on the device."""
+    """The gradients of the loop that ``torch.amp`` documents; None if torch itself cannot run it on the device."""
     kind, mine = batch[0].device.type, copy.deepcopy(model)
     optimizers = task.tune_sgd(mine)
     try:
@@ -188,7 +188,7 @@ def by_hand(task: Task, model: nn.Module, batch: Batch, dtype: torch.dtype) -> G
 
 
 def ours(task: Task, model: nn.Module, batch: Batch, level: str, *, bare: bool = False, **options: Any) -> Gradients:
-    """Under xamp, unscaled, of masters where there are any; ``bare``: by ``loss.backward()`` alone."""
+    """The gradients under xamp, unscaled, of masters where there are any; ``bare``: without ``scale_loss``."""
     mine = copy.deepcopy(model)
     optimizers = task.tune_sgd(mine)
     names = {id(p): name for name, p in mine.named_parameters()}
@@ -210,7 +210,7 @@ def ours(task: Task, model: nn.Module, batch: Batch, level: str, *, bare: bool =
 
 
 def distance(found: Gradients, wanted: Gradients) -> float:
-    """Norm of the error over norm of the gradient, both of the whole vector; inf where a parameter has none."""
+    """Norm of the error over norm of the gradient, both of the whole vector; inf if a parameter has no gradient."""
     if found.keys() != wanted.keys():
         return float("inf")
     error = sum((found[name] - wanted[name]).square().sum().item() for name in wanted)

@@ -1,14 +1,14 @@
 """Runs a command against the real torch_npu on an emulated Ascend card.
 
-Nothing of torch_npu is changed. Under it stands a stand-in for CANN (``cann.c``), and the operators, which there are
-kernels of the card, are computed on the CPU by Python kernels. So everything that torch_npu itself does is real: its
-registrations, its autocast lists, its scaler, its errors; numbers, speed and memory layout of a card are not.
+torch_npu is unchanged. Below it is a stand-in for CANN (``cann.c``). Python kernels compute the operators on the CPU,
+in place of the card's kernels. So everything that torch_npu itself does is real: its registrations, its autocast lists,
+its scaler, its errors. The numbers, speed and memory layout are not those of a card.
 
-The command runs in processes of its own, prepared by the environment alone::
+The command runs in its own processes, prepared only by environment variables::
 
     emulation.run("Ascend910B2", 1, ["python", "train.py"])
 
-What runs there is ``activation/sitecustomize``, then ``importing``, then ``kernels``.
+In these processes ``activation/sitecustomize`` runs first, then ``importing``, then ``kernels``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MAX_DEVICES = 16
 
 
 def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
-    """What to set in the environment of a command so that it, and what it starts, finds emulated Ascend cards.
+    """Return the environment variables with which a command and its children find emulated Ascend cards.
 
-    Builds and fetches what is not in the cache yet.
+    This builds and fetches what the cache does not hold yet.
 
     Args:
-        soc: the chip, as CANN names it; empty: the usual one.
-        devices: how many of them.
+        soc: the chip, as CANN names it; empty: the default one.
+        devices: the number of cards.
 
     Raises:
-        EmulationError: it cannot run here; the text says why and what to do.
+        EmulationError: the emulation cannot run here; the text says why and what to do.
     """
     chip = chips.find(soc or chips.DEFAULT)
     if chip is None:
@@ -55,7 +55,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
         "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders())),
         "XAMP_EMULATED_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "XAMP_EMULATED_XAMP": str(Path(xamp.__file__).parent),
-        # With torch_npu's queue an operator that fails is reported by a later one, and those between return zeros.
+        # With torch_npu's queue a later operator reports a failure, and the operators in between return zeros.
         "TASK_QUEUE_ENABLE": "0",
     }
 
@@ -63,12 +63,12 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
 def run(soc: str, devices: int, command: list[str]) -> int:
     """Run ``command`` with emulated Ascend cards and return its exit code.
 
-    ``python`` in it is the Python that this runs in.
+    ``python`` in the command is the Python that runs this function.
 
     Args:
-        soc: the chip, as CANN names it; empty: the usual one.
-        devices: how many of them.
-        command: its words.
+        soc: the chip, as CANN names it; empty: the default one.
+        devices: the number of cards.
+        command: the words of the command.
 
     Raises:
         EmulationError: see :func:`prepare`; or the command cannot be started.

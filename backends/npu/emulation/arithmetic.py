@@ -1,9 +1,9 @@
-"""What a chip makes of numbers that a CPU would leave as they are.
+"""The arithmetic of Ascend chips where it differs from a CPU's.
 
 Old chips saturate: a float16 overflow becomes the largest number, nan becomes 0, and the card raises a flag. An inf
-that was there before, such as that of an attention mask, is no overflow: what is computed from it is as large as can be
-and raises no flag; what only moves it leaves it. (The last is taken to be so; nothing says it.) What these chips do to
-float32 is not known, and not imitated. They have no bfloat16 either: it can be stored and moved, no more.
+among the inputs, such as that of an attention mask, is no overflow: an operator that computes with it gives the
+largest number and raises no flag. An operator that only moves numbers keeps the inf. (That is an assumption; no source
+says it.) What these chips do to float32 is not known and not imitated. They cannot compute in bfloat16, only store it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _chip() -> chips.Chip:
 
 
 def _saturates(chip: chips.Chip) -> bool:
-    """By itself, or because the environment tells a newer one to: the rule is torch_npu's."""
+    """Whether the chip saturates, by default or because the environment says so: torch_npu's rule."""
     told = os.environ.get("INF_NAN_MODE_FORCE_DISABLE") == "1" or os.environ.get("INF_NAN_MODE_ENABLE") == "0"
     return chip.saturates or (told and chip.number < _FIRST_950)
 
@@ -39,7 +39,7 @@ WATCHED = SATURATES or not CHIP.bf16
 
 _flags: set[int] = set()
 
-# By their names without "aten::", an underscore at the end and the overload.
+# Operators that only move numbers: names without "aten::", a final underscore and the overload.
 _MOVES = frozenset(
     (
         *("cat", "channel_shuffle", "clone", "constant_pad_nd", "fill", "flip", "gather", "im2col", "masked_fill"),
@@ -62,7 +62,7 @@ _MOVES = frozenset(
 
 
 def moves(name: str) -> bool:
-    """Whether operator ``name`` computes nothing, so that no chip makes anything of its numbers."""
+    """Whether operator ``name`` only moves numbers, so that no chip changes them."""
     return name.partition("::")[2].partition(".")[0].rstrip("_") in _MOVES
 
 
@@ -79,12 +79,12 @@ def finite(values: Any) -> bool:
 
 
 def settle(made: Any, index: int, overflows: bool = True) -> None:
-    """Make of ``made``, on the CPU and in place, what the chip would have computed on card ``index``.
+    """Change ``made``, in place, from the CPU's results to what the chip would have computed on card ``index``.
 
     Args:
-        made: tensors, in any nest of lists.
+        made: tensors on the CPU, in nested lists.
         index: the card.
-        overflows: whether what is not finite is an overflow: whether all was finite that it was made of.
+        overflows: whether a value that is not finite is an overflow; it is one if all inputs were finite.
 
     Raises:
         RuntimeError: the chip does not compute in this dtype.

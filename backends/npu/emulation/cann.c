@@ -1,11 +1,11 @@
 /* A stand-in for CANN, the driver and runtime of Ascend cards, on a machine that has none.
  *
- * torch_npu loads it in place of CANN. It keeps what a runtime keeps: devices, memory, streams, events and options.
- * Host memory serves as device memory, and work is done by the time a call returns, so a stream is a name and an event
- * is a time. It computes nothing: the operators are Python kernels, and what would launch one here is refused by name.
+ * torch_npu loads it in place of CANN. It manages what a runtime manages: devices, memory, streams, events, options.
+ * Host memory serves as device memory. Work is done when a call returns, so a stream is only a name and an event only
+ * a time. It computes nothing: Python kernels compute the operators. A call that would launch one here is refused.
  *
- * All functions stand in this one library, because the current device must exist once. The environment says what the
- * machine has: XAMP_EMULATED_SOC, the chip, and XAMP_EMULATED_DEVICES, how many.
+ * All functions are in this one library, because the current device must exist only once. Two environment variables
+ * describe the machine: XAMP_EMULATED_SOC names the chip, XAMP_EMULATED_DEVICES gives the number of cards.
  */
 
 #define _GNU_SOURCE

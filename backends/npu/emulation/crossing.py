@@ -1,8 +1,7 @@
-"""The way of tensors between an emulated card and the CPU.
+"""Passes tensors between an emulated card and the CPU.
 
-The card's memory is host memory, so a CPU tensor over the same bytes is all a kernel needs to read or write it. What a
-kernel makes anew is copied into memory that torch_npu allocates, so that its allocator, its statistics and its storages
-are the real ones.
+The card's memory is host memory, so a kernel reads and writes it through a CPU tensor over the same bytes. New results
+of a kernel are copied into memory that torch_npu allocates; so allocator, statistics and storages are the real ones.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from xamp.backends.npu.emulation.strided import CPU, dense
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
 
-# The user's modes, autograd and a CPU autocast that is on have had their turn, or have none, on what a kernel computes.
+# Keys to exclude in a kernel: autograd has already run, and an active CPU autocast must not see the computation.
 NOT_HERE = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
     | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
@@ -28,25 +27,25 @@ NOT_HERE = (
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Within it, torch's functions are those of a plain CPU. Costs a microsecond more than its two parts by hand."""
+    """A context in which torch computes as on a plain CPU. It costs a microsecond more than its two parts by hand."""
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
         yield
 
 
 def over(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of ``tensor``, valid as long as that lives."""
+    """A CPU tensor over the memory of ``tensor``, valid as long as ``tensor`` lives."""
     return strided.over(tensor) if tensor.layout is torch.strided else sparse.over(tensor)
 
 
 def give(made: torch.Tensor, index: int) -> torch.Tensor:
-    """What a kernel made on the CPU, on card ``index``: a copy with the same strides."""
+    """Copy ``made``, a kernel's result on the CPU, to card ``index``, with the same strides."""
     return strided.give(made, index) if made.layout is torch.strided else sparse.give(made, index)
 
 
 def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for operator ``name`` that hands ``function`` CPU tensors and puts its results on the card.
+    """A kernel for operator ``name`` that calls ``function`` with CPU tensors and puts its results on the card.
 
-    ``function`` may write to its arguments; what it returns is taken to be new.
+    ``function`` may write to its arguments; its results must be new tensors.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -68,21 +67,21 @@ def _given(made: Any, index: int, clean: bool) -> Any:
 
 
 class Crossing:
-    """The arguments of one call on their way to the CPU, and which card they came from."""
+    """Converts the arguments of one call to CPU tensors, and records which card they came from."""
 
     __slots__ = ("index", "lenient", "name")
 
     def __init__(self, name: str, lenient: bool = False) -> None:
-        """For a call of operator ``name``; a lenient one may mix cards and CPU, as a copy does."""
+        """Start a call of operator ``name``; a lenient call may mix cards and CPU, as a copy does."""
         self.name = name
         self.lenient = lenient
         self.index = -1
 
     def over(self, value: Any) -> Any:
-        """``value`` with each tensor of a card replaced by one over its memory.
+        """``value``, with each tensor of a card replaced by a CPU tensor over its memory.
 
         Raises:
-            RuntimeError: tensors are on different devices. The card would refuse them, CPU kernels would not.
+            RuntimeError: tensors are on different devices. A card refuses that; CPU kernels would accept it.
         """
         if isinstance(value, torch.Tensor):
             index = value.get_device()

@@ -1,6 +1,6 @@
-"""Where an operator of the card is known to differ from the CPU's, and the emulation follows the card.
+"""Operators of the card that are known to differ from the CPU's; in these the emulation follows the card.
 
-Only what stands in source that anyone can read; what the card's own kernels do differently is not known here.
+It lists only differences that published source shows. How the card's own kernels differ is not known here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Deviation:
     """One such difference.
 
     Attributes:
-        operator: the overload it concerns.
+        operator: the overload.
         effect: what the card does.
-        source: what says so.
-        unread: keyword arguments that the card's kernel takes and never looks at.
-        refuse: given the arguments, why the card refuses them, or an empty string.
+        source: the source file that shows it.
+        unread: keyword arguments that the card's kernel accepts but ignores.
+        refuse: from the arguments to the reason why the card refuses them; an empty string if it does not.
     """
 
     operator: str
@@ -62,20 +62,20 @@ DEVIATIONS = (
         refuse=_other_format,
     ),
 )
-"""Beside these ``_to_copy`` refuses channels_last (torch_npu, ToKernelNpu.cpp), and old chips refuse bfloat16."""
+"""The deviations. Also ``_to_copy`` refuses channels_last (torch_npu, ToKernelNpu.cpp), and old chips bfloat16."""
 
 
-# Those that have one kernel of the card, which knows no private storage format; others have a second, which does.
-# (The text that refuses is in torch_npu's library, for each of them.)
+# These operators have only one kernel on the card, which refuses private storage formats; others have a second kernel
+# that accepts them. (torch_npu's library contains the text of the refusal for each.)
 _WITHOUT_FORMATS = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")
 _PLAIN_FORMATS = frozenset((0, 1, 2, 30))
 
 formats: set[int] = set()
-"""Storage formats that tensors of this process were cast to: the usual process has none, and looks at no tensor."""
+"""Storage formats to which this process has cast tensors. If there are no private ones, no tensor is checked."""
 
 
 def apply(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel`` of operator ``name`` as the card has it."""
+    """``kernel`` of operator ``name``, with the card's deviations."""
     for row in DEVIATIONS:
         if row.operator == name:
             kernel = _deviating(row, kernel)

@@ -1,8 +1,7 @@
-"""``hccl`` between emulated cards: gloo moves the bytes, and all a script sees of the group is what hccl shows.
+"""``hccl`` between emulated cards: gloo moves the bytes, and a script sees the group as it would see hccl.
 
-A group keeps the one backend it was made with, for cards only, so that a CPU tensor is refused as by hccl. The kernels
-of the collectives call the same operators on CPU tensors over the cards' memory, with a shadow of the group that knows
-the same gloo for the CPU.
+A group has one backend, for cards only, so it refuses a CPU tensor as hccl does. The kernels of the collectives call
+the same operators on CPU tensors over the cards' memory. They use a shadow group, which has the same gloo for the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["KERNELS", "install"]
 
 _NPU = torch.device("npu")
 _CPU = torch.device("cpu")
-# Not all that their C++ has stands in their types.
+# The type stubs of these classes lack some of their C++ methods.
 _Group: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
 _c10d: Any = torch._C._distributed_c10d
@@ -34,7 +33,7 @@ _COLLECTIVES = (
     *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
     *("alltoall_", "alltoall_base_", "gather_", "scatter_"),
 )
-# Which count elements and look at no shape; gloo cuts the first dimension.
+# On hccl these count elements and ignore the shape; gloo splits the first dimension.
 _FLAT = (
     *("_allgather_base_", "allgather_into_tensor_coalesced_"),
     *("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
@@ -43,10 +42,10 @@ _PEER_TO_PEER = ("send", "recv_", "recv_any_source_")
 
 
 class EmulatedHccl(_Gloo):  # type: ignore[misc]
-    """What ``group._get_backend(torch.device("npu"))`` is; torch_npu calls some of its methods directly."""
+    """The result of ``group._get_backend(torch.device("npu"))``; torch_npu calls some of its methods directly."""
 
     def __init__(self, options: Any) -> None:
-        # A group that was destroyed and is made again finds the store with the addresses of the first.
+        # A group that is made again after it was destroyed must not find the addresses of the first in the store.
         _made[options.group_id] += 1
         store = _c10d.PrefixStore(f"emulated-{_made[options.group_id]}", options.store)
         super().__init__(store, options.group_rank, options.group_size, timeout=options.timeout)
@@ -56,15 +55,15 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         self.shadow = shadow
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """As the backend's own, for tensors of cards."""
+        """The backend's own gather, for tensors of cards."""
         return _waited("gather", super().gather, outputs, inputs, *options)
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """As the backend's own, for tensors of cards."""
+        """The backend's own allgather, for tensors of cards."""
         return _waited("allgather", super().allgather, outputs, inputs, *options)
 
     def batch_isend_irecv(self, kinds: list[str], tensors: list[torch.Tensor], ranks: list[int]) -> Any:
-        """All of them, in the order of the list."""
+        """Start all sends and receives in the order of the list, and wait for them."""
         works = []
         with aside():
             for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
@@ -76,9 +75,9 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
 
 
 _made: collections.Counter[str] = collections.Counter()
-# Python's part of a backend goes when nothing in Python holds it, though C++ still does.
+# Keeps the Python objects alive: C++ holds a backend, but not its Python part.
 _alive: list[EmulatedHccl] = []
-# What was sent and received since a batch was opened; None while none is open.
+# The sends and receives since a batch was opened; None while no batch is open.
 _batch: list[tuple[Any, list[torch.Tensor]]] | None = None
 
 
@@ -89,7 +88,7 @@ def _create(options: Any, _options_of_hccl: Any) -> EmulatedHccl:
 
 
 def install() -> None:
-    """Let ``hccl`` be made of gloo from here on."""
+    """Make every new ``hccl`` group use gloo from now on."""
     plugins: dict[str, Any] = dist.Backend._plugins
     plugins["HCCL"] = plugins["HCCL"]._replace(creator_fn=_create)
     start, end = _Group._start_coalescing, _Group._end_coalescing
@@ -111,7 +110,7 @@ def install() -> None:
 
 
 def _finish_batch() -> Any:
-    """A batch of sends and receives is over when it is closed: gloo has no handle for all of them."""
+    """Close a batch of sends and receives: wait for all, because gloo has no handle for a batch."""
     global _batch
     held, _batch = _batch or [], None
     for work, _ in held:
@@ -120,7 +119,7 @@ def _finish_batch() -> Any:
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:
-    """A handle of work that is done, whose future has the tensors of the cards."""
+    """A handle of finished work, whose future holds the cards' tensors."""
     devices = sorted({tensor.device.index for tensor in tensors}) or [0]
     future: torch.futures.Future[Any] = torch.futures.Future(devices=[torch.device("npu", index) for index in devices])
     future.set_result(tensors)
@@ -197,14 +196,14 @@ def _peer_to_peer(name: str) -> Callable[..., Any]:
 
 
 class _Held(ctypes.Array):  # type: ignore[type-arg]
-    """The memory of a tensor, which lives as long as what looks at it."""
+    """The memory of a tensor; it keeps the tensor alive as long as something uses the memory."""
 
     _type_ = ctypes.c_char
     _length_ = 0
 
 
 def _holding(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of ``tensor`` that keeps it alive: such work goes on after the call."""
+    """A CPU tensor over the memory of ``tensor`` that keeps it alive, because the work continues after the call."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return over(tensor)

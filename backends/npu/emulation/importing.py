@@ -1,4 +1,4 @@
-"""What happens in an emulated process when torch_npu is imported: the stand-in CANN before, the kernels after."""
+"""Handles the import of torch_npu in an emulated process: loads the stand-in CANN before it, the kernels after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["find_spec"]
 
 
 def find_spec(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """The real torch_npu, with a loader that wraps its own."""
+    """The spec of the real torch_npu, with a loader that wraps its own loader."""
     spec = importlib.machinery.PathFinder.find_spec("torch_npu", path)
     if spec is not None and spec.loader is not None:
         spec.loader = _Loader(cast(importlib.machinery.SourceFileLoader, spec.loader))
@@ -32,7 +32,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().__init__(real.name, real.path)
 
     def exec_module(self, module: ModuleType) -> None:
-        os.environ["TASK_QUEUE_ENABLE"] = "0"  # whatever the user set: see prepare
+        os.environ["TASK_QUEUE_ENABLE"] = "0"  # overrides the user's setting; prepare says why
         load_cann(Path(os.environ["XAMP_EMULATED_CANN"]))
         with _installed_cann():
             try:
@@ -45,16 +45,16 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 def load_cann(folder: Path) -> None:
-    """Load the stand-in, so that torch_npu finds libraries of these names loaded already."""
+    """Load the stand-in libraries, so that torch_npu finds CANN's libraries already loaded."""
     for name in (CORE, *SONAMES):
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
 
 
 @contextlib.contextmanager
 def _installed_cann() -> Iterator[None]:
-    """What torch_npu checks of an installation while it is imported, so that it has nothing to warn of.
+    """A context with a fake CANN installation, which torch_npu checks while it is imported; so it does not warn.
 
-    Afterwards there is none again: scripts and compilers that look for a real one must not find this.
+    Afterwards the installation is gone: scripts and compilers that look for a real one must not find it.
     """
     names = ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH")
     with tempfile.TemporaryDirectory(prefix="xamp-cann-") as home:

@@ -1,12 +1,12 @@
-"""Puts Python kernels in the place of the card's: what torch_npu registers is served, or says that it is not.
+"""Replaces the card's kernels by Python kernels, for all operators that torch_npu registers.
 
-Where an operator's kernel comes from, the first that fits:
+An operator gets the first kernel of this list that fits:
 
-1. views, and what allocates or describes memory: torch_npu's own stays;
-2. the tables ``KERNELS`` of ``written``, ``together``, ``private``: by hand;
-3. what torch composes of other operators: torch's composition, also above autograd, where torch_npu has a formula;
-4. what torch has a CPU kernel for: that, over the card's memory (``generic``);
-5. anything else: a kernel that raises its own name.
+1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
+2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``: a kernel written by hand;
+3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
+4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
+5. all others: a kernel that raises an error with the operator's name.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, deviations, private, randoms, sparse, together, written
+from xamp.backends.npu.emulation import arithmetic, deviations, missing_kernels, private, randoms, sparse, written
 from xamp.backends.npu.emulation.crossing import CPU, NOT_HERE, Crossing, give, over
 
 __all__ = ["install"]
 
-# Libraries take their kernels with them when they go.
+# Keeps the libraries alive: when a library is deleted, its kernels are too.
 _libraries: dict[str, torch.library.Library] = {}
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
@@ -33,7 +33,7 @@ _STAYS = frozenset(
         *("_pin_memory", "is_pinned", "is_set_to", "record_stream"),
     )
 )
-# Called with CPU tensors beside those of the card.
+# Operators that also accept CPU tensors beside those of the card.
 _LENIENT = frozenset(
     f"aten::{name}"
     for name in ("index.Tensor", "index_put", "index_put_", "_index_put_impl_", "_ctc_loss", "_ctc_loss_backward")
@@ -42,9 +42,9 @@ _COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFu
 
 
 def install() -> None:
-    """Register all kernels; once a process, after torch_npu has registered its own."""
+    """Register all kernels, once in a process, after torch_npu has registered its own."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    by_hand = {**written.KERNELS, **together.KERNELS, **private.KERNELS}
+    by_hand = {**written.KERNELS, **missing_kernels.KERNELS, **private.KERNELS}
     for name in _registered("PrivateUse1"):
         operator = _operator(name)
         if operator is None or _stays(operator):
@@ -82,7 +82,7 @@ def _registered(key: str) -> list[str]:
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
-    """The overload called ``name``; None where only a kernel of that name was registered, which nobody can call."""
+    """The overload called ``name``; None if there is only a kernel of that name, which nobody can call."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)
@@ -98,7 +98,7 @@ def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> Non
 
 
 def _stays(operator: torch._ops.OpOverload) -> bool:
-    """Whether torch_npu's own is right: it only moves strides and sizes about, and keeps its records in step."""
+    """Whether torch_npu's own kernel stays: it only changes strides and sizes, and updates torch_npu's records."""
     schema = operator._schema
     if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
         return bool(operator.name() != "aten::contiguous")
@@ -106,7 +106,7 @@ def _stays(operator: torch._ops.OpOverload) -> bool:
 
 
 def refusal(name: str) -> Callable[..., Any]:
-    """A kernel for what is not served: silence, here, would be wrong numbers."""
+    """A kernel for an operator that is not served. It raises, because otherwise the numbers would be wrong."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name} is not served on an emulated Ascend card")
@@ -115,9 +115,9 @@ def refusal(name: str) -> Callable[..., Any]:
 
 
 def composed(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A kernel that is torch's composition of other operators.
+    """A kernel that runs torch's composition of other operators.
 
-    On a card ``operator`` is one kernel, which autocast does not look into: so nothing of the composition is cast.
+    On a card ``operator`` is one kernel, and autocast does not reach inside it. So autocast is off in the composition.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ def composed(operator: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A kernel that computes ``operator`` with torch's CPU kernel, over the memory of the card."""
+    """A kernel that computes ``operator`` with torch's CPU kernel, on the card's memory."""
     schema = operator._schema
     name = operator.name()
     lenient = name in _LENIENT
@@ -181,7 +181,7 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _returned_argument(schema: Any, result: Any) -> tuple[int, str] | None:
-    """Position and name of the argument that a result is, by the schema; None where it is made anew."""
+    """Position and name of the argument that the schema says is returned; None if the result is new."""
     if result.alias_info is None:
         return None
     for position, argument in enumerate(schema.arguments):
@@ -202,7 +202,7 @@ def _result(made: Any, argument: tuple[int, str] | None, args: Any, kwargs: Any,
 
 
 def _redirect(named: dict[str, Any], index: int) -> int:
-    """For what says where its result is to be: computes on the CPU, and returns for which card; -1 for none."""
+    """Redirect a ``device=`` argument to the CPU; return the index of the card for the result, -1 for none."""
     device = named.get("device")
     if "device" in named:
         named["device"] = CPU
@@ -218,7 +218,7 @@ def _redirect(named: dict[str, Any], index: int) -> int:
 
 
 def _fresh(crossing: Crossing, value: Any) -> Any:
-    """An empty CPU tensor for each ``out``: its size is the operator's to say, and it may overlap an argument."""
+    """An empty CPU tensor for each ``out``: the operator decides its size, and ``out`` may overlap an argument."""
     if isinstance(value, (list, tuple)):
         return [_fresh(crossing, each) for each in value]
     if crossing.index < 0:

@@ -1,4 +1,4 @@
-"""Builds the stand-in CANN with the machine's own C compiler, once, into a cache."""
+"""Builds the stand-in for CANN with the machine's C compiler, once, into a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SONAMES = (
 """The libraries of CANN without which torch_npu does not load."""
 
 CORE = "libxamp_emulated_cann.so"
-"""The library with all functions, on which the others, empty, depend."""
+"""The library with all functions. The others are empty and depend on it."""
 
 _SOURCE = Path(__file__).with_name("cann.c")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -47,7 +47,7 @@ def cache_folder() -> Path:
 
 
 def publish(made: Path, wanted: Path) -> None:
-    """Give a finished folder its name, at once and for good; another process may have been first, which is as well."""
+    """Rename the finished folder ``made`` to ``wanted``, atomically. If another process was first, its folder stays."""
     try:
         made.rename(wanted)
     except OSError:
@@ -57,10 +57,10 @@ def publish(made: Path, wanted: Path) -> None:
 
 
 def build() -> Path:
-    """The folder with the stand-in CANN: built if it is not there yet.
+    """The folder with the stand-in for CANN; it is built if it does not exist yet.
 
     Raises:
-        EmulationError: not Linux, no C compiler, or it fails.
+        EmulationError: this is not Linux, there is no C compiler, or the compiler fails.
     """
     if not sys.platform.startswith("linux"):
         raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
@@ -82,7 +82,7 @@ def build() -> Path:
 
 def _compile(compiler: list[str], folder: Path) -> None:
     _run([*compiler, *_FLAGS, str(_SOURCE), f"-Wl,-soname,{CORE}", "-o", str(folder / CORE)])
-    # --no-as-needed: the dependency is all there is in these, and linkers drop what nothing refers to.
+    # --no-as-needed: these libraries hold nothing but the dependency, and linkers drop one that nothing refers to.
     link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(folder / CORE))
     for soname in SONAMES:
         _run([*compiler, *_FLAGS, f"-Wl,-soname,{soname}", *link, "-o", str(folder / soname)])

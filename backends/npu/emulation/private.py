@@ -1,4 +1,4 @@
-"""The operators of torch_npu's own that ordinary training reaches."""
+"""Kernels of torch_npu's own operators (``npu::``) that ordinary training uses."""
 
 # ruff: noqa: ARG001 - the signatures are those of the operators
 
@@ -17,7 +17,7 @@ __all__ = ["KERNELS", "STAYS"]
 
 _npu: Any = torch.ops.npu
 
-# Read or make records of torch_npu's; no kernel of a card has a part in them.
+# These only read or make torch_npu's records; on a card they run no kernel.
 STAYS = frozenset(
     f"npu::{name}"
     for name in (
@@ -28,10 +28,10 @@ STAYS = frozenset(
 
 
 def _format_cast(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
-    """``tensor`` in a storage format, as torch_npu records it; the memory is laid out as before, but for its size.
+    """``tensor`` in a storage format, as torch_npu records it. Only the size of the memory changes, not the layout.
 
-    torch_npu's own function allocates, so that it may be another format than was asked for: private ones can be
-    forbidden, which the newer chips do by themselves.
+    torch_npu's own function allocates and may choose another format than the requested one: private formats can be
+    forbidden, and on newer chips they are by default.
     """
     wanted = layout if isinstance(layout, int) else _npu.get_npu_format(layout)
     if _npu.get_npu_format(tensor) == wanted:
@@ -51,12 +51,12 @@ def _format_cast_(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, 
     return tensor
 
 
-# Where torch keeps the address in a storage, behind what counts its owners.
+# The offset of the address in torch's storage, after the reference counts.
 _ADDRESS = 16
 
 
 def _change_data_ptr(target: torch.Tensor, source: torch.Tensor, index: int) -> int:
-    """Let the storage of ``target`` begin at an element of that of ``source``, which it does not keep alive."""
+    """Move the start of ``target``'s storage to element ``index`` of ``source``'s, without keeping that alive."""
     storage = target.untyped_storage()
     address = ctypes.c_void_p.from_address(storage._cdata + _ADDRESS)
     if (address.value or 0) != storage.data_ptr():
@@ -91,7 +91,7 @@ def _gather_backward(grad: torch.Tensor, size: list[int], dim: int, index: torch
 
 
 def _renorm_backward(grad: torch.Tensor, tensor: torch.Tensor, p: float, dim: int, maximum: float) -> torch.Tensor:
-    tiny = 1e-7  # torch's own, against a division by zero
+    tiny = 1e-7  # torch's own value, against a division by zero
     others = [each for each in range(tensor.dim()) if each != dim % tensor.dim()]
     norm = torch.linalg.vector_norm(tensor, p, others, keepdim=True)
     if p == float("inf"):
@@ -124,7 +124,7 @@ def _c2r_backward(grad: torch.Tensor, dim: list[int], norm: int) -> torch.Tensor
 
 
 def _non_finite(grads: list[torch.Tensor]) -> bool:
-    """Whether something overflowed: the flag of a chip that has one, which is lowered; else the gradients."""
+    """Whether something overflowed. A chip with a flag reads and lowers it; others check the gradients."""
     if arithmetic.SATURATES:
         index = grads[0].get_device() if grads else 0
         found = arithmetic.raised(index)
@@ -135,7 +135,7 @@ def _non_finite(grads: list[torch.Tensor]) -> bool:
 
 
 def _status(tensor: torch.Tensor, mode: int = 0) -> torch.Tensor:
-    """The flag as the card writes it: in the first of eight numbers."""
+    """The flag in the card's format: the first of eight numbers."""
     result = torch.zeros_like(tensor)
     if arithmetic.raised(tensor.get_device()):
         result[0] = 1

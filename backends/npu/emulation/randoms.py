@@ -1,4 +1,4 @@
-"""Random numbers by the card's generators: reproducible by their seeds and offsets, saved and restored with them."""
+"""Random numbers from the card's generators. Seed and offset determine them, and can be saved and restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xamp.backends.npu.emulation.crossing import aside
 __all__ = ["draws", "seeded"]
 
 _MASK = (1 << 64) - 1
-_STEP = 4  # by how much a kernel moves the offset: any number does, as long as it moves
+_STEP = 4  # how far a kernel moves the offset; any number but 0 works
 _global = threading.Lock()
 
 
@@ -24,7 +24,7 @@ def draws(operator: torch._ops.OpOverload) -> bool:
 
 
 def seeded(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel`` of ``operator``, drawing by the generator of the card."""
+    """``kernel`` of ``operator``, which then draws from the card's generator."""
     names = [argument.name for argument in operator._schema.arguments]
     if "generator" not in names:
         return _with_global(kernel)
@@ -45,7 +45,7 @@ def seeded(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Calla
 
 
 def _with_global(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """For operators that take no generator: their CPU kernels draw by the global one, which is put back."""
+    """For operators without a generator argument: seed the CPU's global generator, which they use, and restore it."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         with _global:
@@ -62,10 +62,10 @@ def _with_global(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _next_seed(generator: torch.Generator | None, values: Any) -> int:
-    """A seed out of the state of the generator, which moves on.
+    """A seed made from the generator's state; the state moves on.
 
-    Its state is two numbers of 64 bits, seed and offset. They are mixed well: the CPU's generator looks at the lower
-    half of its seed only.
+    The state is two 64-bit numbers, seed and offset. They are mixed well, because the CPU's generator uses only the
+    lower half of its seed.
     """
     if generator is None:
         generator = torch.get_device_module("npu").default_generators[_card(values)]
@@ -83,7 +83,7 @@ def _next_seed(generator: torch.Generator | None, values: Any) -> int:
 
 
 def _card(values: Any) -> int:
-    """The index of the first card among the arguments: tensors before the ``device`` of a factory."""
+    """The index of the first card among the arguments, by a tensor or by a ``device``; else the current card."""
     args, kwargs = values
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.get_device() >= 0:

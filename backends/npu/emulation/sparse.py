@@ -1,4 +1,4 @@
-"""Sparse tensors of a card: their parts are dense tensors of the card; what is computed with them is so on the CPU."""
+"""Sparse tensors of a card. Their parts are dense tensors of the card; operators on them run on the CPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STAYS = frozenset(
         *("empty.memory_format", "empty_like", "zero_"),
     )
 )
-"""Of what torch_npu registers for sparse tensors: what builds one, or takes it apart."""
+"""The operators for which torch_npu's sparse kernel stays: those that build a sparse tensor or take it apart."""
 
 
 def over(tensor: torch.Tensor) -> torch.Tensor:
-    """A sparse CPU tensor whose parts lie over those of ``tensor``."""
+    """A sparse CPU tensor whose parts share the memory of ``tensor``'s parts."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"{tensor.layout} is not served on an emulated Ascend card")
     seen: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
@@ -38,7 +38,7 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def give(made: torch.Tensor, index: int) -> torch.Tensor:
-    """The sparse CPU tensor ``made``, on card ``index``."""
+    """Copy the sparse CPU tensor ``made`` to card ``index``."""
     if made.layout is not torch.sparse_coo:
         raise NotImplementedError(f"{made.layout} is not served on an emulated Ascend card")
     indices, values = strided.give(made._indices(), index), strided.give(made._values(), index)
@@ -53,14 +53,14 @@ def give(made: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def writable(seen: Any) -> Any:
-    """``seen``, for an operator that writes to it.
+    """``seen``, or a copy of it if it is sparse, for an operator that writes to it.
 
-    To write to a sparse tensor is mostly to give it parts of other sizes, and memory of a card cannot be resized here.
+    A write to a sparse tensor mostly gives it parts of other sizes, and memory of a card cannot be resized here.
     """
     return seen.clone() if isinstance(seen, torch.Tensor) and seen.layout is torch.sparse_coo else seen
 
 
 def put_back(target: Any, written: Any, index: int) -> None:
-    """Write to a sparse ``target`` of the card what an operator wrote to the CPU tensor over it."""
+    """Copy to a sparse ``target`` on the card what an operator wrote to its CPU copy."""
     if isinstance(target, torch.Tensor) and target.layout is torch.sparse_coo:
         torch.ops.aten.copy_sparse_to_sparse_(target, give(written, index))

@@ -1,4 +1,4 @@
-"""Dense tensors of an emulated card: the CPU tensor over the memory of one, and one made from a CPU tensor."""
+"""Dense tensors of an emulated card: a CPU tensor over a card's memory, and a copy of a CPU tensor to the card."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _storage_over = torch._C._construct_storage_from_data_pointer
 
 
 def over(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the memory of ``tensor``, valid as long as that lives."""
+    """A CPU tensor over the memory of ``tensor``, valid as long as ``tensor`` lives."""
     storage = tensor.untyped_storage()
     shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
     shared.set_(
@@ -29,7 +29,7 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def give(made: torch.Tensor, index: int) -> torch.Tensor:
-    """What a kernel made on the CPU, on card ``index``: a copy with the same strides."""
+    """Copy ``made``, a kernel's result on the CPU, to card ``index``, with the same strides."""
     if made.is_conj() or made.is_neg():
         made = made.resolve_conj().resolve_neg()
     if not dense(made):
@@ -41,7 +41,7 @@ def give(made: torch.Tensor, index: int) -> torch.Tensor:
 
 
 def dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill their stretch of memory, each place once, in whatever order."""
+    """Whether the elements of ``tensor`` fill a range of memory without gaps or overlaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1

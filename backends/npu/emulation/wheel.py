@@ -1,6 +1,6 @@
-"""Finds the torch-npu that fits the installed torch, and keeps it apart from the user's environment.
+"""Fetches the torch-npu that fits the installed torch, into a cache apart from the user's environment.
 
-torch_npu must not be installed where it is not wanted: ``import torch`` loads it, and fails where CANN is missing.
+In the user's environment ``import torch`` would load torch_npu, and fail without CANN.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from xamp.backends.npu.emulation.library import EmulationError, cache_folder, pu
 
 __all__ = ["folders"]
 
-# What torch_npu imports, by the module's name: not every release of it declares all of these.
+# Modules that torch_npu imports, and their packages; not every release of it declares all of these.
 _NEEDS = {"numpy": "numpy", "yaml": "pyyaml", "packaging": "packaging", "setuptools": "setuptools"}
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
 _TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
 def folders() -> list[Path]:
-    """The folders to put on the path: torch_npu's, and one with what it needs that is not installed.
+    """The folders to put on the path: one with torch_npu, and one with its requirements that are not installed.
 
-    Fetches what is not in the cache yet. A torch_npu that is installed in the environment is used as it is.
+    This fetches what the cache does not hold yet. If torch_npu is installed in the environment, that one is used.
 
     Raises:
         EmulationError: there is no torch, no torch-npu for it, or pip fails.
     """
     torch = _torch_version()
-    if outer := os.environ.get("XAMP_EMULATED_PATH"):  # a command that emulates again: these are on its path already
+    if outer := os.environ.get("XAMP_EMULATED_PATH"):  # inside an emulated command these are already on the path
         return [Path(folder) for folder in outer.split(os.pathsep)]
     found = [] if _installed("torch_npu") else [_torch_npu(torch)]
     missing = [package for module, package in _NEEDS.items() if not _installed(module)]
@@ -62,7 +62,7 @@ def _installed(module: str) -> bool:
 
 
 def _torch_npu(torch: str) -> Path:
-    # Any post-release of the very same version; a release candidate serves where there is nothing else.
+    # Any post-release of exactly this version; a release candidate if there is nothing else.
     name = f"torch_npu-{torch}-{_TAG}"
     try:
         return _fetched(name, [f"torch-npu=={torch}.*"])
@@ -76,7 +76,7 @@ def _torch_npu(torch: str) -> Path:
 
 
 def _offered(text: str) -> list[str]:
-    """The versions of torch that pip's refusal, by the releases of torch-npu it lists, says there is something for."""
+    """The versions of torch that have a torch-npu, by the releases that pip's error message lists."""
     listed = re.search(r"from versions: ([^)]*)\)", text)
     found = {match[0] for match in re.finditer(r"\d+\.\d+\.\d+", listed[1] if listed else "")}
     return sorted(found, key=lambda version: [int(part) for part in version.split(".")])

@@ -1,4 +1,4 @@
-"""Kernels written by hand: copies, and what torch has no CPU kernel for."""
+"""Kernels written by hand: copies, and operators for which torch has no CPU kernel."""
 
 # ruff: noqa: ARG001 - the signatures are those of the operators
 
@@ -29,7 +29,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         written = _read(target)
         read = _read(source)
         written.copy_(read)
-        if target.get_device() >= 0 and target.dtype is not source.dtype:  # else bytes are moved as they are
+        if target.get_device() >= 0 and target.dtype is not source.dtype:  # else the bytes are moved unchanged
             arithmetic.settle(written, target.get_device(), not arithmetic.SATURATES or arithmetic.finite(read))
     return target
 
@@ -53,7 +53,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
 ) -> torch.Tensor:
-    """As torch's own, but that a card knows no channels_last, as torch_npu says."""
+    """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
     device = tensor.device if device is None else device
@@ -86,11 +86,11 @@ def _lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone()
 
 
-# ---- recurrent cells, whose fused form CPUs lack ----
+# ---- fused recurrent cells, which CPUs lack ----
 
 
 def _wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """16-bit gates are computed in float32 and rounded once, as fused kernels do."""
+    """``tensor`` in float32 if it has 16 bits: fused kernels compute gates in float32 and round once."""
     return tensor.float() if tensor is not None and tensor.element_size() == 2 else tensor
 
 
@@ -179,12 +179,12 @@ def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bo
 
 
 def _pack_padded_sequence(*args: Any) -> Any:
-    # Torch's own over the card's operators: the batch sizes it returns stay on the host.
+    # Torch's own kernel, which calls the card's operators; the batch sizes that it returns stay on the host.
     return _aten._pack_padded_sequence.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 def _attention_choice(*args: Any, **kwargs: Any) -> int:
-    return 0  # attention by matrix products and softmax, which every other operator here knows
+    return 0  # attention by matrix products and softmax, which are served here
 
 
 def _convolution(*args: Any) -> Any:
@@ -200,7 +200,7 @@ def _convolution_backward(
 
 
 def _unscale(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
-    """On a chip that saturates the flag decides, and what is found leaves the gradients as they are."""
+    """On a chip that saturates the flag decides; after an overflow the gradients stay scaled."""
     if not grads:
         return
     index = grads[0].get_device()
@@ -235,7 +235,7 @@ KERNELS.update({name: computed(name, function) for name, function in _COMPUTED.i
 if arithmetic.SATURATES:
     KERNELS["aten::_amp_foreach_non_finite_check_and_unscale_"] = _unscale
 
-# What torch_npu leaves to others: operators that its own kernels would have called in another form.
+# Operators that torch_npu does not register, because its own kernels call another form of them.
 ADDED: dict[str, Callable[..., Any]] = {
     "aten::_copy_from": _copy_from,
     "aten::_thnn_fused_gru_cell_backward": computed("aten::_thnn_fused_gru_cell_backward", _gru_cell_backward),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_formats import PECULIAR
+from peculiar_device import PECULIAR
 from torch import nn
 
 import xamp

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from chips import SATURATING, SaturatingBackend
+from saturating_chip import SATURATING, SaturatingBackend
 from stepping import SCALED, Dot, assert_same, at, outcome, picture
 from torch.optim import SGD
 

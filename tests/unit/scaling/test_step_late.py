@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, lag
-from late_numbers import LateHistory
+from late_history import LateHistory
 from stepping import Dot, inputs, run_backward
 from torch.optim import SGD, AdamW
 

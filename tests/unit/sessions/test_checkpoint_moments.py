@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import Run, backward, each_order, everything, load, save, start, train
 from lanes import Lane, lag
-from late_numbers import LateHistory
+from late_history import LateHistory
 from stepping import Dot, assert_same, inputs, iterate, run_backward
 from stepping import start as start_dot
 from torch.optim import SGD

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
-from scaling import FORMS, beside_torch, data, needs_torchs, net, note, scales, spoil
+from scaler_comparison import FORMS, beside_torch, data, needs_torchs, net, note, scales, spoil
 from torch import nn
 from torch.optim import SGD, Adam
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
-from scaling import FORMS, data, net
+from scaler_comparison import FORMS, data, net
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from chips import SATURATING, SaturatingBackend
-from scaling import FORMS, data, net
+from saturating_chip import SATURATING, SaturatingBackend
+from scaler_comparison import FORMS, data, net
 from torch import nn
 from torch.optim import SGD
 

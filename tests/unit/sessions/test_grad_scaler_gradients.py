@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from scaling import FORMS, beside_torch, data, needs_torchs, net, note, spoil, theirs
+from scaler_comparison import FORMS, beside_torch, data, needs_torchs, net, note, spoil, theirs
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 

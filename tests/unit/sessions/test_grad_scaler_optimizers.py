@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
-from scaling import beside_torch, note, spoil
+from scaler_comparison import beside_torch, note, spoil
 from stepping import assert_same
 from torch import nn
 from torch.optim import SGD, Optimizer

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanes import Lane
-from scaling import FORMS, ON_CPU, data, failure, net, spoil, theirs
+from scaler_comparison import FORMS, ON_CPU, data, failure, net, spoil, theirs
 from stepping import assert_same
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer

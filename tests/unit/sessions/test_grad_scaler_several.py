@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
-from scaling import beside_torch, data, net, note, spoil, theirs
+from scaler_comparison import beside_torch, data, net, note, spoil, theirs
 from torch import nn
 from torch.optim import SGD
 

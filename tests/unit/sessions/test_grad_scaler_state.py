@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from scaling import data, net, spoil, theirs
+from scaler_comparison import data, net, spoil, theirs
 from stepping import assert_same
 from torch import nn
 from torch.optim import Adam

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
-from scaling import beside_torch, data, net, note, spoil, theirs
+from scaler_comparison import beside_torch, data, net, note, spoil, theirs
 from stepping import assert_same, at
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer

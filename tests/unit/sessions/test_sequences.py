@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from call_sequences import LEVELS, ORDERS, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanes import Lane
-from sequences import LEVELS, ORDERS, World
 
 SEQUENCES = 2000
 PARTS = 8  # test cases that share them, so that they run side by side

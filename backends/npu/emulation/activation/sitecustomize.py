@@ -1,8 +1,7 @@
 """Runs at the start of every Python process of an emulated command, children included: its folder is on PYTHONPATH.
 
-It only lays the wires: what happens when torch_npu is imported, by torch or by the user, stands in
-``emulation.importing``.
-Python runs the first ``sitecustomize`` on the path alone, so this one runs the next.
+It only installs import hooks. ``emulation.importing`` then handles the import of torch_npu, by torch or by the user.
+Python runs only the first ``sitecustomize`` on the path, so this one runs the next.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Packages:
-    """Finds xamp for a command that does not have it installed; one that is installed is found before."""
+    """Finds xamp for a command that does not have it installed; an installed xamp is found first."""
 
     folders = {"xamp": os.environ.get("XAMP_EMULATED_XAMP", ""), "xamp.backends": os.path.abspath(f"{_HERE}/../../..")}
 
@@ -37,7 +36,7 @@ class _Packages:
 
 
 class _Finder:
-    """Stands before the path: when torch_npu is asked for, hands over to ``emulation.importing``."""
+    """An import hook ahead of the path: it hands the import of torch_npu over to ``emulation.importing``."""
 
     @staticmethod
     def find_spec(
@@ -58,13 +57,13 @@ def _run_next() -> None:
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
-    sys.modules["sitecustomize"] = module  # as the next one expects to find itself
+    sys.modules["sitecustomize"] = module  # where the next one expects to find itself
     spec.loader.exec_module(module)
 
 
-# Another Python than the one that torch_npu was fetched for (a tool that the command calls) is left alone.
+# Do nothing in another Python version than the one that torch_npu was fetched for (a tool that the command calls).
 if os.environ.get("XAMP_EMULATED_PYTHON") == f"{sys.version_info.major}.{sys.version_info.minor}":
-    # Last on the path: what the user has installed comes first.
+    # Last on the path, so that the user's installed packages come first.
     sys.path.extend(folder for folder in os.environ["XAMP_EMULATED_PATH"].split(os.pathsep) if folder not in sys.path)
     sys.meta_path.insert(0, _Finder)
     sys.meta_path.append(_Packages)

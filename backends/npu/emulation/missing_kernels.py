@@ -1,4 +1,4 @@
-"""Kernels that CPUs lack: batch normalisation over several cards (``SyncBatchNorm``), products into another dtype."""
+"""Kernels that CPUs lack: batch norm over several cards (``SyncBatchNorm``), and products with another result dtype."""
 
 # ruff: noqa: ARG001 - the signatures are those of the operators
 

@@ -1,4 +1,4 @@
-"""What torch_npu has of its own: storage formats, and optimizers that step flat copies of all parameters."""
+"""Features that only torch_npu has: private storage formats, and optimizers that step flat buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xamp.policy import levels_where
 __all__ = ["optimizer_refusal", "plain"]
 
 _PACKAGE = "torch_npu"
-# ND, NCHW, NHWC, NCDHW: what every operator takes. Those for lists of tensors take no other: they raise.
+# ND, NCHW, NHWC, NCDHW: every operator accepts them. Operators on lists of tensors raise on any other format.
 _USUAL = (0, 1, 2, 30)
 _ND = 2
 
@@ -31,8 +31,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
     """See :meth:`xamp.contract.Backend.optimizer_refusal`.
 
-    A ``NpuFused*`` joins parameters, gradients and state into flat buffers at its first step or ``zero_grad``, and
-    steps those, whatever has become of the tensors that it made them of.
+    An ``NpuFused*`` optimizer joins parameters, gradients and state into flat buffers at its first step or
+    ``zero_grad``. It then steps these buffers, even if the original tensors have been replaced since.
     """
     if not getattr(optimizer, "is_fused_optimizer", False):
         return ""
@@ -54,7 +54,7 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
 
 
 def _stale(optimizer: Any) -> tuple[str, str]:
-    """What is no longer what the optimizer joined, and how to avoid it."""
+    """Which joined tensors were replaced since, and how to avoid that; two empty texts if none were."""
     if not optimizer.is_params_grads_combined:
         return "", ""
     is_part = sys.modules[_PACKAGE].utils.combine_tensors.is_combined_tensor_valid

@@ -1,4 +1,4 @@
-"""A stand-in for a chip that saturates: no inf appears, a flag goes up instead and stays up until it is cleared."""
+"""A stand-in for a chip that saturates: an overflow gives no inf; it raises a flag, which stays up until cleared."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import BackendSpec, Capabilities
 
-SATURATING = BackendSpec("saturating", ("cpu",), "chips:SaturatingBackend", priority=500)
+SATURATING = BackendSpec("saturating", ("cpu",), "saturating_chip:SaturatingBackend", priority=500)
 
 
 class SaturatingBackend(CpuBackend):
-    """Runs on the CPU.
+    """A saturating chip, emulated on the CPU.
 
     Attributes:
         overflowed: the chip's flag.
-        calls: the names of the methods called in training, in order.
+        calls: the names of the methods that training called, in order.
     """
 
     def __init__(self, spec: BackendSpec) -> None:

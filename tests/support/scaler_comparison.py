@@ -1,4 +1,4 @@
-"""One training under a GradScaler, run under torch's and under xamp's, and what has to be the same."""
+"""Runs one training with torch's GradScaler and with xamp's, and compares what must be equal."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def data(index: int, device: torch.device = ON_CPU, rows: int = 3) -> torch.Tens
 
 
 def spoil(params: Iterable[torch.Tensor], value: float = float("inf"), lane: Lane | None = None) -> None:
-    """One element of the last of ``params`` that has a gradient overflows.
+    """Put ``value`` into the gradient of the last of ``params`` that has one.
 
-    On a lane whose chip saturates the chip does, in its own way: there a value says nothing.
+    On a lane whose chip saturates, make the chip overflow instead, because a value would not show an overflow there.
     """
     grads = [g for p in params if (g := p.grad) is not None]
     if lane is not None and lane.can.overflow == "flag":
@@ -53,7 +53,7 @@ def spoil(params: Iterable[torch.Tensor], value: float = float("inf"), lane: Lan
 
 
 def note(scaler: Any, *owners: nn.Module | Optimizer) -> Any:
-    """What both scalers must have in common now."""
+    """A record of the current state, which must be equal under both scalers."""
     values = [
         copy.deepcopy(owner.state_dict())
         if isinstance(owner, Optimizer)
@@ -69,12 +69,12 @@ def theirs(lane: Lane | None = None, **options: Any) -> Any:
 
 
 def beside_torch(run: Callable[[Any], Any], lane: Lane | None = None, **options: Any) -> Any:
-    """``run`` a training under each scaler; both must return the same, bit for bit, which is returned."""
+    """``run`` a training with each scaler; check that both results are equal, bit for bit, and return the result."""
     found = []
     for scaler in (xamp.GradScaler(**options), theirs(lane, **options)):
         torch.manual_seed(0)
         if lane is not None:
-            lane.backend.clear_overflow(lane.device)  # where there is a flag, the run before may have left it up
+            lane.backend.clear_overflow(lane.device)  # a flag may still be up from the run before
         found.append(run(scaler))
     assert_same(found[0], found[1])
     return found[0]
@@ -82,7 +82,7 @@ def beside_torch(run: Callable[[Any], Any], lane: Lane | None = None, **options:
 
 @functools.cache
 def torchs_is_right(form: str, lane: Lane) -> bool:
-    """Whether torch's scaler itself divides by the scale, and skips an overflow, in this form on ``lane``."""
+    """Whether torch's own scaler unscales, and skips on an overflow, with this form on ``lane``."""
     weights = [nn.Parameter(torch.ones(2, device=lane.device)) for _ in range(2)]
     optimizer, plain = FORMS[form](weights[:1]), FORMS[form](weights[1:])
     scaler = theirs(lane, init_scale=64.0)
@@ -101,18 +101,18 @@ def torchs_is_right(form: str, lane: Lane) -> bool:
 
 
 def needs_torchs(form: str, lane: Lane) -> None:
-    """Skip where torch's scaler is wrong in this form, so that there is nothing to compare with."""
+    """Skip the test if torch's scaler is wrong with this form, so that there is nothing to compare with."""
     if not torchs_is_right(form, lane):
         pytest.skip(f"{lane}: {form} takes no notice of scale or overflow under torch's own GradScaler")
 
 
 def scales(records: Sequence[Any]) -> list[float]:
-    """The scales in a list of what :func:`note` gave."""
+    """The scales in a list of records of :func:`note`."""
     return [record[0] for record in records]
 
 
 def failure(call: Callable[..., object], *args: object) -> Exception | None:
-    """What ``call`` of ``args`` raises, None where it does not."""
+    """The exception that ``call(*args)`` raises; None if it raises none."""
     try:
         call(*args)
     except Exception as error:

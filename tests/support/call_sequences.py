@@ -1,8 +1,8 @@
-"""A training run and its fp32 oracle, driven by arbitrary sequences of public calls.
+"""A training run and its fp32 reference, driven by arbitrary sequences of public calls.
 
-:class:`World` holds a model under xamp and the same model in plain fp32 beside it. Each command does the same to both,
-and says beforehand, from a few facts (is a session live, are gradients scaled, did something overflow), whether xamp
-must carry it out or refuse it, and with which error. After each the weights, the scale and the outcome are compared.
+:class:`World` holds a model under xamp and the same model in plain fp32. Each command does the same to both. From a
+few facts (is a session live, are gradients scaled, did something overflow) it predicts whether xamp must carry the
+command out or refuse it, and with which error. After each command it compares the weights, the scale and the outcome.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ class Net(nn.Module):
 
 @dataclasses.dataclass
 class Facts:
-    """What decides what the next call must do."""
+    """The facts that decide what the next call must do."""
 
     level: str | None = None  # of the live session
     static: float | None = None
-    pending: bool = False  # gradients are scaled, by delay_unscale
+    pending: bool = False  # gradients are still scaled, by delay_unscale
     pending_inf: bool = False
     ready: bool = False  # gradients came through scale_loss since the last step
-    stray: bool = False  # gradients came otherwise since then, where that is noticed
-    dirty: bool = False  # there is inf or nan in the gradients
+    stray: bool = False  # gradients came without scale_loss since the last step, at a level that notices
+    dirty: bool = False  # the gradients contain inf or nan
     sticky: bool = False  # a backward overflowed since the last step
-    fresh: bool = True  # none was checked since then
+    fresh: bool = True  # no gradient was checked since the last step
     scale: float = 0.0
     tracker: int = 0
 
@@ -99,7 +99,7 @@ class Facts:
 
 @dataclasses.dataclass
 class Saved:
-    """A checkpoint of both."""
+    """A checkpoint of the run and of its reference."""
 
     model: Any
     optimizer: Any
@@ -110,7 +110,7 @@ class Saved:
 
 
 class World:
-    """See the module."""
+    """The run, its reference and the commands; see the module."""
 
     def __init__(self, lane: Lane, seed: int) -> None:
         torch.manual_seed(seed)
@@ -122,7 +122,7 @@ class World:
         self.facts = Facts()
         self.saved: list[Saved] = []
         self.tolerance = 1e-6
-        self.gradient_error = 0.0  # relative, of the gradients that are there
+        self.gradient_error = 0.0  # relative error of the accumulated gradients
         self.batches = 0
 
     @staticmethod
@@ -187,13 +187,13 @@ class World:
 
     def _after_backward(self, overflow: bool, delay: bool, had_grads: bool) -> None:
         facts = self.facts
-        facts.stray = False  # what was there counts now
+        facts.stray = False  # from now on these gradients count as scaled ones
         facts.dirty = facts.dirty or overflow
         if delay:
             facts.pending, facts.pending_inf = True, facts.pending_inf or overflow
             return
         found = overflow or facts.pending_inf or (facts.fresh and facts.dirty)
-        masked = facts.sticky and had_grads and not facts.masters  # an inf that was there hides another
+        masked = facts.sticky and had_grads and not facts.masters  # an earlier inf hides a new one
         facts.pending = facts.pending_inf = False
         facts.ready, facts.fresh = True, False
         if not facts.checks:
@@ -236,7 +236,7 @@ class World:
         before = self._flat(self.reference)
         self.reference_optimizer.step()
         moved = float((self._flat(self.reference) - before).norm())
-        # an error made once goes on in the momentum: ten times it, in the end
+        # the momentum repeats an error: in the end it counts ten times
         self.tolerance += (
             10 * max(self.gradient_error, _step_error(level)) * moved + _weight_error(level) * self._size()
         )
@@ -304,7 +304,7 @@ class World:
             self.facts.scale, self.facts.tracker = saved.facts.scale, saved.facts.tracker
 
     def close(self) -> None:
-        """Give the objects back as plain fp32 ones."""
+        """Close the session: the objects are plain fp32 again."""
         facts = self.facts
         if facts.level is None:
             self._refused(xamp.StateError, "not given to xamp.initialize", lambda: xamp.session(self.model))
@@ -332,7 +332,7 @@ class World:
         self._refused(xamp.StateError, "not given to xamp.initialize", lambda: xamp.session(twin))
 
     def forward(self) -> None:
-        """The model's output: fp32, and the oracle's."""
+        """The model's output is fp32, and near the reference's."""
         batch = self._batch()
         with torch.no_grad():
             got, expected = self.model(batch), self.reference(batch)
@@ -353,7 +353,7 @@ class World:
         assert not torch.is_autocast_enabled(self.lane.device.type)
 
     def interrupted(self) -> None:
-        """An exception in the body of ``scale_loss``, before the backward: as if nothing had been."""
+        """An exception in the body of ``scale_loss``, before the backward, changes nothing."""
         if self.facts.level is None:
             return
         loss = self._loss(self.model, self._batch())

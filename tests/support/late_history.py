@@ -1,4 +1,4 @@
-"""A stand-in for devices that must not be waited for, whose numbers are read some steps late."""
+"""A stand-in for a device with asynchronous copies, whose numbers the host reads some steps late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Arrived:
 
 
 class LateHistory(History):
-    """What a device with asynchronous copies does, in host memory."""
+    """A history that behaves, in host memory, as on a device with asynchronous copies."""
 
     def __init__(self, state: DeviceState) -> None:
         super().__init__(state)

@@ -1,4 +1,4 @@
-"""A stand-in for a device with storage formats, and optimizers, of its own."""
+"""A stand-in for a device that has private storage formats, and optimizers of its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import BackendSpec
 
-PECULIAR = BackendSpec("peculiar", ("cpu",), "own_formats:PeculiarBackend", priority=500)
+PECULIAR = BackendSpec("peculiar", ("cpu",), "peculiar_device:PeculiarBackend", priority=500)
 
 
 class PeculiarBackend(CpuBackend):
-    """Tensors of two columns are in a format of its own; an optimizer that is told to be stale would step wrongly."""
+    """Tensors of two columns have a private format. An optimizer with ``is_joined`` is refused if cast or stale."""
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone() if tensor.shape[-1:] == (2,) else tensor
