@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from xamp.contract import BackendSpec, Cause, Diagnosis, Explanation, Failure
 
-__all__ = ["TorchFailure", "explain", "explain_torch", "first_line", "full_text", "one_line", "table_of"]
+__all__ = ["TorchFailure", "explain", "explain_torch", "first_line", "full_text", "may_pass", "one_line", "table_of"]
 
 _REASON_LENGTH = 400
+_PASSING = re.compile(r"out of memory|resource busy|busy or unavailable|cannot allocate memory(?! in static)", re.I)
 _CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
 
 
@@ -98,6 +99,14 @@ def first_line(error: BaseException) -> str:
 def full_text(error: BaseException) -> str:
     """Type and whole text of ``error`` and of every error that it was raised from."""
     return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether ``error``, or one behind it, says that memory was used up or a device was busy: both may pass."""
+    return any(
+        isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or _PASSING.search(_text(link))
+        for link in _chain(error)
+    )
 
 
 def _first_match(rows: Iterable[Explanation], failure: Failure) -> Diagnosis | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xamp.registry.causes import may_pass
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +22,9 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True) -> str:
         device: the device to check.
         dtype: the dtype's name.
         keeps_inf: False for a chip that saturates and raises a flag; then only the product is checked.
+
+    Raises:
+        Exception: the device had no memory left, or was busy. That says nothing about what it can compute.
     """
     import torch
 
@@ -39,5 +44,7 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True) -> str:
         if found.item() != 1.0:
             return f"the operator that unscales gradients overlooks an inf in {dtype}"
     except Exception as error:
+        if may_pass(error):
+            raise
         return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from xamp.contract import Backend, BackendReport, BackendSpec, Capabilities, Failure
 from xamp.errors import BackendUnavailable
-from xamp.registry.causes import TorchFailure, explain, full_text, one_line
+from xamp.registry.causes import TorchFailure, explain, full_text, may_pass, one_line
 from xamp.registry.find_torch import find_torch
 
 __all__ = ["Failed", "Ready", "start"]
@@ -33,6 +33,8 @@ class Failed:
         detail: the exception in one line, where ``reason`` comes from the backend's table of causes.
         broken: True for a defect: the backend failed in a way that it does not explain. False where a device or its
             framework is absent.
+        may_pass: memory was used up or the device was busy. Such a failure is not remembered: the backend is started
+            again when it is next asked for.
     """
 
     reason: str
@@ -40,6 +42,7 @@ class Failed:
     error: BaseException | None
     detail: str = ""
     broken: bool = False
+    may_pass: bool = False
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.hint}" if self.hint else self.reason
@@ -72,6 +75,9 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
 
 
 def _failed(spec: BackendSpec, error: BaseException) -> Failed:
+    if may_pass(error):
+        hint = "this may pass: free the device's memory, or wait for who uses it; it is tried again at the next call"
+        return Failed(f"it was tried while it was out of memory or busy: {one_line(error)}", hint, error, may_pass=True)
     known = explain(spec, Failure("exception", full_text(error)))
     if known is not None:
         behind = error.__cause__ if isinstance(error, BackendUnavailable) else None

@@ -220,11 +220,16 @@ class Registry:
                 self._sources[entry.spec.name] = entry.source
 
     def outcome(self, spec: BackendSpec) -> Ready | Failed:
-        """The outcome of starting the backend of ``spec``; starts it on the first call."""
+        """The outcome of starting the backend of ``spec``; starts it on the first call, or again if it may pass."""
         with self._lock:
-            if spec not in self._outcomes:
-                self._outcomes[spec] = start(spec, self.explain_torch)
-            return self._outcomes[spec]
+            found = self._outcomes.get(spec)
+            if found is None:
+                found = start(spec, self.explain_torch)
+                if isinstance(found, Failed) and found.may_pass:
+                    self._generation += 1  # nobody may remember what was chosen in its place
+                else:
+                    self._outcomes[spec] = found
+            return found
 
     def report(self, spec: BackendSpec) -> BackendReport:
         """The row of :func:`available_backends` for a registered ``spec``."""

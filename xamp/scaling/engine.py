@@ -337,9 +337,13 @@ class ScaledLoss:
             state.open = True
         try:
             self._engine.enter(self._states, self._scaler)
-        except BaseException as error:
+            return self._scaled()
+        except BaseException as error:  # the body does not run, so nobody calls __exit__
             self.__exit__(type(error))
             raise
+
+    def _scaled(self) -> torch.Tensor:
+        """Return the loss times the scale; this allocates, and may run out of memory."""
         if not self._engine.policy.scales:
             return self._loss
         loss, factor = self._loss, self._scaler.factor

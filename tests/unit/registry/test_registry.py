@@ -9,12 +9,14 @@ import sys
 import types
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
 from site_packages import distribution
 
 import xamp
+from xamp.backends.native import NativeBackend
 from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
@@ -534,3 +536,46 @@ def test_a_plugin_for_another_contract_is_listed_with_the_reason(
 def test_reserved_names_are_refused(name: str) -> None:
     with pytest.raises(PolicyError, match=f'name={name!r} must be letters, .* and not be "auto" or "apex"'):
         registry().register(BackendSpec(name, ("cpu",), "acme:Backend"))
+
+
+# ---------------------------------------------------------------- failures that may pass
+
+
+class OutOfMemory(Backend):
+    """Has no room at its first probes, as a GPU that another process has filled."""
+
+    left = 0
+
+    def probe(self) -> None:
+        if type(self).left:
+            type(self).left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class NoRoomInTrial(NativeBackend):
+    """The same, where the product of the trial is what finds no room."""
+
+    def _require_computing(self, device: torch.device, dtype: str) -> None:
+        if OutOfMemory.left:
+            OutOfMemory.left -= 1
+            with mock.patch.object(torch, "ones", side_effect=RuntimeError("out of memory")):
+                super()._require_computing(device, dtype)
+        super()._require_computing(device, dtype)
+
+
+@pytest.mark.parametrize("cls", [OutOfMemory, NoRoomInTrial])
+def test_a_failure_that_may_pass_is_tried_again(cls: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutOfMemory, "left", 2)
+    module = types.ModuleType("xamp_test_full")
+    module.Full = cls  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "xamp_test_full", module)
+    full = BackendSpec("full", ("cpu",), "xamp_test_full:Full", priority=9, install_hint="update the driver")
+    found = registry(full)
+    with pytest.raises(BackendUnavailable, match=r"out of memory or busy: (?s:.*)this may pass: free") as raised:
+        found.resolve("full", "cpu")
+    assert "update the driver" not in str(raised.value)
+    before = found.generation
+    assert [row.usable for row in found.reports() if row.name == "full"] == [False]
+    assert found.generation > before
+    assert found.resolve("full", "cpu").name == "full"
+    assert found.best_for("cpu").name == "full"
