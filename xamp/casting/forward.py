@@ -65,6 +65,7 @@ class Region:
         cast: the function that casts arguments and results.
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
+        follows: the model has masters, and follows what else than a step changed in them, before each call.
     """
 
     device_type: str
@@ -76,6 +77,7 @@ class Region:
     watched: bool = False
     cast: Cast = cast_floats
     apart: bool = True
+    follows: bool = False
 
     def __reduce__(self) -> Any:
         """Pickle the fields by name."""
@@ -351,4 +353,6 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
-    return watched(method) if region.watched else method
+    if region.watched:
+        method = watched(method)
+    return masters.following(method) if region.follows else method

@@ -233,6 +233,13 @@ class Engine:
             pairs = [pair for pair in self._pairs if id(pair[0]) in held]
             distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
+        for state in self._states:
+            state.note_masters()
+
+    def follow_masters(self) -> None:
+        """Before a forward: write the masters that changed since the last step into the model."""
+        for state in self._states:
+            state.follow_masters()
 
     def _use_masters(self) -> None:
         """Use the masters for the first time."""

@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = [
     "clear_gradients",
     "copy_back",
     "ensure_master",
+    "follow",
+    "following",
     "forget_lowered",
     "is_lowered",
     "load_masters",
@@ -50,6 +53,7 @@ LOWER = (torch.float16, torch.bfloat16)
 _masters: Any = WeakIdKeyDictionary()
 # Each master -> its version counter when master and parameter were last made equal.
 _reconciled_versions: Any = WeakIdKeyDictionary()
+_hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 # Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
 
@@ -150,6 +154,29 @@ def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:
         param.data.copy_(master.detach())  # .data has a version counter of its own
+
+
+_followers: Any = WeakIdKeyDictionary()  # model -> what writes changed masters into it
+
+
+def follow(model: nn.Module, write_changed: Callable[[], None]) -> None:
+    """Have :func:`following` call ``write_changed``, a method that is held weakly, before each forward of ``model``."""
+    _followers[model] = weakref.WeakMethod(write_changed)
+
+
+def following(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method(model, ...)`` that first lets the model follow its masters. Compiled code goes without."""
+
+    @functools.wraps(method)
+    def after_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            found = _followers.get(self)
+            write_changed = None if found is None else found()
+            if write_changed is not None:
+                write_changed()
+        return method(self, *args, **kwargs)
+
+    return after_masters
 
 
 def use(pairs: Sequence[Pair]) -> None:
@@ -288,6 +315,7 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
     for module in model.modules():
         handles.append(module.register_load_state_dict_pre_hook(load_masters))
         module.register_state_dict_post_hook(save_masters)
+        _hooked[module] = True
 
     held_weakly = weakref.ref(model)
 
@@ -296,10 +324,24 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
             handle.remove()
         found = held_weakly()
         for module in () if found is None else found.modules():
+            _hooked.pop(module, None)
             for key in [k for k, hook in module._state_dict_hooks.items() if hook is save_masters]:
                 del module._state_dict_hooks[key]
 
     return undo
+
+
+def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the key and the tensor of each parameter and buffer of ``module``.
+
+    A child that came later (a new head, a parametrization) has no hooks: its tensors are those of ``module`` too.
+    """
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield prefix + name, tensor
+    for name, child in module._modules.items():
+        if child is not None and child not in _hooked:
+            yield from _tensors_of(child, f"{prefix}{name}.")
 
 
 @pickled_as("save_masters")
@@ -309,10 +351,8 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
     A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
     entries stay the tensors of the copy themselves, so that a user can write into them.
     """
-    tensors = {**module._parameters, **module._buffers}
-    for name, tensor in tensors.items():
-        key = prefix + name
-        if tensor is None or key not in state or tensor not in _masters:
+    for key, tensor in _tensors_of(module, prefix):
+        if key not in state or tensor not in _masters:
             continue
         master = _masters[tensor]
         if master is None:
@@ -333,9 +373,9 @@ def load_masters(
             "load_state_dict(assign=True) would replace parameters that xamp.initialize has cast and that optimizers "
             "hold. Load without assign=True, or load before xamp.initialize."
         )
-    for name, param in module._parameters.items():
-        master = None if param is None else master_of(param)
-        loaded = state.get(prefix + name)
+    for key, param in _tensors_of(module, prefix):
+        master = master_of(param)
+        loaded = state.get(key)
         if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
             continue
         loaded = loaded.to(master.device)

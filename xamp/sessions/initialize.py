@@ -273,6 +273,8 @@ def set_up(
         if policy.autocast:
             undo.callback(ops.hold(policy.op_policy, engine))
         plan.apply(undo)
+        for model in arguments.models if policy.master_weights else ():
+            masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
         plan.commit()
         engine.undo = undo.pop_all()
