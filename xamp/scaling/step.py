@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -115,6 +116,7 @@ class OptimizerState:
         self._sizes = 0  # elements of all stepped tensors when the optimizer last made or loaded its state
         self._warm: set[int] = set()  # ids of parameters whose state exists, made by a step or loaded
         self._warm_states = 0
+        self._warned_of_no_gradient = False
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
@@ -208,6 +210,7 @@ class OptimizerState:
             return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
         if not self.gradients.ready:  # there are no gradients: any others were refused in the line above
+            self._warn_of_no_gradient()
             return base(*args, **kwargs)
         if not policy.checks:
             if self.fused.active and not self._can_step_fused():
@@ -248,7 +251,21 @@ class OptimizerState:
         """
         return not self.optimizer.state and self.gradients.all_zero()
 
+    def _warn_of_no_gradient(self) -> None:
+        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
+        if not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            say(
+                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
+                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
+                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
+                type(self.optimizer).__name__,
+                level=logging.WARNING,
+            )
+
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not args and not kwargs and all(param.grad is None for param in self.gradients.stepped):
+            self._warn_of_no_gradient()  # a closure would make gradients
         result = base(*args, **kwargs)
         self._finish(StepOutcome.APPLIED)
         return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from xamp.casting.forward import is_under_policy
@@ -15,7 +15,7 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.engine import Engine
-from xamp.scaling.masters import is_lowered
+from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.session import find_session
 
@@ -31,7 +31,6 @@ __all__ = [
     "check_stepped_rightly",
     "device_of",
     "is_plain",
-    "unwrap",
 ]
 
 
@@ -51,17 +50,6 @@ def as_list(name: str, given: object, kind: type) -> list[object]:
     if len({id(item) for item in items}) < len(items):
         raise PolicyError(f"initialize({name}=...): the same object stands in the list twice. Give each once.")
     return items
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, DataParallel and torch.compile."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif not isinstance(model, torch.jit.ScriptModule) and "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
 
 
 def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> torch.device | None:
@@ -170,13 +158,21 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
                     f"initialize: parameter {name!r} of {type(model).__name__} belongs to another session, which has "
                     "cast it. Give all models that share it to one initialize call, or close that session first."
                 )
-            if param.dtype in (torch.float16, torch.bfloat16):
-                raise PolicyError(
-                    f"initialize: parameter {name!r} of {type(model).__name__} is {param.dtype}, and initialize takes "
-                    "fp32 models. Leave out .half() or .bfloat16(); the level casts."
-                )
+            if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
+                raise _half_model(name, param.dtype, type(model).__name__, policy.level)
         if policy.casts_parameters:
             _check_castable(model, outer, policy.level)
+
+
+def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
+    """The error for a model that was loaded in fp16 or bf16 and given to a level that does not start from it."""
+    short = str(dtype).removeprefix("torch.")
+    takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
+    return PolicyError(
+        f"initialize(level={level!r}): parameter {parameter!r} of {model} is {dtype}, and this level starts from fp32. "
+        f"Leave out .half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before "
+        f"making the optimizer; the level casts. {takes or 'No level'} takes a model in {short} as it is."
+    )
 
 
 def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:

@@ -34,6 +34,7 @@ from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.sessions import checks, lowering
 from xamp.sessions.session import register
+from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Arguments", "initialize", "set_up"]
 
@@ -182,7 +183,7 @@ class Arguments:
     @property
     def models(self) -> list[nn.Module]:
         """The models without their wrappers."""
-        return [checks.unwrap(model) for model in self.given]
+        return [unwrap(model) for model in self.given]
 
     @property
     def objects(self) -> list[object]:

@@ -32,7 +32,7 @@ class Plan:
     The engine keeps the plan to undo the changes. The engine must not keep models alive, so the plan holds them weakly.
 
     Attributes:
-        lowered: parameters to cast.
+        lowered: parameters to cast; of those that come in the lower dtype only a master is made.
     """
 
     def __init__(
@@ -47,6 +47,8 @@ class Plan:
         self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
+        self._halves: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []  # these, and their values before
         self._originals: dict[int, torch.Tensor] = {}  # fp32 values, by id of the lowered parameter or buffer
         self._grads: dict[int, torch.Tensor | None] = {}  # gradients before the cast, by id of the parameter
         if policy.casts_parameters and policy.dtype != torch.float32:
@@ -64,7 +66,7 @@ class Plan:
         seen: set[int] = set()
         for module in (m for key, m in modules.items() if key not in kept):
             for param in module._parameters.values():
-                if param is not None and param.dtype == torch.float32 and id(param) not in kept_params | seen:
+                if param is not None and self._is_lowered(param) and id(param) not in kept_params | seen:
                     seen.add(id(param))
                     self.lowered.append(param)
             self._buffers += [
@@ -72,6 +74,13 @@ class Plan:
                 for name, b in module._buffers.items()
                 if b is not None and b.dtype == torch.float32
             ]
+
+        for module in (m for key, m in modules.items() if key in kept and self.policy.master_weights):
+            self._raised += [(weakref.ref(module), n) for n, t in _tensors_of(module) if t.dtype in masters.LOWER]
+
+    def _is_lowered(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is one to lower. A model may come in the lower dtype already where masters are made."""
+        return param.dtype == torch.float32 or (self.policy.master_weights and param.dtype == self.policy.dtype)
 
     def models(self) -> Iterator[nn.Module]:
         """Yield the models that are still alive."""
@@ -90,6 +99,8 @@ class Plan:
 
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Cast parameters and buffers, and put the modules into their regions."""
+        if self._raised:
+            self._raise(undo)
         if self.lowered or self._buffers:
             self._lower(undo)
         for model in self.models():
@@ -107,6 +118,7 @@ class Plan:
         """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""
         self._originals = {}
         self._grads = {}
+        self._halves = []
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
@@ -128,7 +140,7 @@ class Plan:
             param.grad = None  # a gradient must have its parameter's dtype, and that changes below
             self._originals[id(param)] = param.data
             self._grads[id(param)] = grad
-            master = nn.Parameter(self._plain(param.data)) if self.policy.master_weights else None
+            master = nn.Parameter(self._plain(param.data.float())) if self.policy.master_weights else None
             masters.set_lowered(param, master)
             param.data = value
             if grad is not None:
@@ -140,6 +152,24 @@ class Plan:
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
+
+    def _raise(self, undo: contextlib.ExitStack) -> None:
+        """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
+        undo.callback(self._restore_halves)
+        for tensor in self._live_raised():
+            self._halves.append((weakref.ref(tensor), tensor.data))
+            _set_values(tensor, tensor.data.float())
+
+    def _live_raised(self) -> Iterator[torch.Tensor]:
+        for ref, name in self._raised:
+            if (module := ref()) is not None:
+                yield dict(_tensors_of(module))[name]
+
+    def _restore_halves(self) -> None:
+        """Undo :meth:`_raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
+        for ref, value in self._halves:
+            if (tensor := ref()) is not None:
+                _set_values(tensor, value)
 
     def _restore_fp32(self) -> None:
         """Give each lowered parameter its fp32 values and its gradient back, and each lowered buffer its values."""
@@ -227,13 +257,27 @@ def _matches(name: str, pattern: str) -> bool:
     return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
 
 
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the module's own parameters and buffers by their names."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give ``tensor`` values of another dtype; its gradient, if any, gets that dtype too."""
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = values
+    tensor.grad = None if grad is None else grad.to(values.dtype)
+
+
 def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     """Give ``param`` the gradient it had before the cast: to its master in fp32, or to itself, rounded."""
     master = masters.master_of(param)
     if master is None:
         param.grad = grad.to(param.dtype)
     else:
-        master.grad = grad
+        master.grad = grad.to(master.dtype)
 
 
 def _flatten_rnns(model: nn.Module) -> None:

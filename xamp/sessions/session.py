@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,6 +25,7 @@ from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, Stats, StepOutcome
 from xamp.sessions import checkpoint
+from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = [
     "Session",
@@ -123,9 +125,13 @@ def register(engine: Engine, objects: Iterable[object]) -> None:
 def find_session(found: object) -> Session | None:
     """Return the session that ``found`` belongs to, or None."""
     try:
-        return _sessions.get(found)
+        own = _sessions.get(found)
     except TypeError:  # it admits no weak references
-        return None
+        own = None
+    if own is not None:
+        return own
+    inner = unwrap(found) if isinstance(found, nn.Module) else optimizer_in(found)
+    return None if inner is None or inner is found else find_session(inner)
 
 
 def session(obj: object) -> Session:
@@ -237,12 +243,13 @@ def _check_loss(loss: object, engine: Engine) -> None:
 
 
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
-    only = state_of(optimizers)
+    only = state_of(optimizers) or state_of(optimizer_in(optimizers))
     if only is not None:
         return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
+    given = [optimizer_in(optimizer) or optimizer if state_of(optimizer) is None else optimizer for optimizer in given]
     owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
     for optimizer, owner in zip(given, owners, strict=True):
         if owner is None or (owner.enabled and not owner.serves(optimizer)):
@@ -265,6 +272,8 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     Raises:
         StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
     """
+    if state_of(optimizer) is None:
+        optimizer = optimizer_in(optimizer) or optimizer
     if not isinstance(optimizer, Optimizer):
         raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
     state = state_of(optimizer)
