@@ -179,7 +179,10 @@ class Plan:
                 grad = masters.up_to_date(param, master).grad
             masters.forget_lowered(param)
             param.grad = None
-            param.data = self._originals.get(id(param), param.data.float()) if master is None else master.data
+            original = self._originals.get(id(param))  # None once the session is up
+            if original is None or (master is not None and original.dtype == torch.float32):
+                original = param.data.float() if master is None else master.data
+            param.data = original
             grad = self._grads.get(id(param), grad)
             if grad is not None:
                 param.grad = grad.to(param.dtype)
