@@ -41,6 +41,7 @@ __all__ = [
     "up_to_date",
     "use",
     "watch_state_dicts",
+    "write_changed",
     "write_quietly",
 ]
 
@@ -148,6 +149,14 @@ def copy_back(pairs: Sequence[Pair]) -> None:
     if pairs:
         with torch.no_grad():
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+
+def write_changed(pairs: Iterable[Pair]) -> None:
+    """Write masters into parameters, but for those that agree: a load writes both, and what follows it counts."""
+    changed = [pair for pair in pairs if _reconciled_versions.get(pair[1]) != pair[1]._version]
+    copy_back(changed)
+    for _, master in changed:
+        _reconciled_versions[master] = master._version
 
 
 def write_quietly(pairs: Iterable[Pair]) -> None:

@@ -160,7 +160,7 @@ class OptimizerState:
         pairs = self.gradients.pairs
         if self._master_versions != [master._version for _, master in pairs]:
             before = self._master_versions
-            masters.copy_back([pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen])
+            masters.write_changed([pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen])
             self.note_masters()
 
     def _count_elements(self) -> int:
