@@ -163,7 +163,11 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
                 else:
                     named[key] = seen = sparse.writable(named[key])
                     written.append((kwargs[key], seen))
-            if sources is not None and arithmetic.SATURATES and (makes_beside or any(_is_half(to) for _, to in written)):
+            if (
+                sources is not None
+                and arithmetic.SATURATES
+                and (makes_beside or any(_is_half(to) for _, to in written))
+            ):
                 sources.finite()
             made = operator(*values, **named)
             if sources is not None:
