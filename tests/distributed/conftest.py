@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import Ranks
+from forked_ranks import Ranks
 
 
 @pytest.fixture(scope="session")

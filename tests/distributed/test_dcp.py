@@ -10,8 +10,8 @@ import docs_blocks
 import pytest
 import torch
 from checkpoints import everything, start, train
+from forked_ranks import Ranks
 from lanes import Lane
-from ranks import Ranks
 from stepping import assert_same
 
 import xamp

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from forked_ranks import Ranks
 
 HERE = Path(__file__).parent
 
