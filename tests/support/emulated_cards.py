@@ -67,8 +67,8 @@ def emulated_files(chip: str, *files: Path, timeout: float = 1800) -> dict[str, 
     """Run pytest there for several files in one process; for each, by its name, what is wrong: mostly nothing."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}", *_WARNED, *files]
-        done = emulate(chip, "python", "-m", "pytest", *words, timeout=timeout)
+        words = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}", *_WARNED]
+        done = emulate(chip, "python", "-m", "pytest", *words, *files, timeout=timeout)
         assert report.exists(), f"on the emulated {chip}:\n{last(done)}"
         cases = list(ElementTree.parse(report).iter("testcase"))
     found: dict[str, Counter[str]] = {file.stem: Counter() for file in files}

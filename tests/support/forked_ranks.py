@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
 _IMPORTED = (
     *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel"),
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict"),
 )
+_c10d: Any = torch._C._distributed_c10d  # not all that it has stands in torch's types
 _LIMIT = 300.0  # seconds that ranks may take
 _POLL = 0.02
 
@@ -56,7 +57,7 @@ class Ranks:
             output: the file for what they print.
         """
         # Here, as torchrun has it: no port is free for certain by the time that a rank takes it.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = _c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         asked = {"script": str(script), "arguments": arguments, "count": count, "port": store.port}
         assert self._server.stdin is not None
         assert self._server.stdout is not None
