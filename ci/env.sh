@@ -84,6 +84,14 @@ others = [line for line in lines if re.split(r"[=<>;\s]", line)[0] not in kept]
 END
 }
 
+# Each of $1 (EXTRA,EXTRA) stands in one of the lines of $2, which are of the same kind.
+has_extras() {
+    local extra there=,${2//$'\n'/,},
+    for extra in ${1//,/ }; do
+        case $there in *,"$extra",*) ;; *) return 1 ;; esac
+    done
+}
+
 use_env() {
     local extras=$1 python=${PYTHON:-python3} venv=${XAMP_VENV:-.venv} pins=${XAMP_CONSTRAINTS:-newest}
     cd -- "$root" || exit
@@ -112,7 +120,7 @@ for path in sys.argv[2:]:
     with open(path, "rb") as file:
         key.update(file.read())
 print(key.hexdigest())' "$root" setup.cfg "$pins" ci/env.sh)
-    if grep -Fqxs -- "$key $extras" "$state/ready"; then
+    if has_extras "$extras" "$(sed -n "s/^$key //p" "$state/ready" 2>/dev/null)"; then
         say "using $venv, which has xamp[$extras]"
         return
     fi

@@ -4,7 +4,7 @@ set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
-use_env dev,test
+use_env demo,dev,test  # what examples/ imports is checked too
 say "ruff check"
 "$py" -m ruff check .
 say "ruff format --check"

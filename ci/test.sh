@@ -11,7 +11,8 @@ use_env test
 case "$*" in
 '' | --all)
     [ $# -eq 0 ] || set -- "$@" --cov --cov-report=term
-    set -- "$@" --numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile
+    # A file stays in one process. They are started in the order of tests/conftest.py: the longest first.
+    set -- "$@" --numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder
     ;;
 esac
 say "running the tests"

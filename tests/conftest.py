@@ -20,6 +20,14 @@ import xamp
 from xamp.casting import active
 from xamp.policy import LEVELS
 
+_LONGEST = (
+    *("emulated/test_inside", "conformance/test_outside", "conformance/test_other_devices", "faults/test_kill"),
+    *("emulated/test_failures", "emulated/test_command", "conformance/test_mutants", "conformance/test_numerics"),
+    *("conformance/test_conformance", "unit/apex/test_apex_o1_compile", "unit/cli/test_cli_conformance"),
+    *("unit/doctor/test_doctor_torch", "unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor"),
+)
+"""The files that take longest: where several processes share the tests, those that begin with these end together."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("xamp")
@@ -33,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, torch.get_num_threads() // int(config.workerinput["workercount"]))
         torch.set_num_threads(threads)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of its children
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts processes that compile
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -62,10 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
-    left = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("thorough")]
+    left = set() if config.getoption("--all") else {item for item in items if item.get_closest_marker("thorough")}
     if left:
-        config.hook.pytest_deselected(items=left)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    if hasattr(config, "workerinput"):
+        ranks = {f"{file}.py": rank for rank, file in enumerate(_LONGEST)}
+        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ranks)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import docs_blocks
 import pytest
 import torch
 from checkpoints import everything, start, train
+from forked_ranks import Ranks
 from lanes import Lane
 from stepping import assert_same
 
@@ -60,30 +58,20 @@ def test_at_another_level_the_session_goes_in_one_piece(lane: Lane, levels: tupl
     assert other.scale == (256.0 if "O0" not in levels and "O4" not in levels else 1.0)
 
 
-def processes(count: int, mode: str, level: str, folder: Path) -> list[dict[str, Any]]:
+def processes(ranks: Ranks, count: int, mode: str, level: str, folder: Path) -> list[dict[str, Any]]:
     """What each rank wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run(
-        [*command, str(HERE / "dcp_worker.py"), mode, level, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ranks.run(HERE / "dcp_worker.py", mode, level, str(folder), count=count, output=folder / f"{mode}.txt")
     return [json.loads((folder / f"{mode}{rank}.json").read_text()) for rank in range(count)]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_two_processes_save_and_two_or_one_load(level: str, tmp_path: Path) -> None:
-    saved = processes(2, "save", level, tmp_path)
+def test_two_processes_save_and_two_or_one_load(level: str, forked_ranks: Ranks, tmp_path: Path) -> None:
+    saved = processes(forked_ranks, 2, "save", level, tmp_path)
     assert saved[0] == saved[1]
     assert saved[0]["there"]["stats"] == [3, 1]
     assert saved[0]["there"]["scalers"] == [{"dynamic": True, "scale": 1024.0, "growth_tracker": 1}]
-    assert processes(2, "load", level, tmp_path) == saved
-    [alone] = processes(1, "load", level, tmp_path)
+    assert processes(forked_ranks, 2, "load", level, tmp_path) == saved
+    [alone] = processes(forked_ranks, 1, "load", level, tmp_path)
     assert alone["there"] == saved[0]["there"]
     assert alone["end"]["stats"] == [6, 2]
 

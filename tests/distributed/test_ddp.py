@@ -1,33 +1,35 @@
-"""Two real processes on gloo under torchrun."""
+"""Two real processes on gloo, as under torchrun."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import Ranks
 
 HERE = Path(__file__).parent
 
 
-def torchrun(folder: Path, script: str, *args: str) -> list[dict[str, Any]]:
-    """What each of two ranks wrote into ``folder``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(HERE / script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *args, str(folder)], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+Torchrun = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def torchrun(forked_ranks: Ranks, tmp_path: Path) -> Torchrun:
+    """Runs a script as two ranks, and gives what each of them wrote."""
+
+    def run(script: str, *args: str) -> list[dict[str, Any]]:
+        forked_ranks.run(HERE / script, *args, str(tmp_path), output=tmp_path / "output.txt")
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+    return run
 
 
 @pytest.mark.parametrize(("level", "explode"), [("O1", True), ("O2", True), ("O4", False), ("O5", False)])
-def test_two_ranks_are_one_process_that_averages(level: str, explode: bool, tmp_path: Path) -> None:
-    first, second = torchrun(tmp_path, "ddp_worker.py", level, "explode" if explode else "calm")
+def test_two_ranks_are_one_process_that_averages(level: str, explode: bool, torchrun: Torchrun) -> None:
+    first, second = torchrun("ddp_worker.py", level, "explode" if explode else "calm")
     assert first["worst"] <= 1e-6
     assert second["worst"] <= 1e-6
     for key in ("weights", "masters", "scales", "outcomes"):
@@ -41,8 +43,8 @@ def test_two_ranks_are_one_process_that_averages(level: str, explode: bool, tmp_
 
 
 @pytest.mark.parametrize(("wrapper", "level"), [("none", "O1"), ("none", "O2"), ("fsdp2", "O1")])
-def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str, tmp_path: Path) -> None:
-    first, second = torchrun(tmp_path, "agree_worker.py", wrapper, level)
+def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str, torchrun: Torchrun) -> None:
+    first, second = torchrun("agree_worker.py", wrapper, level)
     assert first["outcomes"] == second["outcomes"] == ["APPLIED", "SKIPPED", "APPLIED"]
     assert first["scales"] == second["scales"] == [1024.0, 512.0, 512.0]
     assert first["finite"]
@@ -51,13 +53,13 @@ def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("mode", ["part", "two", "compiled"])
-def test_a_ddp_that_no_region_of_ours_notes_is_seen(mode: str, level: str, tmp_path: Path) -> None:
-    assert_ranks_agree(torchrun(tmp_path, "parts_worker.py", mode, level))
+def test_a_ddp_that_no_region_of_ours_notes_is_seen(mode: str, level: str, torchrun: Torchrun) -> None:
+    assert_ranks_agree(torchrun("parts_worker.py", mode, level))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_model_that_ddp_already_wraps_trains(level: str, tmp_path: Path) -> None:
-    assert_ranks_agree(torchrun(tmp_path, "parts_worker.py", "before", level))
+def test_a_model_that_ddp_already_wraps_trains(level: str, torchrun: Torchrun) -> None:
+    assert_ranks_agree(torchrun("parts_worker.py", "before", level))
 
 
 def assert_ranks_agree(ranks: list[dict[str, Any]]) -> None:

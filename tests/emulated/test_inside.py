@@ -10,31 +10,33 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from emulated_cards import CHIPS, INSIDE, counts, emulate, emulated_pytest, last, need_emulation
+from emulated_cards import CHIPS, INSIDE, counts, emulate, emulated_files, emulated_pytest, last, need_emulation
 
 from xamp.backends.npu import emulation
 
 A2, OLD = CHIPS
 BOTH = (
-    *("test_autocast_oracle", "test_backend", "test_device", "test_doctor", "test_fused", "test_losses"),
+    *("test_autocast_oracle", "test_backend", "test_chip", "test_device", "test_doctor", "test_fused", "test_losses"),
     *("test_own", "test_scaler_oracle", "test_states", "test_training"),
 )
-# The operators are the same kernels on every chip, but for what test_saturation holds.
-ONCE = {"test_operators": A2, "test_processes": A2, "test_saturation": OLD, "test_unserved": A2}
+# One process for each chip: to start it takes longer than most of these files. test_autocast_oracle stands first in it:
+# what a region registers with torch stays. The operators are the same kernels on every chip, but for what
+# test_saturation holds.
+TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
 """What always runs of the conformance suite; the rest with --all."""
 SLOW = [(name, chip) for name in ("device tests", "whole conformance") for chip in CHIPS]
 # The longest first, so that the two workers end together.
 RUNS = [
     *SLOW,
+    *((file, chip) for chip, files in TOGETHER.items() for file in files),
     *(("conformance", chip) for chip in reversed(CHIPS)),
     ("test_processes", A2),
-    *((file, chip) for file in BOTH for chip in CHIPS),
-    *((file, chip) for file, chip in ONCE.items() if file != "test_processes"),
     *((file, chip) for file in ("ranks", "ranks_sharded") for chip in CHIPS),
-    *(("test_chip", chip) for chip in (*CHIPS, "Ascend910_9391", "Ascend310P3")),
+    *(("test_chip", chip) for chip in ("Ascend910_9391", "Ascend310P3")),
 ]
 NAMES = [f"{file}-{chip}" for file, chip in RUNS]
 # The suite's own clauses are in "whole conformance".
@@ -87,16 +89,34 @@ def run_conformance(chip: str, *words: str, devices: int = 1, timeout: float = 6
 _RANK_ENDED = r"rank (\d): (\d+) passed, (\d+) failed"
 
 
+def run_together(chip: str, files: list[str]) -> dict[str, str]:
+    """What is wrong with each of ``files``, run in one process."""
+    found = emulated_files(chip, *(INSIDE / f"{file}.py" for file in files))
+    return {f"{file}-{chip}": text for file, text in found.items()}
+
+
 @pytest.fixture(scope="session")
-def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]:
+def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
     """What was chosen of the runs, all started."""
     need_emulation()
     emulation.prepare()  # fetches and compiles, before two would at a time
     chosen = {
         item.name.partition("[")[2][:-1] for item in request.session.items if item.name.startswith("test_on_cards[")
     }
+    together: dict[str, Future[Any]] = {}
+    futures: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, *one) for name, one in zip(NAMES, RUNS, strict=True) if name in chosen}
+        for name, (file, chip) in zip(NAMES, RUNS, strict=True):
+            if name not in chosen:
+                continue
+            if file not in TOGETHER.get(chip, ()):
+                futures[name] = pool.submit(run, file, chip)
+                continue
+            if chip not in together:
+                files = [file for file in TOGETHER[chip] if f"{file}-{chip}" in chosen]
+                together[chip] = pool.submit(run_together, chip, files)
+            futures[name] = together[chip]
+        yield futures
         pool.shutdown(cancel_futures=True)
 
 
@@ -108,8 +128,9 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[None]]]
         for name, one in zip(NAMES, RUNS, strict=True)
     ],
 )
-def test_on_cards(name: str, started: dict[str, Future[None]]) -> None:
-    started[name].result()
+def test_on_cards(name: str, started: dict[str, Future[Any]]) -> None:
+    wrong = (started[name].result() or {}).get(name, "")
+    assert not wrong, wrong
 
 
 def test_every_file_is_run() -> None:

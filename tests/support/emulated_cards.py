@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -59,6 +61,31 @@ def emulated_pytest(chip: str, *arguments: str | Path, devices: int = 1, timeout
     assert done.returncode == 0, f"on the emulated {chip}:\n{last(done)}"
     assert found.get("passed"), f"nothing was tested on the emulated {chip}:\n{last(done)}"
     return done.stdout
+
+
+def emulated_files(chip: str, *files: Path, timeout: float = 1800) -> dict[str, str]:
+    """Run pytest there for several files in one process; for each, by its name, what is wrong: mostly nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}", *_WARNED]
+        done = emulate(chip, "python", "-m", "pytest", *words, *files, timeout=timeout)
+        assert report.exists(), f"on the emulated {chip}:\n{last(done)}"
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    found: dict[str, Counter[str]] = {file.stem: Counter() for file in files}
+    for case in cases:
+        outcomes = {each.tag for each in case} & {"failure", "error", "skipped"}
+        file = case.get("classname", "").rpartition(".")[2]
+        found.setdefault(file, Counter()).update(outcomes or ["passed"])
+    unknown = set(found) - {file.stem for file in files}
+    for each in found.values():
+        counts.setdefault(chip, Counter()).update({"failed" if k == "failure" else k: n for k, n in each.items()})
+    ended = done.returncode in (0, 1) and not unknown
+    return {
+        file.stem: ""
+        if ended and found[file.stem]["passed"] and not found[file.stem].keys() & {"failure", "error"}
+        else f"{dict(found[file.stem])} on the emulated {chip}:\n{last(done)}"
+        for file in files
+    }
 
 
 def last(done: subprocess.CompletedProcess[str], lines: int = _LAST_LINES) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from xamp.backends.npu import chips
 
-__all__ = ["SATURATES", "WATCHED", "clear", "finite", "moves", "raised", "settle"]
+__all__ = ["SATURATES", "WATCHED", "Sources", "clear", "moves", "raised", "settle"]
 
 _LARGEST = 65504.0
 _FIRST_950 = 260
@@ -66,43 +66,70 @@ def moves(name: str) -> bool:
     return name.partition("::")[2].partition(".")[0].rstrip("_") in _MOVES
 
 
-def finite(values: Any) -> bool:
-    """Whether all numbers in ``values``, a nest of arguments, are finite."""
+class Sources:
+    """What something is computed from: whether all of that is finite, which is looked at when it is asked, and once."""
+
+    __slots__ = ("_finite", "_values")
+
+    def __init__(self, *values: Any) -> None:
+        """Of ``values``, a nest of arguments."""
+        self._values: Any = values
+        self._finite: bool | None = None
+
+    def finite(self) -> bool:
+        """Whether all numbers in them are finite. Who writes to one of them asks before that."""
+        if self._finite is None:
+            self._finite = _all_finite(self._values)
+            self._values = None
+        return self._finite
+
+
+def _all_finite(values: Any) -> bool:
     if isinstance(values, torch.Tensor):
-        floating = values.is_floating_point() and values.layout is torch.strided
-        return not floating or bool(torch.isfinite(values).all())
+        return values.layout is not torch.strided or not values.is_floating_point() or _is_finite(values)
     if isinstance(values, dict):
-        return finite(list(values.values()))
-    if isinstance(values, (list, tuple)):
-        return all(finite(each) for each in values)
-    return not isinstance(values, float) or math.isfinite(values)
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return not isinstance(values, float) or math.isfinite(values)
+    for each in values:  # noqa: SIM110 - no generator: this runs for each operator
+        if not _all_finite(each):
+            return False
+    return True
 
 
-def settle(made: Any, index: int, overflows: bool = True) -> None:
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # A finite sum has finite parts, and is one operator in the place of five; another one may just be too large.
+    if tensor.element_size() > 1 and math.isfinite(tensor.sum().item()):
+        return True
+    return bool(torch.isfinite(tensor).all())
+
+
+def settle(made: Any, index: int, sources: Sources | None = None) -> None:
     """Change ``made``, in place, from the CPU's results to what the chip would have computed on card ``index``.
 
     Args:
         made: tensors on the CPU, in nested lists.
         index: the card.
-        overflows: whether a value that is not finite is an overflow; it is one if all inputs were finite.
+        sources: the inputs; a value that is not finite is an overflow only if all of them were finite.
 
     Raises:
         RuntimeError: the chip does not compute in this dtype.
     """
     if not WATCHED or made is None:
         return
-    if isinstance(made, (list, tuple)):
-        for each in made:
-            settle(each, index, overflows)
-    elif isinstance(made, torch.Tensor):
+    if isinstance(made, torch.Tensor):
         if made.dtype is torch.bfloat16 and not CHIP.bf16:
             raise RuntimeError(f"not implemented for DT_BFLOAT16 on {CHIP.name} (emulated)")
         if SATURATES and made.dtype is torch.float16 and made.layout is torch.strided:
-            _saturate(made, index, overflows)
+            _saturate(made, index, sources)
+    elif isinstance(made, (list, tuple)):
+        for each in made:
+            settle(each, index, sources)
 
 
-def _saturate(made: torch.Tensor, index: int, overflows: bool) -> None:
-    if not torch.isfinite(made).all():
+def _saturate(made: torch.Tensor, index: int, sources: Sources | None) -> None:
+    if not _is_finite(made):
+        overflows = sources is None or sources.finite()
         torch.nan_to_num_(made, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
         if overflows:
             _flags.add(index)

@@ -53,17 +53,19 @@ def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             crossing = Crossing(name)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items()}
-            clean = not arithmetic.SATURATES or arithmetic.finite((values, named))
-            return _given(function(*values, **named), crossing.index, clean)
+            sources = arithmetic.Sources(values, named)
+            if arithmetic.SATURATES:
+                sources.finite()
+            return _given(function(*values, **named), crossing.index, sources)
 
     return kernel
 
 
-def _given(made: Any, index: int, clean: bool) -> Any:
+def _given(made: Any, index: int, sources: arithmetic.Sources) -> Any:
     if isinstance(made, torch.Tensor):
-        arithmetic.settle(made, index, clean)
+        arithmetic.settle(made, index, sources)
         return give(made, index)
-    return tuple(_given(each, index, clean) for each in made) if isinstance(made, tuple) else made
+    return tuple(_given(each, index, sources) for each in made) if isinstance(made, tuple) else made
 
 
 class Crossing:
@@ -83,21 +85,19 @@ class Crossing:
         Raises:
             RuntimeError: tensors are on different devices. A card refuses that; CPU kernels would accept it.
         """
-        if isinstance(value, torch.Tensor):
-            index = value.get_device()
-            if index < 0:
-                if value.dim() and not self.lenient:
-                    self._mixed("cpu" if self.index >= 0 else None, value)
-                return value
-            if index != self.index:
-                if self.index >= 0 and not self.lenient:
-                    self._mixed(f"npu:{index}", value)
-                if self.index < 0:
-                    self.index = index
-            return over(value)
-        if type(value) is list or type(value) is tuple:
-            return [self.over(each) for each in value]
-        return value
+        if not isinstance(value, torch.Tensor):
+            return [self.over(each) for each in value] if type(value) is list or type(value) is tuple else value
+        index = value.get_device()
+        if index < 0:
+            if value.dim() and not self.lenient:
+                self._mixed("cpu" if self.index >= 0 else None, value)
+            return value
+        if index != self.index:
+            if self.index < 0:
+                self.index = index
+            elif not self.lenient:
+                self._mixed(f"npu:{index}", value)
+        return strided.over(value) if value.layout is torch.strided else sparse.over(value)
 
     def _mixed(self, second: str | None, value: torch.Tensor) -> None:
         first = f"npu:{self.index}" if second else "npu:0"

@@ -141,31 +141,42 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     returned = [_returned_argument(schema, result) for result in schema.returns]
     many = len(returned) != 1
     watched = arithmetic.WATCHED and not arithmetic.moves(name)
+    # What such an operator makes anew may come of what it writes to; batch_norm's schema does not tell what it writes.
+    makes_beside = "batch_norm" in name or (bool(written_at) and None in returned)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
             crossing = Crossing(name, lenient)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}
+            sources = arithmetic.Sources(values, named.copy()) if watched else None
             for key in outs:
                 named[key] = _fresh(crossing, kwargs[key])
             index = crossing.index
             if index < 0 or "device" in named:
                 index = _redirect(named, index)
+            written = []
             for position, key in written_at:
                 if position < len(args):
-                    values[position] = sparse.writable(values[position])
+                    values[position] = seen = sparse.writable(values[position])
+                    written.append((args[position], seen))
                 else:
-                    named[key] = sparse.writable(named[key])
-            clean = not watched or not arithmetic.SATURATES or arithmetic.finite((values, named))
+                    named[key] = seen = sparse.writable(named[key])
+                    written.append((kwargs[key], seen))
+            if (
+                sources is not None
+                and arithmetic.SATURATES
+                and (makes_beside or any(_is_half(to) for _, to in written))
+            ):
+                sources.finite()
             made = operator(*values, **named)
-            if watched:
-                arithmetic.settle(made, index, clean)
-                arithmetic.settle([named[key] for key in outs], index, clean)
-            for position, key in written_at:
-                given, seen = (args[position], values[position]) if position < len(args) else (kwargs[key], named[key])
-                if watched:
-                    arithmetic.settle(seen, index, clean)
+            if sources is not None:
+                arithmetic.settle(made, index, sources)
+                for key in outs:
+                    arithmetic.settle(named[key], index, sources)
+                for _, seen in written:
+                    arithmetic.settle(seen, index, sources)
+            for given, seen in written:
                 sparse.put_back(given, seen, index)
             for key in outs:
                 _fill(kwargs[key], named[key])
@@ -180,12 +191,19 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
+def _is_half(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype is torch.float16
+    return isinstance(value, (list, tuple)) and any(map(_is_half, value))
+
+
 def _returned_argument(schema: Any, result: Any) -> tuple[int, str] | None:
     """Position and name of the argument that the schema says is returned; None if the result is new."""
     if result.alias_info is None:
         return None
+    names = result.alias_info.before_set
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & result.alias_info.before_set:
+        if argument.alias_info is not None and argument.alias_info.before_set & names:
             return position, argument.name
     return None
 

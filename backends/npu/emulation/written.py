@@ -30,7 +30,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         read = _read(source)
         written.copy_(read)
         if target.get_device() >= 0 and target.dtype is not source.dtype:  # else the bytes are moved unchanged
-            arithmetic.settle(written, target.get_device(), not arithmetic.SATURATES or arithmetic.finite(read))
+            arithmetic.settle(written, target.get_device(), arithmetic.Sources(read))
     return target
 
 
@@ -73,7 +73,7 @@ def _to_copy(
         made = torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=torch.device("npu", index))
         written = over(made)
         written.copy_(source)
-        arithmetic.settle(written, index, not arithmetic.SATURATES or arithmetic.finite(source))
+        arithmetic.settle(written, index, arithmetic.Sources(source))
         return made
 
 

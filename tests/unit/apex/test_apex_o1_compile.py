@@ -52,10 +52,18 @@ PROBES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not the machine's: an entry that an earlier version of xamp left there, with stale casts in it, was found again.
+
+    One for all: what inductor finds out of the C++ compiler, and the headers that it compiles, take it seconds.
+    """
+    return tmp_path_factory.mktemp("inductor")
+
+
 @pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    # Not the machine's: an entry that an earlier version of xamp left there, with stale casts in it, was found again.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, inductor_cache: Path) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     torch.compiler.reset()
     yield
     stop()
@@ -218,7 +226,7 @@ def test_the_keys_of_caches_on_disk_change_and_are_put_back() -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_caches_on_disk_know_of_casts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_on_disk_know_of_casts() -> None:
     """What was compiled without casts was found again under them: the same call, and fp32 came out."""
     code = """
         import sys, torch
@@ -229,7 +237,6 @@ def test_caches_on_disk_know_of_casts(tmp_path: Path, monkeypatch: pytest.Monkey
         made = torch.compile(lambda x: x.mm(x), fullgraph=True)
         print(made(torch.ones(4, 4)).dtype)
     """
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for which, wanted in (("plain", "torch.float32"), ("casts", "torch.float16"), ("plain", "torch.float32")):
         command = [sys.executable, "-c", textwrap.dedent(code), which]
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == wanted
