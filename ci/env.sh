@@ -7,7 +7,7 @@
 #
 #     PYTHON              the Python to start from (python3)
 #     XAMP_VENV           the folder of the environment (.venv)
-#     XAMP_CONSTRAINTS    the pinned versions to install: newest, oldest, or a file (newest)
+#     XAMP_CONSTRAINTS    the pinned versions to install: ci, oldest, newest, or a file (ci)
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -93,7 +93,7 @@ has_extras() {
 }
 
 use_env() {
-    local extras=$1 python=${PYTHON:-python3} venv=${XAMP_VENV:-.venv} pins=${XAMP_CONSTRAINTS:-newest}
+    local extras=$1 python=${PYTHON:-python3} venv=${XAMP_VENV:-.venv} pins=${XAMP_CONSTRAINTS:-ci}
     cd -- "$root" || exit
     if [ "${XAMP_NO_VENV:-0}" = 1 ]; then
         say "using $python as it is, installing nothing (XAMP_NO_VENV=1)"
@@ -104,7 +104,7 @@ use_env() {
     command -v "$python" >/dev/null || die "no $python here; name a Python 3.10 or newer: PYTHON=/path/to/python $0"
     case $venv in /*) ;; *) venv=$root/$venv ;; esac
     case $pins in */*) ;; *) pins=ci/constraints/$pins.txt ;; esac
-    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is newest, oldest, or a path"
+    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is ci, oldest, newest, or a path"
 
     py=$venv/bin/python
     if [ -e "$venv" ] && ! "$py" -c '' 2>/dev/null; then

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds sdist and wheel, and leaves them in dist/. Tests the wheel from outside the checkout: its contents, and xamp in
-# a fresh environment with torch, in one without torch, and in one where importing torch fails.
+# Builds sdist and wheel, and leaves them in dist/. Tests both from outside the checkout: pip installs the sdist; the
+# wheel's contents and description; and xamp in a fresh environment with torch, in one without torch, and in one where
+# importing torch fails.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
@@ -18,9 +19,29 @@ rm -rf build dist
 wheels=(dist/*.whl)
 [ "${#wheels[@]}" -eq 1 ] || die "expected one wheel in dist/, found: ${wheels[*]}"
 wheel=$root/${wheels[0]}
+sdists=(dist/*.tar.gz)
+[ "${#sdists[@]}" -eq 1 ] || die "expected one sdist in dist/, found: ${sdists[*]}"
+sdist=$root/${sdists[0]}
 
 say "contents of ${wheel##*/}"
 "$py" ci/wheel_contents.py "$wheel"
+
+say "installing ${sdist##*/} into a fresh environment"
+"$py" -m venv "$work/source"
+"$work/source/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps "$sdist"
+"$work/source/bin/python" -I - "$wheel" <<'END'
+import importlib.metadata
+import sys
+import zipfile
+
+import xamp
+
+assert xamp.__file__.startswith(sys.prefix), xamp.__file__
+here = {str(path) for path in importlib.metadata.files("xamp") if path.parts[0] == "xamp" and path.suffix != ".pyc"}
+held = {name for name in zipfile.ZipFile(sys.argv[1]).namelist() if name.startswith("xamp/")}
+assert here == held, sorted(here ^ held)
+print("xamp", xamp.__version__, "imports, and has the files of the wheel")
+END
 
 # fresh_venv NAME: makes an environment with nothing but the wheel.
 fresh_venv() {
@@ -30,7 +51,7 @@ fresh_venv() {
 
 # The environment sees all packages of $py except the checkout: Python searches a folder named in a .pth file last, and
 # does not read that folder's own .pth files, such as the one of the editable install.
-say "testing it in a fresh environment, with the torch of $py"
+say "testing the wheel in a fresh environment, with the torch of $py"
 fresh_venv full
 "$py" -c 'import sys; print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")' \
     >"$("$work/full/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tools.pth"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from mutants import Breaks, Mutant, also, patched, registered
+from torch.compiler import config
 
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, ops
@@ -46,9 +47,7 @@ def _forget() -> None:
     added = portable._added.pop("cpu", None)
     if added is not None:
         added[1]._destroy()
-    config = torch.compiler.config
-    if hasattr(config, "cache_key_tag"):
-        config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)
+    config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)
 
 
 def _backend(cls: type) -> Breaks:

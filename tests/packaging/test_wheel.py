@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import xamp
+from xamp.registry.find_torch import MINIMUM_TORCH
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FROM_WHEEL = os.environ.get("XAMP_WHEEL_TEST") == "1"
@@ -95,6 +96,20 @@ def test_extras(distribution: importlib.metadata.Distribution) -> None:
     extras = set(distribution.metadata.get_all("Provides-Extra") or ())
     assert {"torch", "npu", "demo", "test", "dev"} <= extras
     assert "apex" not in extras
+
+
+def test_the_torch_of_the_extra_is_one_that_was_tested(setup_cfg: configparser.ConfigParser) -> None:
+    pinned = {}
+    for name in ("oldest", "ci", "newest"):
+        text = (ROOT / "ci" / "constraints" / f"{name}.txt").read_text(encoding="utf-8")
+        (found,) = re.findall(r"^torch==(\d+)\.(\d+)\.", text, re.MULTILINE)
+        pinned[name] = tuple(map(int, found))
+    major, minor = pinned["ci"]
+    assert MINIMUM_TORCH == pinned["oldest"] <= pinned["ci"] <= pinned["newest"]
+    oldest = ".".join(map(str, MINIMUM_TORCH))
+    extras = setup_cfg["options.extras_require"]
+    assert extras["torch"].strip() == f"torch>={oldest},<{major}.{minor + 1}"
+    assert extras["npu"].split()[0] == f"torch-npu>={oldest}"
 
 
 def test_license(distribution: importlib.metadata.Distribution) -> None:

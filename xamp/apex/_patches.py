@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional
+from torch.compiler import config
 
 from xamp.apex import _rnn
 from xamp.apex._lists import LISTS, in_place
@@ -275,9 +276,6 @@ def _clear_caches() -> None:
             clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    config = torch.compiler.config
-    if not hasattr(config, "cache_key_tag"):
-        return
     if _tag:
         config.cache_key_tag = config.cache_key_tag.replace(_tag.pop(), "")
     if _wanted:

@@ -24,6 +24,6 @@ def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
     if hasattr(frames, "set_code_exec_strategy"):
         skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if inner else default))
-    elif hasattr(frames, "skip_code"):  # torch before 2.7
+    else:  # torch before 2.7
         frames.skip_code(code)
     return function

@@ -10,7 +10,6 @@ Code that ran outside of regions is recomputed outside of regions, even if backw
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -33,12 +32,9 @@ def watch() -> None:
         if _patched:
             return
         _patched.append("torch.utils.checkpoint")
-        with contextlib.suppress(AttributeError):  # neither name is public: a later torch may lack it
-            saved = checkpoint._checkpoint_without_reentrant_generator
-            checkpoint._checkpoint_without_reentrant_generator = _restoring(saved, 0)
-        with contextlib.suppress(AttributeError):
-            reentrant = checkpoint.CheckpointFunction
-            reentrant.forward = staticmethod(_restoring(reentrant.forward, 1))  # type: ignore[method-assign]
+        saved, reentrant = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+        checkpoint._checkpoint_without_reentrant_generator = _restoring(saved, 0)
+        reentrant.forward = staticmethod(_restoring(reentrant.forward, 1))  # type: ignore[method-assign]
 
 
 def _restoring(original: Callable[..., Any], position: int) -> Callable[..., Any]:

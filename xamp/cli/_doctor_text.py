@@ -47,6 +47,7 @@ def _machine(findings: Findings) -> Iterator[str]:
     if not torch["version"]:
         yield from _labelled(0, ("error", torch["detail"]), ("cure", torch["hint"]))
         yield from _printed(torch["printed"], 0)
+    yield from _findings(torch["findings"], 0)
     if findings["apex"]:
         yield from _field("apex", _apex(findings["apex"]))
 
@@ -80,12 +81,17 @@ def _backend(row: dict[str, Any], width: int, same_cause: bool) -> Iterator[str]
     else:
         yield from _field("cause", row["reason"], indent)
         yield from _labelled(indent, ("error", row["detail"]), ("cure", row["hint"]))
-    for cure, findings in itertools.groupby(row["findings"], key=lambda finding: str(finding["cure"])):
+    yield from _findings(row["findings"], indent)
+    if not same_cause:
+        yield from _printed(row["printed"], indent)
+
+
+def _findings(found: list[dict[str, str]], indent: int) -> Iterator[str]:
+    """One cure after all that it is for."""
+    for cure, findings in itertools.groupby(found, key=lambda finding: finding["cure"]):
         for finding in findings:
             yield from _field(finding["severity"], finding["text"], indent)
         yield from _labelled(indent, ("cure", cure))
-    if not same_cause:
-        yield from _printed(row["printed"], indent)
 
 
 def _state(row: dict[str, Any]) -> str:
@@ -167,6 +173,7 @@ def _report_lines(findings: Findings) -> Iterator[str]:
     yield findings["platform"]
     yield f"torch {torch['version']}" if torch["version"] else torch["reason"] + _bracketed(torch["detail"])
     yield from (f"  | {line}" for line in torch["printed"])
+    yield from (f"  {finding['severity']}: {finding['text']}" for finding in torch["findings"])
     if findings["apex"]:
         yield f"apex {_apex(findings['apex'])}"
     for row in findings["backends"]:

@@ -11,7 +11,8 @@ removed:
   of ``overload``, ``a`` and ``b``; the last two are the rows.
 * ``expected``: the same for overloads that one of two types of devices cannot equalise; each also has ``why``.
 * ``unknown``: overloads for which one of the two surveys does not show enough to compare.
-* ``rows``, with ``a`` and ``b``: overloads that have a row on this side only, because its table is of another version.
+* ``rows``, with ``a`` and ``b``: overloads that have a row on this side only: the other side's torch lacks them, or its
+  table is of another version.
 * ``device_only``, with ``a`` and ``b``: overloads in the device's list of this side only, which the table does not
   govern. Between two types of devices they are expected; between two devices of one type they are differences.
 """

@@ -6,7 +6,7 @@ The file is one JSON object. While its ``schema`` stays the same, keys may be ad
 * ``torch``, ``xamp``: their versions where the file was written.
 * ``device``, ``present``: the device type, and whether such a device was present.
 * ``op_policy``: ``"portable"`` or ``"native"``; ``dtype``: the lower dtype, ``"float16"`` or ``"bfloat16"``.
-* ``rows``: one object for each overload of the table, in alphabetical order.
+* ``rows``: one object for each overload of the table that this torch has, in alphabetical order.
 * ``device_only``: the overloads in the device's own list that are not in the table, in alphabetical order.
 
 A row has the fields of :class:`xamp.casting.ops.survey.Row`, which says what they mean: ``overload``, ``rule``,

@@ -68,12 +68,12 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
 
     Returns:
         ``schema`` (1), ``ok``, ``xamp``, ``python``, ``platform`` (strings), ``torch`` (``version``, ``reason``,
-        ``hint``, ``detail``, ``printed``), ``apex`` (the installed package of that name: ``has_amp``, ``version``,
-        ``says``; null where there is none), ``backends`` (the fields of :class:`~xamp.contract.BackendReport`,
-        ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``), ``chosen`` (``device``, ``backend``,
-        ``reason``; null where there is none), ``environment`` (the variables that are set and matter here) and
-        ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without a device). While ``schema``
-        stays the same, keys may be added and are never removed.
+        ``hint``, ``detail``, ``printed``, ``findings``), ``apex`` (the installed package of that name: ``has_amp``,
+        ``version``, ``says``; null where there is none), ``backends`` (the fields of
+        :class:`~xamp.contract.BackendReport`, ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``),
+        ``chosen`` (``device``, ``backend``, ``reason``; null where there is none), ``environment`` (the variables that
+        are set and matter here) and ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without
+        a device). While ``schema`` stays the same, keys may be added and are never removed.
     """
     found, apex = examine_machine(limit, _say), find_apex()
     return {

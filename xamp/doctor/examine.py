@@ -70,7 +70,8 @@ class _Examination:
         if plan["torch"]:
             self._begin("torch")
             found = find_torch.find_torch()
-            self._write("torch", **_torch_record(found), seconds=self._seconds())
+            record = {**_torch_record(found), "seconds": self._seconds()}
+            self._write("torch", **record, findings=[] if isinstance(found, TorchFailure) else _list_findings())
         loaded = [self._load(EntryPoint(*point)) for point in plan["points"]]
         REGISTRY.adopt(entry for entry in loaded if isinstance(entry, PluginSpec))
         if isinstance(found, TorchFailure):
@@ -154,6 +155,12 @@ def _torch_record(found: object) -> dict[str, Any]:
     if isinstance(found, TorchFailure):
         return {"version": None, "reason": found.reason, "hint": found.hint, "detail": found.detail}
     return {"version": str(getattr(found, "__version__", None)), "reason": "", "hint": "", "detail": ""}
+
+
+def _list_findings() -> list[dict[str, str]]:
+    from xamp.doctor.lists import list_findings
+
+    return _as_dicts([*list_findings()])
 
 
 def _table_findings(spec: BackendSpec) -> list[dict[str, str]]:

@@ -31,7 +31,8 @@ class Examined:
     """What was found.
 
     Attributes:
-        torch: ``version``, ``reason``, ``hint``, ``detail``, and ``printed``: the last lines printed where it failed.
+        torch: ``version``, ``reason``, ``hint``, ``detail``, ``printed`` (the last lines printed where it failed), and
+            ``findings`` about its autocast lists.
         rows: one for every backend and broken entry point, with the fields of :class:`~xamp.contract.BackendReport`,
             ``broken``, ``findings``, ``settings``, ``seconds`` and ``printed``.
         chosen: ``device``, ``backend``, ``reason``.
@@ -68,6 +69,7 @@ def examine_machine(limit: float = LIMIT, say: Callable[[str], object] = len) ->
         torch["hint"] += survey.without_extensions()
     shown = {name: torch.get(name, "") for name in ("version", "reason", "hint", "detail")}
     shown["printed"] = [] if torch["version"] else torch.get("printed", [])
+    shown["findings"] = torch.get("findings", [])
     return Examined(shown, rows, choose["chosen"], choose["recommended"])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import xamp
 from xamp.casting.ops.observe import attempt, expected
-from xamp.casting.ops.samples import Call, Sample, operator, samples
+from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES
 from xamp.policy import best_level
 from xamp.testing import foreign
@@ -29,7 +29,7 @@ LEVEL_OF = {dtype: best_level((dtype,)).name for dtype in ("float16", "bfloat16"
 LIMIT = 300
 """Seconds allowed for a process that imports torch and runs some sixty small computations."""
 
-governed = pytest.mark.parametrize("overload", RULES)
+governed = pytest.mark.parametrize("overload", HERE)
 each_dtype = pytest.mark.parametrize("dtype", LEVEL_OF)
 
 
@@ -103,14 +103,14 @@ class Operators(Tier):
         lower = getattr(torch, dtype)
         session = _session(lane, dtype, op_policy="native")
         ran = 0
-        for sample in (sample for overload in RULES for sample in samples(overload)):
+        for sample in (sample for overload in HERE for sample in samples(overload)):
             with session.autocast():
                 ours = _plain_attempt(lane, sample, lower)
             with torch.autocast(lane.kind, dtype=lower):
                 theirs = _plain_attempt(lane, sample, lower)
             assert ours == theirs, str(sample)
             ran += any(name.startswith("[") for name in ours)
-        assert ran >= len(RULES) / 2, "too few of them run at all"
+        assert ran >= len(HERE) / 2, "too few of them run at all"
 
     def test_foreign_code_is_untouched(self, lane: Lane, tmp_path: Path) -> None:
         """Code under ``torch.autocast`` computes the same bits as without xamp, also beside an open region."""

@@ -11,7 +11,7 @@ from gpu_kernels import GPU_KERNELS
 
 from xamp.backends.npu.chips import Chip
 from xamp.casting.ops.observe import observe
-from xamp.casting.ops.table import RULES
+from xamp.casting.ops.samples import HERE
 
 # What CUDA's list has and torch_npu's has not.
 ONLY_CUDA = {
@@ -32,7 +32,7 @@ ONLY_CUDA = {
     "vdot",
 }
 LAYERS = {f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")}
-REGISTERED = sorted(set(RULES) - ONLY_CUDA - LAYERS)
+REGISTERED = sorted(set(HERE) - ONLY_CUDA - LAYERS)
 NO_KERNEL = set(GPU_KERNELS)  # torch_npu has entries for them
 
 
@@ -49,8 +49,8 @@ def test_torch_npu_registers_what_the_table_has_but_these() -> None:
     listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastPrivateUse1")
     registered = {name.removeprefix("aten::") for name in listed}
     assert len(registered) == 104
-    assert registered <= set(RULES)
-    assert set(RULES) - registered == ONLY_CUDA | LAYERS
+    assert registered <= set(HERE)
+    assert set(HERE) - registered == ONLY_CUDA | LAYERS
 
 
 @pytest.mark.parametrize("overload", REGISTERED)

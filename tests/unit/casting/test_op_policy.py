@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xamp
 from xamp.casting import registered
 from xamp.casting.ops.observe import expected
-from xamp.casting.ops.samples import Call, Sample, operator, samples
+from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES
 from xamp.errors import StateError
 
 FP64 = torch.float64
-ON_CPU = [name for name in RULES if name not in GPU_KERNELS]
+ON_CPU = [name for name in HERE if name not in GPU_KERNELS]
 
 
 def _in_model(level: str, function: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.compiler.config
 import torch.nn.functional as F
 from table_ops import BF16, CHECKPOINTING, FP32, assert_equal, batch, checkpointing, gradients, many, start
 from torch import nn

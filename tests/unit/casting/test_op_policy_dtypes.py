@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from xamp.casting.ops.observe import Observed, attempt
 from xamp.casting.ops.portable import additions
-from xamp.casting.ops.samples import operator, samples
+from xamp.casting.ops.samples import HERE, operator, samples
 from xamp.casting.ops.table import RULES
 
 FP64, FP8 = torch.float64, torch.float8_e4m3fn
@@ -91,7 +91,7 @@ def outcome(seen: Observed) -> object:
 
 
 @each_level
-@pytest.mark.parametrize("overload", [name for name, rule in RULES.items() if rule.kind == "promote"])
+@pytest.mark.parametrize("overload", [name for name, rule in HERE.items() if rule.kind == "promote"])
 def test_the_other_lower_dtype_is_promoted_or_refused_as_on_cuda(overload: str, level: str) -> None:
     lower = LOWER[level]
     other = OTHER[lower]

@@ -21,6 +21,7 @@ from xamp.cli._doctor_text import render, report
 from xamp.cli.doctor import add_arguments
 from xamp.contract import BackendReport
 from xamp.doctor.examine import _choose
+from xamp.doctor.lists import list_findings
 from xamp.doctor.survey import Examined
 
 FIELDS = [field.name for field in dataclasses.fields(BackendReport)]
@@ -116,7 +117,9 @@ def test_a_step_may_take_a_minute_unless_told_otherwise() -> None:
 def test_json_holds_what_is_known(found: dict[str, Any]) -> None:
     assert list(found) == KEYS
     assert (found["schema"], found["ok"], found["xamp"]) == (1, True, xamp.__version__)
-    assert found["torch"] == {"version": torch.__version__, "reason": "", "hint": "", "detail": "", "printed": []}
+    empty = {"reason": "", "hint": "", "detail": "", "printed": []}
+    findings = [dataclasses.asdict(finding) for finding in list_findings()]
+    assert found["torch"] == {"version": torch.__version__, **empty, "findings": findings}
     assert found["chosen"] == {"device": str(xamp.device()), "backend": found["chosen"]["backend"], "reason": ""}
     assert found["environment"] == {}
     assert all(list(row) == FIELDS + ADDED for row in found["backends"])
@@ -156,7 +159,9 @@ def test_the_text_shows_every_backend_with_devices_or_cause_and_cure(found: dict
             assert words("; ".join(each["devices"])) in text
         else:
             assert f"{each['name']} not usable for" in text
-            assert f"cause {each['reason']} cure {words(each['hint'])}" in text
+            # A build of torch for a GPU says more where there is no driver.
+            error = f" error {words(each['detail'])}" if each["detail"] else ""
+            assert f"cause {each['reason']}{error} cure {words(each['hint'])}" in text
     assert f"chosen device {found['chosen']['device']} backend {found['chosen']['backend']}" in text
     assert f"level {found['recommended']['level']}: {words(found['recommended']['reason'])}" in text
     assert "no XAMP_ variable is set" in text

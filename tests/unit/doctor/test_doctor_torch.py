@@ -181,6 +181,7 @@ def start():
     exec("def is_available(): return True\\ndef device_count(): return 8\\ndef current_device(): return 0\\n"
          "def init(): pass\\ndef set_device(index): pass\\ndef get_device_properties(device=None): return None\\n"
          "def get_device_name(device=None): return 'Ascend910B1'\\n"
+         "def is_current_stream_capturing(): return False\\n"  # an optimizer's step asks it in a build with CUDA
          "def is_bf16_supported(including_emulation=True): return True", vars(patch))
     sys.modules["torch_npu.contrib.transfer_to_npu"] = patch
     for name in [name for name in vars(patch) if not name.startswith("__")]:

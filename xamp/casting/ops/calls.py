@@ -200,6 +200,7 @@ _NORMS: dict[str, Make] = {
     "layer_norm": lambda t: (t(3, 4), [4], t(4), t(4)),
     "linalg_matrix_norm": _within(-1.0, 1.0, 1.0),  # 2.0 needs singular values: no lower dtype anywhere
     "linalg_matrix_norm.str_ord": _within(-1.0, 1.0),
+    "linalg_matrix_sqrth": lambda t: (t(4, 1, 1, low=0.5, high=2.0),),  # of positive definite matrices
     "linalg_vector_norm": _within(-1.0, 1.0),
     "logsumexp": _within(-1.0, 1.0, [1]),
     "native_layer_norm": lambda t: (t(3, 4), [4], t(4), t(4), 1e-5),

@@ -31,6 +31,9 @@ _FIRST_RESULTS = {"_scaled_dot_product_flash_attention": 1}
 _UNOBSERVABLE = ("not compiled with", "not linked with support", "INTERNAL ASSERT", "Could not run 'aten::")
 """Parts of torch's errors for a device for which it was not built, and for an operator without a kernel."""
 
+_NO_DRIVER = ("NVIDIA driver", "CUDA error: ", "HIP error: ", "cudaGetDeviceCount", "GPUs are available")
+"""What a build of torch for a device says of one that is not there, or has no driver, where a kernel looks for it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
@@ -192,10 +195,12 @@ def _gradients(call: Call, results: list[torch.Tensor]) -> tuple[torch.dtype | N
     return tuple(None if gradient is None else gradient.dtype for gradient in gradients)
 
 
-def _failed(sample: Sample, given: tuple[torch.dtype, ...], error: Exception) -> Observed:
+def _failed(
+    sample: Sample, given: tuple[torch.dtype, ...], error: Exception, unobservable: Sequence[str] = _UNOBSERVABLE
+) -> Observed:
     """Return the outcome of an error: an error that a user of the device would get, or "unobserved" on this machine."""
     text = str(error).partition("\n")[0]
-    if any(part in text for part in _UNOBSERVABLE):
+    if any(part in text for part in unobservable):
         return Observed(sample, given, unobserved=text)
     return Observed(sample, given, error=(type(error), text))
 
@@ -210,7 +215,7 @@ def _run_fake(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) 
         try:
             results = _results(sample, operator(sample.overload)(*call.args, **call.kwargs))
         except Exception as error:  # as in _run
-            seen = _failed(sample, given, error)
+            seen = _failed(sample, given, error, (*_UNOBSERVABLE, *_NO_DRIVER))
         else:
             return Observed(sample, given, tuple(result.dtype for result in results))
         dtypes_seen = (

@@ -22,12 +22,13 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import config  # which torch before 2.7 does not import by itself
 
 from xamp.casting import active, recompute
 from xamp.casting.compiler import keep_eager
 from xamp.casting.needs import needs
 from xamp.casting.ops import OpPolicy
-from xamp.casting.ops.samples import operator
+from xamp.casting.ops.samples import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
@@ -77,7 +78,7 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     if device_type in _added:
         return _added[device_type][0]
     key, found = autocast_key(device_type), {}
-    for overload in RULES:
+    for overload in HERE:
         native = op_rules.get(overload)
         there = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
         if native != SAME and (native is not None or not there):
@@ -116,9 +117,7 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
     """Add the entries to the keys of the compiler's disk caches: the keys hold the called operators, but no casts."""
     rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
     digest = hashlib.sha256(repr((__version__, rules)).encode()).hexdigest()[:12]
-    config = torch.compiler.config
-    if hasattr(config, "cache_key_tag"):
-        config.cache_key_tag += f";xamp-{device_type}-{digest}"
+    config.cache_key_tag += f";xamp-{device_type}-{digest}"
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:

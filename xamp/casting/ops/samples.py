@@ -1,21 +1,32 @@
-"""Sample calls of every overload in the table: they show what a device does and test what the table promises.
+"""The rows of the table that this torch has, and sample calls of them.
 
-Each sample calls the overload itself, so that the autocast entry of that overload gets the call. Training never uses
-these.
+The calls show what a device does and test what the table promises. Each calls the overload itself, so that the autocast
+entry of that overload gets the call. Training never uses them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from xamp.casting.ops.calls import CALLS, Make, Maker
+from xamp.casting.ops.table import RULES, Rule
 
-__all__ = ["Call", "Sample", "operator", "samples"]
+__all__ = ["HERE", "Call", "Sample", "exists", "operator", "samples"]
+
+
+def exists(overload: str) -> bool:
+    """Whether this torch has ``overload``; ``"mm"`` stands for the default one."""
+    return torch._C._dispatch_has_kernel(f"aten::{overload}")
+
+
+HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in RULES.items() if exists(name)})
+"""The rows of the table whose overloads this torch has: an older one lacks operators that a newer one brought."""
 
 
 @dataclasses.dataclass(frozen=True)

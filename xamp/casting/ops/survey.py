@@ -18,10 +18,10 @@ from xamp.casting.mark import mark_of
 from xamp.casting.ops import UNKNOWN
 from xamp.casting.ops.observe import Observed, attempt, expected, is_present
 from xamp.casting.ops.portable import SAME, additions, autocast_key, install
-from xamp.casting.ops.samples import Sample, samples
+from xamp.casting.ops.samples import HERE, Sample, samples
 from xamp.casting.ops.table import RULES, Kind, Rule
 
-__all__ = ["Row", "Survey", "survey"]
+__all__ = ["Row", "Survey", "own_list", "survey"]
 
 Results = dict[str, "str | None"]
 
@@ -69,7 +69,7 @@ class Survey:
 
     Attributes:
         present: Whether the device is present.
-        rows: One for each overload of the table, in the table's order.
+        rows: One for each overload of the table that this torch has, in the table's order.
         device_only: Overloads in the device's own list that are not in the table, in alphabetical order.
     """
 
@@ -79,7 +79,7 @@ class Survey:
 
 
 def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op_policy: str) -> Survey:
-    """Observe or compute the results of each overload of the table.
+    """Observe or compute the results of each overload of the table that this torch has.
 
     On a present device, ``"portable"`` registers xamp's entries; they do nothing outside of regions.
 
@@ -94,18 +94,19 @@ def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op
     """
     torch.device(device_type)
     missing = additions(device_type, op_rules)
-    listed = _registrations(device_type) - {name for name, native in missing.items() if native is None}
+    listed = own_list(device_type, op_rules)
     present, portable = is_present(device_type), op_policy == "portable"
     if present and portable:
         install(device_type, op_rules)
     surveyor = _Surveyor(device_type, dtype, op_rules, missing if portable else {}, listed, present, portable)
-    return Survey(present, tuple(map(surveyor.row, RULES)), tuple(sorted(listed - set(RULES))))
+    return Survey(present, tuple(map(surveyor.row, HERE)), tuple(sorted(listed - set(RULES))))
 
 
-def _registrations(device_type: str) -> set[str]:
-    """Return the overloads of torch's operators on the device's Autocast key, xamp's entries included."""
+def own_list(device_type: str, op_rules: Mapping[str, str]) -> set[str]:
+    """Return the overloads of torch's operators on the device's Autocast key, without xamp's entries."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
-    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+    ours = {name for name, native in additions(device_type, op_rules).items() if native is None}
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - ours
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The portable op policy as data: which operator overload runs in which dtype inside a region, the same on all devices.
 
-The table has the 119 overloads for which CUDA's autocast has a rule, with CUDA's rules. It also has the eight overloads
+The table has the 120 overloads for which CUDA's autocast has a rule, with CUDA's rules. It also has the eight overloads
 of recurrent layers (four layers, each for tensors and for packed sequences); CUDA lowers these further inside. An
 operator that is not in the table runs in the dtype of its inputs, or by the device's own list. No rule casts float64,
 fp8, integer or complex tensors.
@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["RULES", "Kind", "Rule"]
+__all__ = ["LAYERS", "OWN", "RULES", "Kind", "Rule"]
 
 Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
 
@@ -34,6 +34,8 @@ class Rule:
     kind: Kind
     reason: str
 
+
+_LAYERS = "gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input"
 
 _GROUPS: tuple[tuple[Kind, str, str], ...] = (
     (
@@ -60,7 +62,7 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
     (
         "lower",
         "products of matrices at each time step; lowered as a whole, so that weights are cast once a call",
-        "gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input",
+        _LAYERS,
     ),
     ("lower", "an activation with a weight: one dtype for both, that of the layer before it", "prelu"),
     ("fp32", "grows past fp16's largest number, 65504, at moderate inputs", "cosh exp expm1 sinh"),
@@ -85,6 +87,11 @@ _GROUPS: tuple[tuple[Kind, str, str], ...] = (
         "fp32",
         "a norm of singular values, for whose decomposition few devices have a lower kernel",
         "nuclear_norm nuclear_norm.dim",
+    ),
+    (
+        "fp32",
+        "by eigenvalues, for which no device has a lower kernel; torch 2.15 brought it",
+        "linalg_matrix_sqrth",
     ),
     ("fp32", "a distance: small differences are squared and summed", "cdist dist pdist"),
     (
@@ -142,3 +149,32 @@ def _rules() -> dict[str, Rule]:
 
 RULES: Mapping[str, Rule] = types.MappingProxyType(_rules())
 """Overload without its namespace (``"softmax.int"``; ``"mm"`` for the default one) -> rule, in alphabetical order."""
+
+LAYERS = frozenset(_LAYERS.split())
+"""The rows that no device lists: CUDA lowers these inside."""
+
+_CPU = """
+    _addmm_activation _grid_sampler_2d_cpu_fallback _lu_with_info _native_multi_head_attention adaptive_avg_pool3d
+    adaptive_max_pool3d avg_pool3d cat cholesky cholesky_inverse cholesky_solve conv1d.padding conv2d.padding
+    conv3d.padding cross_entropy_loss ctc_loss.IntList ctc_loss.Tensor fake_quantize_per_tensor_affine fft_fft
+    fft_fft2 fft_fftn fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft
+    fft_rfft2 fft_rfftn fractional_max_pool2d fractional_max_pool3d geqrf grid_sampler_2d grid_sampler_3d index_copy
+    inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_cond.p_str linalg_eig linalg_eigh linalg_eigvals
+    linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank
+    linalg_matrix_rank.atol_rtol_float linalg_matrix_rank.atol_rtol_tensor linalg_matrix_rank.tol_tensor linalg_qr
+    linalg_solve linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve max_pool3d max_unpool2d
+    max_unpool3d mkldnn_rnn_layer multilabel_margin_loss_forward nanquantile nanquantile.scalar orgqr ormqr pinverse
+    polar qr quantile quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+    replication_pad3d stack stft stft.center svd trace triangular_solve view_as_complex
+"""
+
+# Of named tensors, which torch has dropped; then what recurrent layers run on a card, in builds with cuDNN.
+_CUDA = """
+    cumprod.dimname cumsum.dimname log_softmax.Dimname norm.names_ScalarOpt_dim prod.dim_Dimname softmax.Dimname
+    sum.dim_DimnameList _cudnn_rnn
+"""
+
+OWN: Mapping[str, frozenset[str]] = types.MappingProxyType(
+    {"cpu": frozenset([*_CPU.split(), "index_copy.dimname", "prod.dim_Dimname"]), "cuda": frozenset(_CUDA.split())}
+)
+"""Device type -> what its own list has in one or another torch, and the table leaves to it."""
