@@ -7,7 +7,7 @@
 #
 #     PYTHON              the Python to start from (python3)
 #     XAMP_VENV           the folder of the environment (.venv)
-#     XAMP_CONSTRAINTS    the pinned versions to install: ci, oldest, newest, or a file (ci)
+#     XAMP_CONSTRAINTS    the pinned versions to install: ci, or a file (ci)
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,13 +28,13 @@ import os, torch
 print(torch.__version__, "in", os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)
 }
 
-# Succeeds if $1 (VERSION...) is 2.6 or newer.
+# Succeeds if $1 (VERSION...) is 2.13 or newer.
 torch_is_supported() {
     local version=$1 major minor
     major=${version%%.*}
     minor=${version#*.}
     minor=${minor%%.*}
-    [ "$major" -gt 2 ] || { [ "$major" -eq 2 ] && [ "$minor" -ge 6 ]; }
+    [ "$major" -gt 2 ] || { [ "$major" -eq 2 ] && [ "$minor" -ge 13 ]; }
 }
 
 make_venv() {
@@ -47,7 +47,7 @@ make_venv() {
         say "making $venv; it uses the torch of $python ($found)"
         options+=(--system-site-packages)
     elif [ -n "$found" ]; then
-        say "making $venv with a torch of its own: $python has torch $found, and xamp needs 2.6 or newer"
+        say "making $venv with a torch of its own: $python has torch $found, and xamp needs 2.13 or newer"
         found=
     else
         say "making $venv ($("$python" -V))"
@@ -104,7 +104,7 @@ use_env() {
     command -v "$python" >/dev/null || die "no $python here; name a Python 3.10 or newer: PYTHON=/path/to/python $0"
     case $venv in /*) ;; *) venv=$root/$venv ;; esac
     case $pins in */*) ;; *) pins=ci/constraints/$pins.txt ;; esac
-    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is ci, oldest, newest, or a path"
+    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is ci, or a path"
 
     py=$venv/bin/python
     if [ -e "$venv" ] && ! "$py" -c '' 2>/dev/null; then

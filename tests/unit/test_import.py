@@ -155,7 +155,7 @@ def test_without_torch_the_first_use_says_what_to_install(name: str) -> None:
     done = run(NO_TORCH + USE.format(name=name))
     assert done.returncode == 0, done.stderr
     first, second, cause = done.stdout.splitlines()
-    assert first == f"xamp.{name} needs torch >= 2.6, but torch cannot be imported: it is not installed"
+    assert first == f"xamp.{name} needs torch >= 2.13, but torch cannot be imported: it is not installed"
     assert PIP in second
     assert "the vendor's build of torch first" in second
     assert cause == "cause: ModuleNotFoundError"
@@ -166,7 +166,7 @@ def test_with_a_broken_torch_the_first_use_gives_its_error_every_time(broken_tor
     assert done.returncode == 0, done.stderr
     first, second, cause = done.stdout.splitlines()[:3]
     assert first == (
-        "xamp.initialize needs torch >= 2.6, but torch cannot be imported: the extension torch_acme, which torch "
+        "xamp.initialize needs torch >= 2.13, but torch cannot be imported: the extension torch_acme, which torch "
         "loads by itself, fails: ImportError: libacme.so: cannot open shared object file"
     )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in second
@@ -185,8 +185,8 @@ def test_whatever_torch_raises_becomes_the_typed_error(tmp_path: Path, error: st
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("__version__ = '2.5.1+cu121'", "but torch 2.5.1+cu121 is older than 2.6"),
-        ("__version__ = '1.13.0'", "but torch 1.13.0 is older than 2.6"),
+        ("__version__ = '2.12.1+cu121'", "but torch 2.12.1+cu121 is older than 2.13"),
+        ("__version__ = '1.13.0'", "but torch 1.13.0 is older than 2.13"),
         ("", "is not PyTorch"),
     ],
 )

@@ -21,9 +21,6 @@ def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
     """
     frames: Any = torch._C._dynamo.eval_frame
     code = function.__code__
-    if hasattr(frames, "set_code_exec_strategy"):
-        skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if inner else default))
-    else:  # torch before 2.7
-        frames.skip_code(code)
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if inner else default))
     return function

@@ -8,14 +8,15 @@ import torch
 
 from xamp.casting.ops.samples import exists
 from xamp.casting.ops.survey import own_list
-from xamp.casting.ops.table import LAYERS, OWN, RULES
+from xamp.casting.ops.table import LAYERS, OWN, REFERENCE, RULES
 from xamp.registry.findings import NOTE, Finding
+from xamp.registry.registry import HOST
 
 __all__ = ["list_findings"]
 
 _EXPECTED = {
-    "cuda": (RULES.keys() - LAYERS, "under the portable policy xamp casts them"),
-    "cpu": (OWN["cpu"], "they run in the dtype of what they are given"),
+    REFERENCE: (RULES.keys() - LAYERS, "under the portable policy xamp casts them"),
+    HOST: (OWN[HOST], "they run in the dtype of what they are given"),
 }
 
 

@@ -84,7 +84,6 @@ def described(function: Any) -> list[tuple[str, Any]]:
 
 
 CALLED = [path for path in [*COUNTED, *LIKELY] if path != "OutOfMemoryError"]
-CALLED = [path for path in CALLED if path != "is_tf32_supported" or hasattr(torch.cuda, path)]  # not in torch 2.6
 
 
 @pytest.mark.parametrize("path", CALLED)

@@ -645,7 +645,7 @@ def test_files_are_compared_without_torch(tmp_path: Path, shown: Callable[..., S
     assert json.loads(done.stdout) == compare(shown("cpu"), shown("cuda"))
     done = without_torch("show", "cpu")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("xamp policy show: xamp policy needs torch >= 2.6, but torch cannot be imported")
+    assert done.stderr.startswith("xamp policy show: xamp policy needs torch >= 2.13, but torch cannot be imported")
     assert 'pip install "xamp[torch]"' in done.stderr
 
 

@@ -62,7 +62,7 @@ def test_whatever_torch_raises_is_reported_and_does_not_spoil_the_json(
 ) -> None:
     found = doctor_finds(folder=torch_in(tmp_path, body), code=1)
     assert found["torch"]["reason"] == (
-        f"torch cannot be imported: {reason}" if reason else "torch 1.13.0 is older than 2.6"
+        f"torch cannot be imported: {reason}" if reason else "torch 1.13.0 is older than 2.13"
     )
     assert found["torch"]["hint"]
     assert same_cause(found)

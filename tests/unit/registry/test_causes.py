@@ -315,7 +315,7 @@ def test_a_third_party_s_table_explains_a_torch_that_its_extension_breaks(acme_s
     assert {name for name, *_ in rows} >= {"acme", "cpu", "cuda"}
     assert {(reason, hint) for _, reason, hint, _ in rows} == {(CAUSE, "source acme.sh")}
     assert all("caused by ImportError: libacme.so.1: cannot open shared object" in detail for *_, detail in rows)
-    assert said == f"xamp.initialize needs torch >= 2.6, but {CAUSE}\nsource acme.sh"
+    assert said == f"xamp.initialize needs torch >= 2.13, but {CAUSE}\nsource acme.sh"
 
 
 def test_the_doctor_says_the_same_and_that_torch_works_without_the_extension(acme_site: Path) -> None:

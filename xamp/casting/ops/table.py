@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["LAYERS", "OWN", "RULES", "Kind", "Rule"]
+__all__ = ["LAYERS", "OWN", "REFERENCE", "RULES", "Kind", "Rule"]
 
 Kind = Literal["lower", "fp32", "fp32_dtype", "promote", "banned"]
 
@@ -174,7 +174,10 @@ _CUDA = """
     sum.dim_DimnameList _cudnn_rnn
 """
 
+REFERENCE = "cuda"
+"""The device type whose autocast list the table was made from."""
+
 OWN: Mapping[str, frozenset[str]] = types.MappingProxyType(
-    {"cpu": frozenset([*_CPU.split(), "index_copy.dimname", "prod.dim_Dimname"]), "cuda": frozenset(_CUDA.split())}
+    {"cpu": frozenset([*_CPU.split(), "index_copy.dimname", "prod.dim_Dimname"]), REFERENCE: frozenset(_CUDA.split())}
 )
 """Device type -> what its own list has in one or another torch, and the table leaves to it."""
