@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 DOWNWARD = "Imports run downward"
 FORBIDDEN = [  # the contract, the file, what is added to it
