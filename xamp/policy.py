@@ -200,6 +200,11 @@ class Policy:
         return True
 
     @property
+    def spares_buffers(self) -> bool:
+        """Whether scalar buffers stay fp32 where others are cast, and buffers that lose digits are named."""
+        return True
+
+    @property
     def loss_scale(self) -> str | float:
         """``"dynamic"`` or the static scale, as ``initialize`` takes them."""
         return "dynamic" if self.dynamic else self.static_scale

@@ -49,6 +49,11 @@ class ApexPolicy(Policy):
         """See :attr:`Policy.apart`."""
         return not self.patches
 
+    @property
+    def spares_buffers(self) -> bool:
+        """See :attr:`Policy.spares_buffers`: Apex casts them all, and says nothing."""
+        return False
+
     scales = True
     manages_gradients = True
 

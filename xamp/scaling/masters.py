@@ -30,6 +30,7 @@ __all__ = [
     "follow",
     "following",
     "forget_lowered",
+    "fp32_of",
     "is_lowered",
     "load_masters",
     "master_of",
@@ -37,6 +38,7 @@ __all__ = [
     "reconcile",
     "save_masters",
     "set_lowered",
+    "set_lowered_buffer",
     "transfer",
     "up_to_date",
     "use",
@@ -54,6 +56,8 @@ LOWER = (torch.float16, torch.bfloat16)
 _masters: Any = WeakIdKeyDictionary()
 # Each master -> its version counter when master and parameter were last made equal.
 _reconciled_versions: Any = WeakIdKeyDictionary()
+# Each lowered buffer -> its fp32 values before the cast, and its version when they were true.
+_originals: Any = WeakIdKeyDictionary()
 _hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 # Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
@@ -77,9 +81,22 @@ def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> Non
         _unused[master] = True
 
 
+def set_lowered_buffer(buffer: torch.Tensor, original: torch.Tensor) -> None:
+    """Note that xamp lowered ``original`` to ``buffer``. Its fp32 values count until something writes to ``buffer``."""
+    _masters[buffer] = None
+    _originals[buffer] = original, buffer._version
+
+
+def fp32_of(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 values of a lowered buffer: the exact ones where nothing has written to it."""
+    original, version = _originals.get(buffer, (None, -1))
+    return original if original is not None and buffer._version == version else buffer.float()
+
+
 def forget_lowered(tensor: torch.Tensor) -> None:
     """Note that ``tensor`` is no longer lowered."""
     _masters.pop(tensor, None)
+    _originals.pop(tensor, None)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
@@ -365,7 +382,7 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
             continue
         master = _masters[tensor]
         if master is None:
-            state[key] = state[key].float()
+            state[key] = fp32_of(tensor).clone() if tensor in _originals else state[key].float()
         else:
             up_to_date(tensor, master)
             state[key] = master if state[key].requires_grad else master.detach()
@@ -385,6 +402,9 @@ def load_masters(
     for key, param in _tensors_of(module, prefix):
         master = master_of(param)
         loaded = state.get(key)
+        if param in _originals and isinstance(loaded, torch.Tensor) and loaded.shape == param.shape:
+            exact = loaded.detach().to(param.device, torch.float32, copy=True)
+            _originals[param] = exact, param._version + 1  # torch is about to write the rounded values, in one go
         if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
             continue
         loaded = loaded.to(master.device)

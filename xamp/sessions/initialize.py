@@ -278,9 +278,24 @@ def set_up(
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
         plan.commit()
+        rounded = plan.rounded_tables() if arguments.verbosity > 0 else []
         engine.undo = undo.pop_all()
     register(engine, arguments.objects)
+    if rounded:
+        _tell_rounded(rounded, policy)
     return engine
+
+
+def _tell_rounded(buffers: Sequence[str], policy: Policy) -> None:
+    listed = ", ".join(buffers[:4]) + (f" and {len(buffers) - 4} more" if len(buffers) > 4 else "")
+    say(
+        "level %s rounds buffers that were computed in fp32 to %s: %s. Tables of positions and frequencies lose digits "
+        "that count. keep_fp32=[the module's class] keeps such a module in fp32.",
+        policy.level,
+        str(policy.dtype).removeprefix("torch."),
+        listed,
+        level=logging.WARNING,
+    )
 
 
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:

@@ -49,7 +49,7 @@ class Plan:
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
         self._halves: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []  # these, and their values before
-        self._originals: dict[int, torch.Tensor] = {}  # fp32 values, by id of the lowered parameter or buffer
+        self._originals: dict[int, torch.Tensor] = {}  # values before the cast, by id of the lowered parameter
         self._grads: dict[int, torch.Tensor | None] = {}  # gradients before the cast, by id of the parameter
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
@@ -72,7 +72,7 @@ class Plan:
             self._buffers += [
                 (weakref.ref(module), name)
                 for name, b in module._buffers.items()
-                if b is not None and b.dtype == torch.float32
+                if b is not None and b.dtype == torch.float32 and (b.dim() or not self.policy.spares_buffers)
             ]
 
         for module in (m for key, m in modules.items() if key in kept and self.policy.master_weights):
@@ -147,11 +147,27 @@ class Plan:
                 _give_grad(param, grad)
         for module, name, buffer in self._live_buffers():
             module._buffers[name] = lowered = buffer.to(self.policy.dtype)
-            self._originals[id(lowered)] = buffer
-            masters.set_lowered(lowered)
+            masters.set_lowered_buffer(lowered, buffer)
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
+
+    def rounded_tables(self) -> list[str]:
+        """Name the buffers that hold other values since they were cast, of those that no state dict holds.
+
+        A module computes such a buffer when it is made: a table of frequencies or positions, whose digits count.
+        """
+        found = []
+        for model in self.models() if self.policy.spares_buffers else ():
+            for prefix, module in model.named_modules():
+                for name in module._non_persistent_buffers_set & module._buffers.keys():
+                    buffer = module._buffers[name]
+                    if buffer is None or not masters.is_lowered(buffer):
+                        continue
+                    exact = masters.fp32_of(buffer)
+                    if not torch.equal(exact, buffer.float()):
+                        found.append(f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}")
+        return sorted(found)
 
     def _raise(self, undo: contextlib.ExitStack) -> None:
         """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
@@ -188,7 +204,7 @@ class Plan:
                 param.grad = grad.to(param.dtype)
         for module, name, buffer in self._live_buffers():
             if buffer.dtype in masters.LOWER:
-                module._buffers[name] = self._originals.get(id(buffer), buffer.float())
+                module._buffers[name] = masters.fp32_of(buffer)
         for model in self.models():
             _flatten_rnns(model)
 

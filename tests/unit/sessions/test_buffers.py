@@ -1,0 +1,113 @@
+"""Floating buffers where parameters are cast: exact where nothing wrote to them, named where digits are lost."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import xamp
+
+LEVELS = ["O2", "O3", "O5"]
+X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
+
+
+class Rotary(nn.Module):
+    """A table of frequencies, as of rotary embeddings, and the cosines of a position."""
+
+    inverse: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, 8, dtype=torch.float32) / 8)
+        self.register_buffer("inverse", frequencies, persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.outer(positions.float(), self.inverse.float()).cos()
+
+
+class Net(nn.Module):
+    mean: torch.Tensor
+    count: torch.Tensor
+    written: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.tensor([123.675, 116.28, 103.53]))
+        self.register_buffer("written", torch.tensor([0.1, 0.2]))
+        self.register_buffer("count", torch.tensor(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self.written.fill_(0.3)
+        y: torch.Tensor = self.layer(x - self.mean.mean())
+        return y
+
+
+def start(level: str, **options: object) -> tuple[Net, SGD]:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, **{"verbosity": 0, **options})  # type: ignore[arg-type]
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_nothing_wrote_to_comes_back_exact(level: str) -> None:
+    model, _ = start(level)
+    lower = xamp.session(model).policy.dtype
+    model(X)
+    plain = Net()
+    for state in (model.state_dict(), copy.deepcopy(model.state_dict())):
+        assert torch.equal(state["mean"], plain.mean)
+        assert torch.equal(state["written"], torch.tensor([0.3, 0.3], dtype=lower).float())
+    assert model.mean.dtype is lower
+    loaded = {**model.state_dict(), "mean": torch.tensor([0.123456789, 1.1, 2.2])}
+    model.load_state_dict(loaded)
+    assert torch.equal(model.state_dict()["mean"], loaded["mean"])
+    assert torch.equal(model.mean, loaded["mean"].to(lower))
+    xamp.session(model).close()
+    assert torch.equal(model.mean, loaded["mean"])
+    assert torch.equal(model.rotary.inverse, plain.rotary.inverse)
+    assert torch.equal(model.written, torch.tensor([0.3, 0.3], dtype=lower).float())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_state_dict_is_no_way_into_the_exact_values(level: str) -> None:
+    model, _ = start(level)
+    model.state_dict()["mean"].zero_()
+    assert torch.equal(model.state_dict()["mean"], Net().mean)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_count_goes_on_beyond_what_the_lower_dtype_holds(level: str) -> None:
+    model, _ = start(level)
+    with torch.no_grad():
+        for _ in range(2100):
+            model(X)
+    assert float(model.count) == 2100.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rounded_tables_are_named_with_the_cure(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "xamp"):
+        start(level, verbosity=1)
+        (record,) = caplog.records
+        message = record.getMessage()
+        assert "rotary.inverse of Rotary" in message
+        assert "mean" not in message
+        assert "keep_fp32=" in message
+        caplog.clear()
+        model, _ = start(level, verbosity=1, keep_fp32=[Rotary])
+        assert caplog.records == []
+    positions = torch.arange(4096)
+    exact = torch.outer(positions.double(), Rotary().inverse.double()).cos()
+    assert (model.rotary(positions).double() - exact).abs().max() < 2.0**-7, "kept, its cosines are those of fp32"
+    rounded, _ = start(level)
+    assert (rounded.rotary(positions).double() - exact).abs().max() > 0.1, "the trap is there"
