@@ -1,4 +1,4 @@
-"""What pickles of managed models name. These names stay, so that a pickle outlives every move of the code behind them.
+"""The names that pickles of managed models contain. These names stay, so that a pickle outlives every move of the code.
 
 Pickles of version 0.1.0 name ``xamp._forward``, ``xamp._containers`` and ``xamp._masters``. Those modules stand in the
 folder ``from_0_1`` and hold nothing but these names.
