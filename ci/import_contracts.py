@@ -35,6 +35,8 @@ class LoadsWithout(Contract):
 
     def _chain_from(self, start: str) -> list[str] | None:
         """The way from ``start`` to a forbidden package; None where there is none."""
+        if file_of(start) is None:
+            return [start, "no such module"]
         ways, waiting = {start: [start]}, [start]
         while waiting:
             module = waiting.pop(0)

@@ -187,7 +187,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
-        module.__dict__[name] = InstanceMethod(getattr(module, name), region)
+        module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
     if scripted:
         module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
 
@@ -243,9 +243,14 @@ def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]
     """Return ``__deepcopy__`` for a class that has its own (a ``GraphModule``), which returns a copy without policy."""
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        made = base.__deepcopy__(self, memo)
-        if not isinstance(made, _UnderPolicy):
-            set_class(made, _subclass(type(made), region))
+        own = type(self)
+        set_class(self, base)  # a GraphModule makes its copy of the classes that it finds
+        try:
+            made = base.__deepcopy__(self, memo)
+        finally:
+            set_class(self, own)
+        set_class(made, _subclass(type(made), region))
+        ops.hold(region.op_policy, made)  # the copy may outlive the session of its original
         return made
 
     return __deepcopy__
@@ -268,13 +273,17 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
 class InstanceMethod:
     """An instance attribute that hides a method and runs in a region. It is copied and pickled with its module."""
 
-    def __init__(self, function: Callable[..., Any], region: Region) -> None:
+    def __init__(self, function: Callable[..., Any], region: Region, module: nn.Module | None = None) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self._region = region
+        self._module = None if module is None else weakref.ref(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region."""
+        module = None if self._module is None else self._module()
+        if module is not None and self._region.follows:
+            masters.write_changed_into(module)
         return _caller(self._region)(self.function, *args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -308,7 +317,7 @@ class _ScriptCopy:
 
 @functools.cache
 def _caller(region: Region) -> Callable[..., Any]:
-    return _in_region(_call, region)
+    return _in_region(_call, dataclasses.replace(region, follows=False))
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

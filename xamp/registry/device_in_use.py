@@ -113,7 +113,7 @@ def in_use() -> InUse:
     """
     global _last
     key = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE), REGISTRY, REGISTRY.generation)
-    if _last is None or _last[0] != key:
+    if _last is None or _last[0] != key or not REGISTRY.is_settled:
         chosen = device()
         _last = key, InUse(chosen, REGISTRY.resolve("auto", chosen.type))
     return _last[1]

@@ -33,8 +33,7 @@ class Failed:
         detail: the exception in one line, where ``reason`` comes from the backend's table of causes.
         broken: True for a defect: the backend failed in a way that it does not explain. False where a device or its
             framework is absent.
-        may_pass: memory was used up or the device was busy. Such a failure is not remembered: the backend is started
-            again when it is next asked for.
+        may_pass: memory was used up or the device was busy. The backend is started again when it is asked for later.
     """
 
     reason: str
@@ -75,13 +74,14 @@ def start(spec: BackendSpec, explain_torch: Callable[[TorchFailure], TorchFailur
 
 
 def _failed(spec: BackendSpec, error: BaseException) -> Failed:
-    if may_pass(error):
-        hint = "this may pass: free the device's memory, or wait for who uses it; it is tried again at the next call"
-        return Failed(f"it was tried while it was out of memory or busy: {one_line(error)}", hint, error, may_pass=True)
+    passing = may_pass(error)
     known = explain(spec, Failure("exception", full_text(error)))
     if known is not None:
         behind = error.__cause__ if isinstance(error, BackendUnavailable) else None
-        return Failed(known.cause, known.cure, error, detail=one_line(behind or error))
+        return Failed(known.cause, known.cure, error, detail=one_line(behind or error), may_pass=passing)
+    if passing:
+        hint = "this may pass: free the device's memory, or wait for who uses it; it is tried again later"
+        return Failed(f"it was tried while it was out of memory or busy: {one_line(error)}", hint, error, may_pass=True)
     if isinstance(error, BackendUnavailable):
         reason, _, hint = str(error).strip().partition("\n")
         return Failed(reason or "its probe failed", hint.strip() or spec.install_hint, error)

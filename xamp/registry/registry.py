@@ -16,10 +16,11 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from types import ModuleType
 
-from xamp.contract import Backend, BackendReport, BackendSpec
+from xamp.contract import CONTRACT, Backend, BackendReport, BackendSpec
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, find_torch
@@ -41,11 +42,14 @@ __all__ = [
     "resolve",
 ]
 
+RETRY_AFTER = 1.0
+"""Seconds after which a backend is started again that failed for want of memory, or since its device was busy."""
+
 BACKEND_VARIABLE = "XAMP_BACKEND"
 ENTRY_POINT_GROUP = "xamp.backends"
 HOST = "cpu"  # the device type that every machine has: no accelerator, and its index means nothing
 
-BUILT_INS = (
+_SHIPPED = (
     BackendSpec("cpu", ("cpu",), "xamp.backends.cpu:CpuBackend", priority=0, ledger="xamp.backends:ledger/cpu.json"),
     BackendSpec(
         "cuda",
@@ -76,6 +80,7 @@ BUILT_INS = (
     ),
     BackendSpec("mps", ("mps",), "xamp.backends.mps:MpsBackend", priority=40, tested=False),
 )
+BUILT_INS = tuple(dataclasses.replace(spec, contract=CONTRACT) for spec in _SHIPPED)
 
 _logger = logging.getLogger("xamp")
 
@@ -92,6 +97,7 @@ class Registry:
         self._specs = {spec.name: spec for spec in built_ins}
         self._sources = dict.fromkeys(self._specs, "xamp")
         self._spelt: dict[tuple[str, Backend], Backend] = {}
+        self._tried: dict[BackendSpec, float] = {}  # when each was last started, in seconds
         self._generation = 0
         self._rejected: list[BackendReport] = []
         self._outcomes: dict[BackendSpec, Ready | Failed] = {}
@@ -113,6 +119,11 @@ class Registry:
             self._sources[spec.name] = source
             self._outcomes.pop(spec, None)
             self._generation += 1
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no backend failed in a way that may pass: else nobody may remember what was chosen in its place."""
+        return not any(isinstance(found, Failed) and found.may_pass for found in self._outcomes.values())
 
     @property
     def generation(self) -> int:
@@ -223,12 +234,11 @@ class Registry:
         """The outcome of starting the backend of ``spec``; starts it on the first call, or again if it may pass."""
         with self._lock:
             found = self._outcomes.get(spec)
+            if isinstance(found, Failed) and found.may_pass and time.monotonic() - self._tried[spec] >= RETRY_AFTER:
+                found = None
             if found is None:
-                found = start(spec, self.explain_torch)
-                if isinstance(found, Failed) and found.may_pass:
-                    self._generation += 1  # nobody may remember what was chosen in its place
-                else:
-                    self._outcomes[spec] = found
+                found = self._outcomes[spec] = start(spec, self.explain_torch)
+                self._tried[spec] = time.monotonic()
             return found
 
     def report(self, spec: BackendSpec) -> BackendReport:

@@ -197,14 +197,21 @@ class Engine:
 
     # ---------------------------------------------------------------- the step
 
-    def enter(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
-        """Prepare for a backward: bring masters up to date, and existing gradients to the scale."""
+    def enter(
+        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState] | None = None
+    ) -> None:
+        """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
+
+        ``entered`` gets those of ``states`` whose gradients were touched.
+        """
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:
+            if entered is not None:
+                entered.append(state)
             state.gradients.enter(scaler)
 
     def _begin_backward(self) -> None:
@@ -342,11 +349,12 @@ class ScaledLoss:
         self._scaler.open = True
         for state in self._states:
             state.open = True
+        entered: list[OptimizerState] = []
         try:
-            self._engine.enter(self._states, self._scaler)
+            self._engine.enter(self._states, self._scaler, entered)
             return self._scaled()
-        except BaseException as error:  # the body does not run, so nobody calls __exit__
-            self.__exit__(type(error))
+        except BaseException:  # the body does not run, so nobody calls __exit__
+            self._close(abandoned=entered)
             raise
 
     def _scaled(self) -> torch.Tensor:
@@ -356,12 +364,16 @@ class ScaledLoss:
         loss, factor = self._loss, self._scaler.factor
         return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def _close(self, abandoned: Sequence[OptimizerState]) -> None:
+        """End the scope; of optimizers in ``abandoned`` drop the gradients that a backward may have left half made."""
         self._engine.end_backward()
         self._scaler.open = False
         for state in self._states:
             state.open = False
-            if kind is not None:
-                state.gradients.abandon(self._scaler)
+        for state in abandoned:
+            state.gradients.abandon(self._scaler)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(abandoned=() if kind is None else self._states)
         if kind is None:
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)

@@ -44,6 +44,7 @@ __all__ = [
     "use",
     "watch_state_dicts",
     "write_changed",
+    "write_changed_into",
     "write_quietly",
 ]
 
@@ -56,7 +57,7 @@ LOWER = (torch.float16, torch.bfloat16)
 _masters: Any = WeakIdKeyDictionary()
 # Each master -> its version counter when master and parameter were last made equal.
 _reconciled_versions: Any = WeakIdKeyDictionary()
-# Each lowered buffer -> its fp32 values before the cast, and its version when they were true.
+# Each lowered buffer -> the fp32 values that were cast or loaded into it.
 _originals: Any = WeakIdKeyDictionary()
 _hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 # Masters that no backward has used yet: they still follow what is written into their parameters.
@@ -82,15 +83,24 @@ def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> Non
 
 
 def set_lowered_buffer(buffer: torch.Tensor, original: torch.Tensor) -> None:
-    """Note that xamp lowered ``original`` to ``buffer``. Its fp32 values count until something writes to ``buffer``."""
+    """Note that xamp lowered ``original`` to ``buffer``. Its fp32 values count where nothing writes to ``buffer``."""
     _masters[buffer] = None
-    _originals[buffer] = original, buffer._version
+    _originals[buffer] = original
 
 
 def fp32_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 values of a lowered buffer: the exact ones where nothing has written to it."""
-    original, version = _originals.get(buffer, (None, -1))
-    return original if original is not None and buffer._version == version else buffer.float()
+    """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
+
+    Where nothing was written that is the tensor that was cast. Values are compared, not versions: a version does not
+    show what is written through ``.data``.
+    """
+    original = _originals.get(buffer)
+    if original is None:
+        return buffer.float()
+    same = original.to(buffer.device, buffer.dtype) == buffer
+    if bool(same.all()) and original.device == buffer.device:
+        return original
+    return torch.where(same, original.to(buffer.device), buffer.float())
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
@@ -190,16 +200,21 @@ def follow(model: nn.Module, write_changed: Callable[[], None]) -> None:
     _followers[model] = weakref.WeakMethod(write_changed)
 
 
+def write_changed_into(model: nn.Module) -> None:
+    """Call what :func:`follow` was given for ``model``, if anything."""
+    found = _followers.get(model)
+    write = None if found is None else found()
+    if write is not None:
+        write()
+
+
 def following(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``method(model, ...)`` that first lets the model follow its masters. Compiled code goes without."""
 
     @functools.wraps(method)
     def after_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            found = _followers.get(self)
-            write_changed = None if found is None else found()
-            if write_changed is not None:
-                write_changed()
+            write_changed_into(self)
         return method(self, *args, **kwargs)
 
     return after_masters
@@ -358,12 +373,12 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the key and the tensor of each parameter and buffer of ``module``.
+    """Yield the key and the tensor of each parameter and persistent buffer of ``module``.
 
     A child that came later (a new head, a parametrization) has no hooks: its tensors are those of ``module`` too.
     """
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
+        if tensor is not None and name not in module._non_persistent_buffers_set:
             yield prefix + name, tensor
     for name, child in module._modules.items():
         if child is not None and child not in _hooked:
@@ -403,8 +418,7 @@ def load_masters(
         master = master_of(param)
         loaded = state.get(key)
         if param in _originals and isinstance(loaded, torch.Tensor) and loaded.shape == param.shape:
-            exact = loaded.detach().to(param.device, torch.float32, copy=True)
-            _originals[param] = exact, param._version + 1  # torch is about to write the rounded values, in one go
+            _originals[param] = loaded.detach().to(param.device, torch.float32, copy=True)  # torch writes it rounded
         if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
             continue
         loaded = loaded.to(master.device)

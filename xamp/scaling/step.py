@@ -209,7 +209,7 @@ class OptimizerState:
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         self._refuse(args, kwargs)
-        if not self.gradients.ready:  # there are no gradients: any others were refused in the line above
+        if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             self._warn_of_no_gradient()
             return base(*args, **kwargs)
         if not policy.checks:
@@ -253,7 +253,7 @@ class OptimizerState:
 
     def _warn_of_no_gradient(self) -> None:
         """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
-        if not self._warned_of_no_gradient:
+        if not self._warned_of_no_gradient and all(param.grad is None for param in self.gradients.stepped):
             self._warned_of_no_gradient = True
             say(
                 "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
@@ -264,8 +264,8 @@ class OptimizerState:
             )
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not args and not kwargs and all(param.grad is None for param in self.gradients.stepped):
-            self._warn_of_no_gradient()  # a closure would make gradients
+        if not args and not kwargs:  # a closure would make gradients
+            self._warn_of_no_gradient()
         result = base(*args, **kwargs)
         self._finish(StepOutcome.APPLIED)
         return result

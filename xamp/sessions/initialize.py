@@ -99,7 +99,8 @@ def initialize(
         O5               bf16        bf16                fp32     fp32           1.0
 
     Args:
-        models: an ``nn.Module`` with fp32 parameters, or a list or tuple of modules.
+        models: an ``nn.Module`` with fp32 parameters, or a list or tuple of modules. O5 takes bf16 parameters too, O2
+            fp16 ones.
         optimizers: a ``torch.optim.Optimizer`` over the models' parameters, or a list or tuple of optimizers. None:
             inference.
         level: a level or its alias, see above. ``"auto"``: O4 where the device has native bf16, else O1 where it has
@@ -277,8 +278,8 @@ def set_up(
         for model in arguments.models if policy.master_weights else ():
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
-        plan.commit()
         rounded = plan.rounded_tables() if arguments.verbosity > 0 else []
+        plan.commit()
         engine.undo = undo.pop_all()
     register(engine, arguments.objects)
     if rounded:

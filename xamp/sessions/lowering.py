@@ -48,6 +48,8 @@ class Plan:
         self.lowered: list[nn.Parameter] = []
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
+        self._half_buffers: list[tuple[weakref.ref[nn.Module], str]] = []  # those that stay half until the end
+        self._is_up = False
         self._halves: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []  # these, and their values before
         self._originals: dict[int, torch.Tensor] = {}  # values before the cast, by id of the lowered parameter
         self._grads: dict[int, torch.Tensor | None] = {}  # gradients before the cast, by id of the parameter
@@ -75,8 +77,24 @@ class Plan:
                 if b is not None and b.dtype == torch.float32 and (b.dim() or not self.policy.spares_buffers)
             ]
 
-        for module in (m for key, m in modules.items() if key in kept and self.policy.master_weights):
-            self._raised += [(weakref.ref(module), n) for n, t in _tensors_of(module) if t.dtype in masters.LOWER]
+        if self.policy.master_weights and self.policy.spares_buffers:
+            self._find_halves([m for key, m in modules.items() if key in kept], list(modules.values()))
+
+    def _find_halves(self, kept: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
+        """Find what a model that comes in the lower dtype has in it besides the parameters to lower."""
+        found: set[int] = set()
+        for module in kept:
+            for name, tensor in _tensors_of(module):
+                if tensor.dtype in masters.LOWER and id(tensor) not in found:
+                    found.add(id(tensor))
+                    self._raised.append((weakref.ref(module), name))
+        if any(param.dtype in masters.LOWER for param in self.lowered):
+            self._half_buffers = [
+                (weakref.ref(module), name)
+                for module in modules
+                for name, b in module._buffers.items()
+                if b is not None and b.dtype == self.policy.dtype and id(b) not in found
+            ]
 
     def _is_lowered(self, param: torch.Tensor) -> bool:
         """Whether ``param`` is one to lower. A model may come in the lower dtype already where masters are made."""
@@ -119,6 +137,7 @@ class Plan:
         self._originals = {}
         self._grads = {}
         self._halves = []
+        self._is_up = True
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
@@ -140,7 +159,7 @@ class Plan:
             param.grad = None  # a gradient must have its parameter's dtype, and that changes below
             self._originals[id(param)] = param.data
             self._grads[id(param)] = grad
-            master = nn.Parameter(self._plain(param.data.float())) if self.policy.master_weights else None
+            master = self._make_master(param) if self.policy.master_weights else None
             masters.set_lowered(param, master)
             param.data = value
             if grad is not None:
@@ -151,6 +170,10 @@ class Plan:
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
+
+    def _make_master(self, param: nn.Parameter) -> nn.Parameter:
+        with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
+            return nn.Parameter(self._plain(param.data.float()))
 
     def rounded_tables(self) -> list[str]:
         """Name the buffers that hold other values since they were cast, of those that no state dict holds.
@@ -195,16 +218,18 @@ class Plan:
                 grad = masters.up_to_date(param, master).grad
             masters.forget_lowered(param)
             param.grad = None
-            original = self._originals.get(id(param))  # None once the session is up
-            if original is None or (master is not None and original.dtype == torch.float32):
-                original = param.data.float() if master is None else master.data
-            param.data = original
+            full = param.data.float() if master is None else master.data
+            param.data = self._originals.get(id(param), full)  # there are none once the session is up
             grad = self._grads.get(id(param), grad)
             if grad is not None:
                 param.grad = grad.to(param.dtype)
         for module, name, buffer in self._live_buffers():
             if buffer.dtype in masters.LOWER:
                 module._buffers[name] = masters.fp32_of(buffer)
+                masters.forget_lowered(buffer)
+        for ref, name in self._half_buffers if self._is_up else ():
+            if (holder := ref()) is not None and (half := holder._buffers.get(name)) is not None:
+                holder._buffers[name] = half.float()
         for model in self.models():
             _flatten_rnns(model)
 

@@ -122,12 +122,17 @@ def register(engine: Engine, objects: Iterable[object]) -> None:
         _sessions[found] = Session(engine, found)
 
 
-def find_session(found: object) -> Session | None:
-    """Return the session that ``found`` belongs to, or None."""
+def own_session(found: object) -> Session | None:
+    """Return the session of what was itself given to ``initialize``, or None."""
     try:
-        own = _sessions.get(found)
+        return _sessions.get(found)
     except TypeError:  # it admits no weak references
-        own = None
+        return None
+
+
+def find_session(found: object) -> Session | None:
+    """Return the session of ``found``, or of what it wraps, or None."""
+    own = own_session(found)
     if own is not None:
         return own
     inner = unwrap(found) if isinstance(found, nn.Module) else optimizer_in(found)
@@ -242,14 +247,22 @@ def _check_loss(loss: object, engine: Engine) -> None:
         )
 
 
+def _managed(optimizer: Any) -> Any:
+    """``optimizer``, or the one inside it if only that was given to ``initialize``."""
+    if state_of(optimizer) is not None or own_session(optimizer) is not None:
+        return optimizer
+    inner = optimizer_in(optimizer)
+    return optimizer if inner is None or own_session(inner) is None else inner
+
+
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
-    only = state_of(optimizers) or state_of(optimizer_in(optimizers))
+    only = state_of(_managed(optimizers))
     if only is not None:
         return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
-    given = [optimizer_in(optimizer) or optimizer if state_of(optimizer) is None else optimizer for optimizer in given]
+    given = [_managed(optimizer) for optimizer in given]
     owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
     for optimizer, owner in zip(given, owners, strict=True):
         if owner is None or (owner.enabled and not owner.serves(optimizer)):
@@ -272,8 +285,7 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     Raises:
         StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
     """
-    if state_of(optimizer) is None:
-        optimizer = optimizer_in(optimizer) or optimizer
+    optimizer = _managed(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
     state = state_of(optimizer)

@@ -31,5 +31,5 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def optimizer_in(wrapper: Any) -> Optimizer | None:
     """The optimizer that ``wrapper`` keeps in an attribute of one of the usual names; None where there is none."""
-    held = getattr(wrapper, "__dict__", {})
+    held = getattr(wrapper, "__dict__", {}) if hasattr(wrapper, "zero_grad") else {}
     return next((held[name] for name in _OPTIMIZERS if isinstance(held.get(name), Optimizer)), None)

@@ -17,7 +17,7 @@ from site_packages import distribution
 
 import xamp
 from xamp.backends.native import NativeBackend
-from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities
+from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities, Cause
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 
@@ -574,8 +574,24 @@ def test_a_failure_that_may_pass_is_tried_again(cls: type[Backend], monkeypatch:
     with pytest.raises(BackendUnavailable, match=r"out of memory or busy: (?s:.*)this may pass: free") as raised:
         found.resolve("full", "cpu")
     assert "update the driver" not in str(raised.value)
-    before = found.generation
+    assert not found.is_settled
     assert [row.usable for row in found.reports() if row.name == "full"] == [False]
-    assert found.generation > before
+    assert OutOfMemory.left == 1, "what has just failed is not tried again at once"
+    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
+    assert [row.usable for row in found.reports() if row.name == "full"] == [False]
     assert found.resolve("full", "cpu").name == "full"
     assert found.best_for("cpu").name == "full"
+    assert found.is_settled
+
+
+def test_a_table_of_causes_may_know_what_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OutOfMemory, "left", 1)
+    module = types.ModuleType("xamp_test_full")
+    module.Full = OutOfMemory  # type: ignore[attr-defined]
+    module.CAUSES = (Cause("out of memory", "the card is full", "ask who fills it"),)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "xamp_test_full", module)
+    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
+    found = registry(BackendSpec("full", ("cpu",), "xamp_test_full:Full", causes="xamp_test_full:CAUSES"))
+    with pytest.raises(BackendUnavailable, match="the card is full\nask who fills it"):
+        found.resolve("full", "cpu")
+    assert found.resolve("full", "cpu").name == "full"

@@ -79,6 +79,35 @@ def test_what_nothing_wrote_to_comes_back_exact(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_what_is_written_through_data_is_not_lost(level: str) -> None:
+    model, _ = start(level)
+    model.mean.data.mul_(0.5)
+    found = model.mean.float()
+    assert torch.equal(model.state_dict()["mean"], found)
+    xamp.session(model).close()
+    assert torch.equal(model.mean, found)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_load_leaves_what_is_not_persistent(level: str) -> None:
+    model, _ = start(level)
+    model.load_state_dict({**model.state_dict(), "rotary.inverse": torch.ones(4)}, strict=False)
+    xamp.session(model).close()
+    assert torch.equal(model.rotary.inverse, Rotary().inverse)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("half", [False, True])
+def test_inference_mode(level: str, half: bool) -> None:
+    model = Net()
+    if half and level != "O3":
+        model.to(torch.float16 if level == "O2" else torch.bfloat16)
+    with torch.inference_mode():
+        xamp.initialize(model, level=level, verbosity=0)
+        assert model(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_state_dict_is_no_way_into_the_exact_values(level: str) -> None:
     model, _ = start(level)
     model.state_dict()["mean"].zero_()

@@ -152,6 +152,39 @@ def test_what_wraps_an_optimizer_is_looked_into(wrap: Any, level: str) -> None:
     ] * 6
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_wrapper_that_was_itself_given_is_the_optimizer(enabled: bool) -> None:
+    model = net()
+
+    class Lookahead(SGD):
+        def __init__(self, optimizer: Optimizer) -> None:
+            super().__init__([{"params": g["params"]} for g in optimizer.param_groups], lr=0.1)
+            self.optimizer = optimizer
+
+    optimizer = Lookahead(SGD(model.parameters(), lr=0.25))
+    xamp.initialize(model, optimizer, "O1", verbosity=0, enabled=enabled)
+    with xamp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert list(xamp.master_params(optimizer)) == list(model.parameters())
+    optimizer.step()
+
+
+def test_an_aux_optimizer_of_an_unmanaged_one_is_not_taken_for_it() -> None:
+    model, aux = net(), net()
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    optimizer.optimizer = SGD(aux.parameters(), lr=0.1)
+    assert list(xamp.master_params(optimizer)) == list(model.parameters())
+
+
+def test_half_buffers_are_fp32_after_the_session() -> None:
+    model = net()
+    model.register_buffer("projection", torch.ones(4))
+    model.to(torch.bfloat16)
+    xamp.initialize(model, SGD(model.parameters(), lr=0.1), "O5", verbosity=0)
+    xamp.session(model).close()
+    assert {b.dtype for b in model.buffers() if b.is_floating_point()} == {torch.float32}
+
+
 @pytest.mark.parametrize("wrap", [DataParallel, lambda m: torch.compile(m, backend="eager"), Fabric])
 def test_a_wrapper_made_afterwards_leads_to_the_session(wrap: Any) -> None:
     model = net()
