@@ -94,7 +94,7 @@ def fp32_of(buffer: torch.Tensor) -> torch.Tensor:
     Where nothing was written that is the tensor that was cast. Values are compared, not versions: a version does not
     show what is written through ``.data``.
     """
-    original = _originals.get(buffer)
+    original: torch.Tensor | None = _originals.get(buffer)
     if original is None:
         return buffer.float()
     same = original.to(buffer.device, buffer.dtype) == buffer
