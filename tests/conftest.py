@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("xamp")
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
     group.addoption("--require", action="append", default=[], help="fail unless this lane is there (repeatable)")
-    group.addoption("--all", action="store_true", help="run the tests marked thorough too")
+    group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
-    left = set() if config.getoption("--all") else {item for item in items if item.get_closest_marker("thorough")}
+    marker = "sample" if config.getoption("--all") else "thorough"
+    left = {item for item in items if item.get_closest_marker(marker)}
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]

@@ -87,6 +87,7 @@ def conforms(site: Path, results: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sample
 def test_it_passes_tiers_of_the_suite(site: Path, tmp_path: Path) -> None:
     tiers = [f"--clause={tier}.*" for tier in ("probe", "operators", "levels", "checkpoint")]
     found = conforms(site, tmp_path / "results.json", *tiers)

@@ -120,13 +120,17 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
         pool.shutdown(cancel_futures=True)
 
 
+def _marks(run: tuple[str, str]) -> Any:
+    """Whole suites and device tests are thorough; tiers of a suite that also runs whole are a sample of it."""
+    file, chip = run
+    sampled = file == "conformance" and ("whole conformance", chip) in SLOW
+    return pytest.mark.thorough if run in SLOW else pytest.mark.sample if sampled else ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if one in SLOW else ())
-        for name, one in zip(NAMES, RUNS, strict=True)
-    ],
+    [pytest.param(name, marks=_marks(one)) for name, one in zip(NAMES, RUNS, strict=True)],
 )
 def test_on_cards(name: str, started: dict[str, Future[Any]]) -> None:
     wrong = (started[name].result() or {}).get(name, "")
