@@ -111,6 +111,6 @@ MUTANTS = [
         "levels.registered_function",
         patched(functions, "_widest", lambda *_: torch.float16),
     ),
-    Mutant("sets another device's autocast", "levels.custom_operator", patched(active, "inside", _of_another_device)),
+    Mutant("sets another device's autocast", "levels.custom_operator", patched(forward, "mark_of", _of_another_device)),
     Mutant("another default dtype", "levels.autocast", patched(autocast, "_in_use", _bf16_by_default)),
 ]

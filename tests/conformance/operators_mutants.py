@@ -62,7 +62,7 @@ _EVERY_FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ALWAYS_PORTABLE = property(lambda self: mark_of(self.device_type, self.autocast_dtype, True))
 
 
-def _install_portable(_: str, device_type: str, backend: Backend) -> None:
+def _install_portable(_: ops.OpPolicy, device_type: str, backend: Backend) -> None:
     portable.install(device_type, backend.op_rules)
 
 
@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "the portable table under native",
         "operators.native_policy",
-        also(patched(Region, "mark", _ALWAYS_PORTABLE), patched(ops, "install", _install_portable)),
+        also(patched(Region, "mark", _ALWAYS_PORTABLE), patched(ops.OpPolicy, "install", _install_portable)),
     ),
     Mutant(
         "acts in foreign regions",
