@@ -200,7 +200,6 @@ def test_the_compiler_learns_torchs_functions_before_they_are_replaced() -> None
     """It looks its table up once, by name: first under casts, nn.Conv1d could not be compiled for the process' life."""
     code = """
         import torch
-import torch.compiler.config
         from xamp.apex._handle import init
         handle = init()
         model, x = torch.nn.Conv1d(2, 2, 1), torch.ones(1, 2, 3)

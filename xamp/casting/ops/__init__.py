@@ -6,7 +6,6 @@ imported when the policy is first used. So a further op policy is one row, and t
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import weakref
 from collections.abc import Callable
@@ -46,11 +45,15 @@ class OpPolicy:
         return None
 
 
-@functools.cache
+_made: dict[str, OpPolicy] = {}  # by hand: the compiler, which traces regions, warns of functools.cache
+
+
 def named(op_policy: str) -> OpPolicy:
     """The op policy of that name, the same object each time."""
-    made: OpPolicy = pkgutil.resolve_name(OP_POLICIES[op_policy])()
-    return made
+    found = _made.get(op_policy)
+    if found is None:
+        found = _made[op_policy] = pkgutil.resolve_name(OP_POLICIES[op_policy])()
+    return found
 
 
 def hold(op_policy: str, owner: object) -> Callable[[], None]:
