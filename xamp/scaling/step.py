@@ -287,7 +287,7 @@ class OptimizerState:
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # one that the user set stays: torch reads it too
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
         optimizer.found_inf = self.sticky
         try:
             result = base(*args, **kwargs)

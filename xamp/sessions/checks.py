@@ -142,7 +142,7 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
     """Refuse models that cannot be put under ``policy``.
 
     Raises:
-        PolicyError: a model is fp16 or bf16, or its parameters have no shape yet.
+        PolicyError: a model is fp16 or bf16 at a level that does not take it so, or its parameters have no shape yet.
         UnsupportedPolicy: a ScriptModule is in a model whose parameters are to be cast.
         StateError: a wrapper is around the model already that must come after ``initialize``.
     """
@@ -224,7 +224,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if policy.master_weights:
             _check_no_inner_optimizer(optimizer, policy)
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in params if id(p) not in known):
+        if any(p.dtype in LOWER for p in params if id(p) not in known):
             raise PolicyError(
                 f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
                 "given. Keep it fp32."

@@ -22,7 +22,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch.compiler import config  # which torch before 2.7 does not import by itself
+from torch.compiler import config
 
 from xamp.casting import active, recompute
 from xamp.casting.compiler import keep_eager
