@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lanes import Lane, usable_lanes
+from lanes import Lane, needs_dtype, usable_lanes
 from managed_models import LEVELS, Net, batch, net, sgd, train
 from snapshot import Snapshot
 from torch import nn
@@ -81,6 +81,7 @@ def test_a_wrong_argument(wrong: str, level: str, lane: Lane) -> None:
 def test_a_half_model(dtype: torch.dtype, level: str, lane: Lane) -> None:
     if policy.LEVELS[level].master_weights and str(dtype) == f"torch.{policy.LEVELS[level].dtype}":
         dtype = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}[dtype]  # the level takes its own
+        needs_dtype(lane, dtype)
     model, optimizer = used(lane)
     model.head.to(dtype)
     with refused(PolicyError, r"'head\.weight' of Net is torch\..*Leave out \.half\(\)", model, optimizer):
