@@ -30,6 +30,7 @@ USE: dict[str, tuple[str, str]] = {
     "keep_batchnorm_fp32": ("0.1.0", "batch norm's kernel for mixed dtypes is slow, or its statistics lose digits"),
     "keep_fp32": ("0.1.0", "one layer overflows or loses digits and the others do not"),
     "master_weights": ("0.1.0", "memory matters more than small updates, or the other way round"),
+    "cast_model_inputs": ("0.1.0", "an argument must keep its digits: boxes, coordinates, targets, times"),
     "cast_model_outputs": ("0.1.0", "the loss is to be computed in the lower dtype, or outputs are large"),
     "methods": ("0.1.0", "a script calls more of the model than the model itself, such as `generate`"),
     "num_losses": ("0.1.0", "losses of one model differ so much in size that each needs a scale of its own"),
@@ -56,7 +57,7 @@ USE: dict[str, tuple[str, str]] = {
 }
 
 # Where the policy keeps what an argument decides, if not under its name.
-KEPT_AS = {"cast_model_outputs": "output_dtype", "on_static_overflow": "checks"}
+KEPT_AS = {"cast_model_inputs": "input_dtype", "cast_model_outputs": "output_dtype", "on_static_overflow": "checks"}
 
 HEAD = f"""# Settings
 

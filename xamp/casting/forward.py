@@ -24,6 +24,7 @@ from torch import nn
 
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
+from xamp.casting.inputs import cast_some
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable, PolicyError
@@ -66,6 +67,7 @@ class Region:
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
         follows: the model has masters, and follows what else than a step changed in them, before each call.
+        spared: names of arguments, and types, that are not cast.
     """
 
     device_type: str
@@ -78,6 +80,7 @@ class Region:
     cast: Cast = cast_floats
     apart: bool = True
     follows: bool = False
+    spared: tuple[type | str, ...] = ()
 
     def __reduce__(self) -> Any:
         """Pickle the fields by name."""
@@ -278,13 +281,19 @@ class InstanceMethod:
         self.function = function
         self._region = region
         self._module = None if module is None else weakref.ref(module)
+        into, spared = region.input_dtype, region.spared
+        self._spare = None if into is None or not spared else cast_some(function, spared, into, bound=True)
+        # The attribute casts its arguments itself where some are spared: only it knows their positions.
+        self._inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._spare else region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region."""
         module = None if self._module is None else self._module()
         if module is not None and self._region.follows:
             masters.write_changed_into(module)
-        return _caller(self._region)(self.function, *args, **kwargs)
+        if self._spare is not None:
+            args, kwargs = self._spare(args, kwargs)
+        return _caller(self._inside)(self.function, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return make_instance_method, (self.function, self._region)
@@ -333,6 +342,7 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     tensor, cast, apart = torch.Tensor, region.cast, region.apart
+    spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
 
     def finish(result: Any) -> Any:
         if out_of is None or (type(result) is tensor and result.dtype is out_of):
@@ -346,7 +356,9 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
         return function(self, *args, **kwargs)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if into is not None:
+        if spare is not None:
+            args, kwargs = spare(args, kwargs)
+        elif into is not None:
             args, kwargs = cast(args, into), cast(kwargs, into)
         if is_compiling():
             return finish(traced(self, args, kwargs))

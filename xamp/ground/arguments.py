@@ -15,7 +15,18 @@ from xamp.errors import PolicyError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["boolean", "choice", "dtype", "fused", "keep_fp32", "methods", "number", "number_between", "output_dtype"]
+__all__ = [
+    "boolean",
+    "cast_inputs",
+    "choice",
+    "dtype",
+    "fused",
+    "keep_fp32",
+    "methods",
+    "number",
+    "number_between",
+    "output_dtype",
+]
 
 _DTYPE_SPELLINGS = {
     "float16": "float16",
@@ -107,6 +118,21 @@ def output_dtype(value: object) -> torch.dtype | None:
     if found is None or found is True:
         return torch.float32
     return None if found is False else dtype("cast_model_outputs", value)
+
+
+def cast_inputs(value: object) -> tuple[bool, tuple[type | str, ...]]:
+    """Return whether ``cast_model_inputs`` casts arguments, and the names and types that it exempts."""
+    found = _parse_boolean(value)
+    if isinstance(found, bool):
+        return found, ()
+    items = (found,) if isinstance(found, (str, type)) else _items("cast_model_inputs", found)
+    for item in items:
+        if not isinstance(item, type) and not (isinstance(item, str) and item.isidentifier()):
+            raise PolicyError(
+                f"initialize(cast_model_inputs={value!r}): {item!r} is neither the name of an argument of forward nor "
+                "a type. Give True, False, or what is not to be cast, such as ('boxes', MyBatch)."
+            )
+    return True, tuple(dict.fromkeys(items))
 
 
 def keep_fp32(value: object) -> tuple[type | str, ...]:

@@ -17,7 +17,7 @@ import torch
 from xamp.errors import StateError
 from xamp.ground.pickle_names import pickled_as
 
-__all__ = ["cast_any", "cast_floats", "tensors_in"]
+__all__ = ["cast_any", "cast_floats", "cast_floats_except", "tensors_in"]
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """The dtypes that xamp casts from and to. It never casts float64, complex, integer and 8-bit tensors."""
@@ -53,6 +53,19 @@ def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> 
     if callable(getattr(value, "to", None)) and not isinstance(value, (torch.fx.Proxy, type)):
         return value.to(dtype)
     return _cast_container(value, dtype, device_type, cast_any)
+
+
+def cast_floats_except(types: tuple[type, ...]) -> Callable[[Any, torch.dtype], Any]:
+    """Return a function that casts as :func:`cast_floats` does, but no object of ``types``, wherever it is nested."""
+
+    def cast(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
+        if isinstance(value, types):
+            return value
+        if isinstance(value, torch.Tensor):
+            return cast_floats(value, dtype, device_type)
+        return _cast_container(value, dtype, device_type, cast)
+
+    return cast
 
 
 _CastItem = Callable[[Any, torch.dtype, "str | None"], Any]

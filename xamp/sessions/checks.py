@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from xamp.casting.forward import is_under_policy
+from xamp.casting.inputs import check_names
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy, levels_where, listed
@@ -146,6 +147,9 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
         UnsupportedPolicy: a ScriptModule is in a model whose parameters are to be cast.
         StateError: a wrapper is around the model already that must come after ``initialize``.
     """
+    if policy.spared_inputs:
+        found = (getattr(model, name, None) for model in models for name in policy.methods)
+        check_names([method for method in found if callable(method)], policy.spared_inputs)
     for model, outer in zip(models, given, strict=True):
         for name, param in model.named_parameters():
             if isinstance(param, nn.parameter.UninitializedParameter):

@@ -59,6 +59,7 @@ def initialize(
     keep_batchnorm_fp32: bool | str | None = Request.keep_batchnorm_fp32,
     keep_fp32: Iterable[type | str] = Request.keep_fp32,
     master_weights: bool | str | None = Request.master_weights,
+    cast_model_inputs: bool | str | type | Iterable[type | str] = Request.cast_model_inputs,
     cast_model_outputs: torch.dtype | str | bool | None = Request.cast_model_outputs,
     methods: Sequence[str] = Request.methods,
     num_losses: int = Request.num_losses,
@@ -112,6 +113,9 @@ def initialize(
         keep_batchnorm_fp32: whether batch norm stays fp32 at O2, O3 and O5. None: the level's default.
         keep_fp32: module classes, qualified names or glob patterns of modules that stay fp32 at every level.
         master_weights: whether the optimizer steps fp32 master weights at O2, O3 and O5. None: the level's default.
+        cast_model_inputs: whether floating arguments of the models are cast at O0, O2, O3 and O5: tensors, also in
+            tuples, lists, dicts and dataclasses, but not in other objects. Names of arguments, and types, are not cast:
+            ``("boxes", MyBatch)``.
         cast_model_outputs: the dtype to which floating outputs are cast. None: fp32. False: outputs are not cast.
         methods: names of the models' methods that run under the policy, besides ``forward``.
         num_losses: the number of loss scales. ``scale_loss(..., loss_id=i)`` chooses one.
