@@ -24,6 +24,7 @@ from torch import nn
 
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
+from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.inputs import cast_some
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
@@ -68,6 +69,7 @@ class Region:
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
         follows: the model has masters, and follows what else than a step changed in them, before each call.
         spared: names of arguments, and types, that are not cast.
+        lowers: parameters are cast, so that an error about dtypes says what to do.
     """
 
     device_type: str
@@ -81,6 +83,7 @@ class Region:
     apart: bool = True
     follows: bool = False
     spared: tuple[type | str, ...] = ()
+    lowers: bool = False
 
     def __reduce__(self) -> Any:
         """Pickle the fields by name."""
@@ -186,7 +189,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     before = type(module)
     if not scripted:
         try:
-            set_class(module, _subclass(before, region))
+            set_class(module, _subclass(before, region, _explained(module, region)))
         except TypeError as error:
             raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
     for name in hidden:
@@ -212,15 +215,22 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     return leave
 
 
-_subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.WeakValueDictionary()
+def _explained(module: nn.Module, region: Region) -> tuple[str, ...]:
+    """Return the names of methods that need casts and do not run in ``region``: their errors say so."""
+    found = entry_points(module, region.methods) if region.lowers else ()
+    return tuple(name for name in found if name not in module.__dict__)
 
 
-def _subclass(base: type, region: Region) -> type:
+_Key = tuple[int, Region, tuple[str, ...]]
+_subclasses: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> type:
     """Return the subclass of ``base`` whose methods run in ``region``: the same class each time.
 
     The subclass keeps ``base`` alive, so that the id of ``base`` stays valid as a key.
     """
-    found = _subclasses.get((id(base), region))
+    found = _subclasses.get((id(base), region, explained))
     if found is not None:
         return found
     namespace: dict[str, Any] = {
@@ -233,12 +243,14 @@ def _subclass(base: type, region: Region) -> type:
     for name in region.methods:
         if callable(getattr(base, name, None)):
             namespace[name] = _in_region(getattr(base, name), region)
+    for name in explained:
+        namespace[name] = with_explanation(name, getattr(base, name))
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy(base, region)
     if issubclass(base, torch.fx.GraphModule):
         namespace["recompile"] = _recompile(base, region)
     made = make_subclass(base, _UnderPolicy, namespace)
-    _subclasses[id(base), region] = made
+    _subclasses[id(base), region, explained] = made
     return made
 
 
@@ -267,7 +279,7 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
         try:
             return base.recompile(self)
         finally:
-            _subclasses.pop((id(base), region), None)
+            _subclasses.pop((id(base), region, ()), None)
             set_class(self, _subclass(base, region))
 
     return recompile
@@ -293,7 +305,12 @@ class InstanceMethod:
             masters.write_changed_into(module)
         if self._spare is not None:
             args, kwargs = self._spare(args, kwargs)
-        return _caller(self._inside)(self.function, *args, **kwargs)
+        try:
+            return _caller(self._inside)(self.function, *args, **kwargs)
+        except RuntimeError as error:
+            if module is not None and self._region.lowers:
+                explain_forward(error, module, (*args, *kwargs.values()))
+            raise
 
     def __reduce__(self) -> Any:
         return make_instance_method, (self.function, self._region)
@@ -326,7 +343,7 @@ class _ScriptCopy:
 
 @functools.cache
 def _caller(region: Region) -> Callable[..., Any]:
-    return _in_region(_call, dataclasses.replace(region, follows=False))
+    return _in_region(_call, dataclasses.replace(region, follows=False, lowers=False))
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -342,6 +359,7 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     tensor, cast, apart = torch.Tensor, region.cast, region.apart
+    lowers = region.lowers
     spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
 
     def finish(result: Any) -> Any:
@@ -365,10 +383,19 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
         if ddp._active_ddp_module is not None:
             distributed.note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
-            return finish(function(self, *args, **kwargs))
+            try:
+                return finish(function(self, *args, **kwargs))
+            except RuntimeError as error:
+                if lowers:
+                    explain_forward(error, self, (*args, *kwargs.values()))
+                raise
         entered = enter(mark, number())
         try:
             return finish(function(self, *args, **kwargs))
+        except RuntimeError as error:
+            if lowers:
+                explain_forward(error, self, (*args, *kwargs.values()))
+            raise
         finally:
             leave(entered)
 

@@ -1,0 +1,146 @@
+"""Where a tensor of another dtype meets cast parameters, the error says which cure helps; and the cure does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from torch import nn
+
+import xamp
+from xamp.casting.explain import entry_points
+from xamp.policy import levels_where
+
+CAST = levels_where(lambda row: row.casts_parameters)
+
+
+class Data:
+    """As PyG's: an object with tensors in it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 3)
+        self.decoder = nn.Linear(3, 4)
+        self.own = False
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.encoder(x)
+        return found
+
+    @torch.no_grad()
+    def generate(self, x: torch.Tensor, *, strict: bool = False) -> torch.Tensor:
+        return self.decoder(self.encode(x)) if not strict else self.encode(x[:, :1])
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self(x).sum()
+        return found
+
+    def describe(self) -> str:
+        return "a coder"
+
+    def forward(self, x: Any) -> torch.Tensor:
+        x = x.x if isinstance(x, Data) else x
+        if self.own:
+            x = x + torch.ones(4, device=x.device)
+        found: torch.Tensor = self.decoder(self.encode(x))
+        return found
+
+
+def coder(lane: Lane, level: str, **arguments: Any) -> Coder:
+    model = Coder().to(lane.device)
+    xamp.initialize(model, level=level, verbosity=0, **arguments)
+    return model
+
+
+def batch(lane: Lane) -> torch.Tensor:
+    return torch.ones(2, 4, device=lane.device)
+
+
+def message(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_entry_points_are_methods_that_use_parts_directly() -> None:
+    assert entry_points(Coder(), ("forward",)) == ("encode", "generate")
+    assert entry_points(Coder(), ("forward", "encode", "generate")) == ()
+    assert entry_points(nn.Sequential(nn.Linear(2, 2)), ("forward",)) == ()
+    assert entry_points(nn.TransformerEncoderLayer(4, 2), ("forward",)) == ()
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("name", ["encode", "generate"])
+def test_a_method_besides_forward_is_named(name: str, level: str, lane: Lane) -> None:
+    said = message(getattr(coder(lane, level), name), batch(lane))
+    assert f"Coder.{name}() does not run under the policy" in said
+    assert f"methods=('forward', '{name}')" in said
+    assert said.count("xamp:") == 1
+    cured = coder(lane, level, methods=("forward", name))
+    assert getattr(cured, name)(batch(lane)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_other_errors_and_other_methods_stay_as_they_are(level: str, lane: Lane) -> None:
+    model = coder(lane, level)
+    assert "xamp" not in message(model.generate, batch(lane).to(model.encoder.weight.dtype), strict=True)
+    assert "xamp" not in message(model, batch(lane)[:, :1])
+    assert model.score(batch(lane)).dtype is torch.float32
+    assert model.describe() == "a coder"
+    assert model.generate.__name__ == "generate"
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_error_inside_forward_is_not_laid_on_the_method_it_calls(level: str, lane: Lane) -> None:
+    model = coder(lane, level)
+    model.own = True
+    said = message(model, batch(lane))
+    assert "a tensor that the model makes itself" in said
+    assert "keep_fp32=" in said
+    assert "methods=" not in said
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_module_that_came_later_is_named(hidden: bool, level: str, lane: Lane) -> None:
+    model = Coder().to(lane.device)
+    if hidden:
+        model.forward = model.forward  # type: ignore[method-assign]
+    xamp.initialize(model, level=level, verbosity=0)
+    model.decoder = nn.Linear(3, 4).to(lane.device)
+    said = message(model, batch(lane))
+    assert "decoder.weight of Coder is torch.float32: it came after xamp.initialize" in said
+    xamp.session(model).close()
+    xamp.initialize(model, level=level, verbosity=0)
+    assert model(batch(lane)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_kept_modules_are_not_taken_for_later_ones(level: str, lane: Lane) -> None:
+    model = coder(lane, level, keep_fp32=["decoder"])
+    model.own = True
+    assert "it came after" not in message(model, batch(lane))
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_argument_that_is_not_looked_into_is_named(level: str, lane: Lane) -> None:
+    model = coder(lane, level)
+    said = message(model, Data(batch(lane)))
+    assert "an argument is a Data, and xamp casts tensors in tuples, lists, dicts and dataclasses only" in said
+    assert f"Cast its tensors to {model.encoder.weight.dtype}" in said
+    assert model(Data(batch(lane).to(model.encoder.weight.dtype))).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_methods_compile_whole(level: str, lane: Lane) -> None:
+    model = coder(lane, level)
+    compiled = torch.compile(model.encode, backend="eager", fullgraph=True)
+    x = batch(lane).to(model.encoder.weight.dtype)
+    assert torch.equal(compiled(x), model.encode(x))

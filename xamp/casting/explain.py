@@ -1,0 +1,192 @@
+"""Says what to do where a tensor of another dtype meets parameters that xamp has cast.
+
+torch's error names two dtypes and no cause. At the levels that cast parameters there are four causes: a method other
+than those under the policy was called, a module came after ``initialize``, an argument is an object that xamp does not
+look into, or the model itself makes fp32 tensors. Nothing here runs before an error is raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from xamp.ground.containers import CASTABLE, tensors_in
+from xamp.policy import levels_where, listed
+from xamp.scaling.masters import is_lowered
+
+__all__ = ["entry_points", "explain_forward", "with_explanation"]
+
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half ")
+
+
+_EXPLAINING = (__name__, "xamp.casting.forward")
+"""The modules whose functions ``method`` explain errors."""
+
+
+def explain_forward(error: RuntimeError, module: nn.Module, values: tuple[Any, ...]) -> None:
+    """Add to ``error``, which a method under the policy raised, what the user can do; or leave it as it is.
+
+    Args:
+        error: any error; those that do not speak of dtypes are left alone.
+        module: the model whose method it was.
+        values: the arguments, after they were cast.
+    """
+    dtype = _lowered_dtype(error, module)
+    if dtype is not None:
+        _append(error, _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype))
+
+
+def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method ``name`` of a model, which does not run under the policy, so that a dtype error says so."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(self, *args, **kwargs)
+        try:
+            return function(self, *args, **kwargs)
+        except RuntimeError as error:
+            dtype = None if _is_explained_further_up() else _lowered_dtype(error, self)
+            if dtype is not None:
+                _append(
+                    error,
+                    f"{type(self).__name__}.{name}() does not run under the policy, so nothing casts its arguments to "
+                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r})).",
+                )
+            raise
+
+    return method
+
+
+def entry_points(module: nn.Module, under_policy: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of public methods, of classes other than torch's, that use parts of ``module`` directly.
+
+    Such a method (``encode``, ``generate``) gets parameters that are cast, and arguments that are not. A method that
+    only calls the model itself, or methods ``under_policy``, is not among them.
+    """
+    skipped = set(under_policy)
+    functions = {
+        name: found for name, found in _functions_of(type(module)) if name not in skipped and name != "__init__"
+    }
+    using = {name for name, found in functions.items() if not module._modules.keys().isdisjoint(_names_in(found))}
+    grown = True
+    while grown:
+        calling = {name for name, found in functions.items() if not using.isdisjoint(_names_in(found))}
+        grown = not calling <= using
+        using |= calling
+    plain = (name for name in using if not name.startswith("_") and not _is_suspended(functions[name]))
+    return tuple(sorted(plain))
+
+
+def _functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the methods of ``kind`` that stand in classes of others, as they are found."""
+    seen: set[str] = set()
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "typing", "abc"):
+            continue
+        for name, value in vars(base).items():
+            if name not in seen and isinstance(value, FunctionType):
+                yield name, value
+            seen.add(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of all attributes and globals in the code of ``function``."""
+    inner = inspect.unwrap(function)
+    found: set[str] = set()
+    left = [inner.__code__] if isinstance(inner, FunctionType) else []
+    while left:
+        code = left.pop()
+        found.update(code.co_names)
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(found)
+
+
+def _is_suspended(function: Callable[..., Any]) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function)
+
+
+def _is_explained_further_up() -> bool:
+    """Return whether the user called another method that explains the error: the one to name is that one."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "method" and frame.f_globals.get("__name__") in _EXPLAINING:
+            return True
+    return False
+
+
+def _lowered_dtype(error: RuntimeError, module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that the parameters of ``module`` were cast to, if ``error`` may come of it."""
+    if getattr(error, "_xamp_explained", False) or not _ABOUT_DTYPES.search(str(error)):
+        return None
+    return next((param.dtype for param in module.parameters() if is_lowered(param)), None)
+
+
+def _append(error: RuntimeError, text: str) -> None:
+    error.args = (f"{error}\nxamp: {text}",)
+    error._xamp_explained = True  # type: ignore[attr-defined]
+
+
+def _late_module(module: nn.Module) -> str | None:
+    """The text for a module that has fp32 parameters, though neither ``keep_fp32`` nor the level keeps it so."""
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) or not name:
+            continue
+        for key, param in part._parameters.items():
+            if param is not None and param.dtype is torch.float32 and not is_lowered(param) and not _kept(module, name):
+                return (
+                    f"{name}.{key} of {type(module).__name__} is torch.float32: it came after xamp.initialize, which "
+                    "cast the others. Call xamp.session(model).close(), change the model, and initialize it again."
+                )
+    return None
+
+
+def _kept(module: nn.Module, name: str) -> bool:
+    """Return whether the part ``name``, or a module around it, is one that ``keep_fp32`` named."""
+    parts = name.split(".")
+    around = (module.get_submodule(".".join(parts[:end])) for end in range(1, len(parts) + 1))
+    return any(hasattr(type(each), "_xamp_region") for each in around)
+
+
+def _unseen_argument(values: tuple[Any, ...], dtype: torch.dtype) -> str | None:
+    """The text for an argument that has fp32 tensors and is of a kind that xamp does not look into."""
+    seen = {id(value) for value in values if tensors_in(value)}
+    for value in values:
+        tensors = vars(value).values() if hasattr(value, "__dict__") and id(value) not in seen else ()
+        inner = [*tensors, *_in_store(value)] if id(value) not in seen else []
+        if any(isinstance(each, torch.Tensor) and each.dtype in CASTABLE - {dtype} for each in inner):
+            return (
+                f"an argument is a {type(value).__name__}, and xamp casts tensors in tuples, lists, dicts and "
+                f"dataclasses only. Cast its tensors to {dtype} before the call, or use a level that casts operators "
+                f"({listed(levels_where(lambda row: row.casts_operators))})."
+            )
+    return None
+
+
+def _in_store(value: Any) -> list[Any]:
+    """The values of an object that offers them as a mapping does (a ``Data`` of PyG)."""
+    try:
+        found = value.to_dict() if callable(getattr(value, "to_dict", None)) else {}
+        return list(found.values()) if isinstance(found, dict) else []
+    except Exception:  # it is somebody else's code, and this is help only
+        return []
+
+
+def _own_tensors(dtype: torch.dtype) -> str:
+    casting = listed(levels_where(lambda row: row.casts_operators))
+    return (
+        f"the parameters of this model are {dtype}, and a tensor that the model makes itself, or that was exempt from "
+        "casting, is of another dtype. Keep the module that makes it in fp32 (keep_fp32=), or use a level that casts "
+        f"operators ({casting})."
+    )
