@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 __all__ = [
     "Wrappers",
     "is_shard",
+    "is_sharded",
     "note_given",
     "note_wrapper",
     "note_wrapper_while_tracing",
@@ -73,7 +74,7 @@ def share_overflow(flags: torch.Tensor, group: Any) -> None:
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
 
-def is_shard(param: torch.Tensor) -> bool:
+def is_shard(param: torch.Tensor | None) -> bool:
     """Return whether ``param`` is FSDP1's flat parameter or a view of it, which holds one rank's part only.
 
     FSDP2's parts are DTensors. Their kernels agree on an overflow by themselves.
@@ -132,17 +133,22 @@ class Wrappers:
         """Return whether FSDP2 has yet to reduce gradients. It keeps them outside of any parameter's ``.grad``."""
         return any(hasattr(module, "_get_fsdp_state") and not _reduces(module) for module in self._shards())
 
+    def any_sharded(self) -> bool:
+        """Return whether FSDP shards a part of a model by now, from inside it or from around it."""
+        return any(is_sharded(m) or any(map(is_shard, m._parameters.values())) for m in self._modules())
+
     def _modules(self) -> Iterator[nn.Module]:
         return (m for ref in self._models if (model := ref()) is not None for m in model.modules())
 
     def _shards(self) -> Iterator[nn.Module]:
         """Yield the modules that FSDP manages. The models are searched for them once, at the first call."""
         if self._sharded is None:
-            self._sharded = [weakref.ref(m) for m in self._modules() if _is_sharded(m)]
+            self._sharded = [weakref.ref(m) for m in self._modules() if is_sharded(m)]
         return (module for ref in self._sharded if (module := ref()) is not None)
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether FSDP1 or FSDP2 manages ``module``."""
     return hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state")
 
 

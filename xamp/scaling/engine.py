@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
-from xamp.policy import Policy
+from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
@@ -230,6 +230,8 @@ class Engine:
 
         This happens at the first use of the masters, and whenever a DDP appears.
         """
+        if not self._reconciled or (not self._alone and distributed.is_shard(self._pairs[0][0])):
+            self.check_not_sharded("scale_loss")
         if not self._reconciled:
             self._use_masters()
             self._reconciled = True
@@ -242,6 +244,20 @@ class Engine:
             masters.write_quietly(pairs)
         for state in self._states:
             state.note_masters()
+
+    def check_not_sharded(self, call: str) -> None:
+        """Refuse a model that was sharded after ``initialize`` made masters of its whole parameters.
+
+        Raises:
+            StateError: a step would move the masters and not the model.
+        """
+        if self._pairs and self._wrappers.any_sharded():
+            operators = listed(levels_where(lambda row: row.casts_operators))
+            raise StateError(
+                f"{call}: FSDP shards this model since initialize, and at level {self.policy.level} the optimizer "
+                f"holds masters of its whole parameters, so that no step would reach the shards. With FSDP use "
+                f"{operators}: shard the model, make the optimizer from its parameters, and initialize both."
+            )
 
     def follow_masters(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""

@@ -78,6 +78,9 @@ class StepOwner(Protocol):
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse parameters that another optimizer of the session holds."""
 
+    def check_not_sharded(self, call: str) -> None:
+        """Refuse a model that was sharded after ``initialize`` made masters of its whole parameters."""
+
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
         """Take in a group that was added to the optimizer of ``state``."""
 
@@ -254,6 +257,7 @@ class OptimizerState:
     def _warn_of_no_gradient(self) -> None:
         """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
         if not self._warned_of_no_gradient and all(param.grad is None for param in self.gradients.stepped):
+            self.engine.check_not_sharded("optimizer.step()")
             self._warned_of_no_gradient = True
             say(
                 "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "

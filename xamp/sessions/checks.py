@@ -15,6 +15,7 @@ from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
+from xamp.scaling.distributed import is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import state_of
@@ -189,10 +190,11 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
             f"{listed(uncast, 'and')} take a wrapped one."
         )
     for module in model.modules():
-        if hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state"):
+        if is_sharded(module):
             raise StateError(
-                f"initialize(level={level!r}): FSDP already shards this {name}. Give initialize the bare model, or use "
-                f"{listed(levels_where(lambda row: row.casts_operators))}, which leave parameters as they are."
+                f"initialize(level={level!r}): FSDP already shards this {name}, and this level casts whole parameters. Use "
+                f"{listed(levels_where(lambda row: row.casts_operators))}, which leave parameters in fp32 and train with "
+                "FSDP1 and FSDP2."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(

@@ -88,7 +88,7 @@ def initialize(
         optimizer.step()
 
     Move the models to their device and make the optimizers before the call. At O2, O3 and O5 wrap the models in
-    DistributedDataParallel or FSDP after it. A call that raises leaves models and optimizers as they were. The levels
+    DistributedDataParallel after it. Shard with FSDP before it, and use O0, O1 or O4. A call that raises leaves models and optimizers as they were. The levels
     mean::
 
         level            parameters  operators           masters  batch norm     loss scale
