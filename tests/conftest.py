@@ -5,6 +5,7 @@ A test that is made for each level, or for each lower dtype, is skipped for thos
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections import Counter
@@ -79,6 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         ranks = {f"{file}.py": rank for rank, file in enumerate(_LONGEST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected from the garbage collector: each full collection then takes 150 ms less."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from xamp.errors import PolicyError
 from xamp.testing.lane import SKIPPED, UNDECLARED, Lane
-from xamp.testing.tier import clause_of
+from xamp.testing.tier import clause_of, clause_without_parameters
 
 __all__ = ["OUTCOMES", "Listener", "Result", "run"]
 
@@ -137,6 +137,13 @@ class _Plugin:
         with suite.on(self._lanes, self._ledger):
             return (yield)
 
+    def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
+        """Make no items of clauses that are not wanted: there may be a thousand, and a run of one clause is short."""
+        if not self._wanted or not isinstance(collector, pytest.Class) or not name.startswith("test_"):
+            return None
+        plain = clause_without_parameters(collector.obj, name)
+        return None if any(_may_be_wanted(plain, wanted) for wanted in self._wanted) else []
+
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the selected clauses only."""
         names = {clause_of(item) for item in items}
@@ -177,6 +184,11 @@ class _Plugin:
     def pytest_internalerror(self, excrepr: object) -> None:
         """Keep what went wrong inside pytest."""
         self.trouble = str(excrepr)
+
+
+def _may_be_wanted(plain: str, wanted: str) -> bool:
+    """Return whether a clause called ``plain``, with some parameters or none, may be ``wanted``."""
+    return fnmatch.fnmatchcase(plain, wanted) or wanted.startswith(f"{plain}[")
 
 
 def _is_wanted(clause: str, wanted: Iterable[str]) -> bool:

@@ -32,8 +32,17 @@ managed = at_levels(lambda row: row.manages_gradients)
 
 def clause_of(item: Any) -> str:
     """The clause name of a pytest item: ``"probe.seed"``, ``"operators.result_dtype[mm-float16]"``."""
-    *_, owner = (base for base in item.cls.__mro__ if item.originalname in vars(base))
-    return f"{owner.tier}.{item.name.removeprefix('test_')}"
+    return _named(item.cls, item.originalname, item.name)
+
+
+def clause_without_parameters(kind: type, function: str) -> str:
+    """The name of the clause that the method ``function`` of ``kind`` is: ``"operators.result_dtype"``."""
+    return _named(kind, function, function)
+
+
+def _named(kind: type, function: str, name: str) -> str:
+    *_, owner = (base for base in kind.__mro__ if function in vars(base))
+    return f"{owner.tier}.{name.removeprefix('test_')}"  # type: ignore[attr-defined]
 
 
 class Tier:

@@ -23,11 +23,15 @@ class Maker:
         device: The device of the tensors.
         given: The dtypes of the floating tensors, in turn. After the last one the first one follows again.
         grad: Whether the tensors require gradients where the operator is differentiable.
+        values: Whether the tensors need values. Fake ones have none, and to compute them took two thirds of a survey.
     """
 
-    def __init__(self, device: torch.device | str, given: Sequence[torch.dtype], grad: bool) -> None:
+    def __init__(
+        self, device: torch.device | str, given: Sequence[torch.dtype], grad: bool, values: bool = True
+    ) -> None:
         self._device = device
         self._grad = grad
+        self._values = values
         self._given = itertools.cycle(given)
         self._made = itertools.count(1)
 
@@ -40,12 +44,17 @@ class Maker:
             high: Upper bound.
             grad: Whether the operator is differentiable in it.
         """
+        if not self._values:
+            empty = torch.empty(shape, dtype=next(self._given), device=self._device)
+            return empty.requires_grad_(grad and self._grad)
         places = torch.arange(math.prod(shape), device=self._device, dtype=torch.float32) + 7 * next(self._made)
         values = low + (high - low) * torch.frac(places * _GOLDEN)
         return values.reshape(shape).to(next(self._given)).requires_grad_(grad and self._grad)
 
     def whole(self, *shape: int, below: int) -> torch.Tensor:
         """Make an int64 tensor that counts 0, 1, ... ``below`` - 1, and then from 0 again."""
+        if not self._values:
+            return torch.empty(shape, dtype=torch.int64, device=self._device)
         return torch.arange(math.prod(shape), device=self._device).remainder(below).reshape(shape)
 
     def host(self, *values: int) -> torch.Tensor:

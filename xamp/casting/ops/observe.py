@@ -209,7 +209,7 @@ def _run_fake(sample: Sample, device_type: str, given: tuple[torch.dtype, ...]) 
     """Run the call on fake tensors, forward only."""
     with torch.no_grad(), FakeTensorMode(), _quiet():
         try:
-            call = sample.call(device_type, *given, grad=False)
+            call = sample.call(device_type, *given, grad=False, values=False)
         except Exception as error:  # the device's module in torch is missing, or lacks what fake tensors need
             return Observed(sample, given, unobserved=f"no fake tensor on {device_type}: {one_line(error)}")
         try:

@@ -62,12 +62,13 @@ class Sample:
     def __str__(self) -> str:
         return f"{self.overload}, dtype named" if self.names_dtype else self.overload
 
-    def call(self, device: torch.device | str, *given: torch.dtype, grad: bool = True) -> Call:
+    def call(self, device: torch.device | str, *given: torch.dtype, grad: bool = True, values: bool = True) -> Call:
         """Return the arguments on ``device``, with floating tensors of the dtypes ``given``, in turn.
 
-        A tensor requires a gradient where the operator is differentiable in it, unless ``grad`` is False.
+        A tensor requires a gradient where the operator is differentiable in it, unless ``grad`` is False. Without
+        ``values`` the tensors are empty, as fake ones are.
         """
-        return Call(self.make(Maker(device, given, grad)), {"dtype": given[0]} if self.names_dtype else {})
+        return Call(self.make(Maker(device, given, grad, values)), {"dtype": given[0]} if self.names_dtype else {})
 
 
 def operator(overload: str) -> torch._ops.OpOverload[..., Any]:

@@ -8,6 +8,7 @@ from the table. This is for display and comparison; training never uses it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
@@ -174,7 +175,7 @@ def _table(overload: str, dtype: torch.dtype, ask: Callable[[Sample, tuple[torch
     """Return the answers of ``ask`` for the sample calls of ``overload``, by kind of input."""
     plain = [sample for sample in samples(overload) if not sample.names_dtype]
     named = [sample for sample in samples(overload) if sample.names_dtype]
-    several = [sample for sample in plain if len(sample.call("cpu", torch.float32, grad=False).inputs) > 1]
+    several = [sample for sample in plain if _floating_inputs(sample) > 1]
     calls: dict[str, list[tuple[Sample, tuple[torch.dtype, ...]]]] = {
         "fp32": [(sample, (torch.float32,)) for sample in plain],
         "lower": [(sample, (dtype,)) for sample in plain],
@@ -183,6 +184,11 @@ def _table(overload: str, dtype: torch.dtype, ask: Callable[[Sample, tuple[torch
     }
     found = {name: sorted({result for each in made for result in ask(*each)}) for name, made in calls.items()}
     return {name: UNKNOWN if UNKNOWN in each else "/".join(each) or None for name, each in found.items()}
+
+
+@functools.cache
+def _floating_inputs(sample: Sample) -> int:
+    return len(sample.call("cpu", torch.float32, grad=False, values=False).inputs)
 
 
 def _names(seen: Observed) -> set[str]:
