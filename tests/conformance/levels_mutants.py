@@ -81,8 +81,8 @@ def _of_another_device(device_type: str | None, dtype: Any, portable: bool = Fal
     return Mark(None if device_type is None else "xpu", dtype, portable=portable)
 
 
-def _bf16_by_default(on: bool, dtype: Any) -> Any:
-    return _in_use(on, dtype or torch.bfloat16)
+def _bf16_by_default(on: bool, dtype: Any, named: Any = None) -> Any:
+    return _in_use(on, dtype or torch.bfloat16, named)
 
 
 _enter_policy = forward.enter_policy

@@ -151,8 +151,32 @@ class Casts(Reentrant, torch.autocast):
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
+def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
+    """Let ``autocast.__init__`` take a device first, then ``dtype, enabled, cache_enabled``; or ``device_type=``."""
+
+    @functools.wraps(init)
+    def either(self: autocast, *args: Any, device_type: Any = None, **kwargs: Any) -> None:
+        if args and not _is_boolean(args[0]) and device_in_use.names_device(args[0]):
+            if device_type is not None:
+                raise PolicyError(f"autocast({args[0]!r}, device_type={device_type!r}): names a device twice.")
+            device_type, args, names = args[0], args[1:], ("dtype", "enabled", "cache_enabled")
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+            args = args[len(names) :]  # none, in a call that torch.amp takes
+        init(self, *args, **kwargs)
+        self._named = None if device_type is None else str(device_type)
+
+    return either
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() in ("true", "false")
+
+
 class autocast(Casts):
     """``torch.cuda.amp.autocast`` on the device in use: a context manager, a decorator, or a value to keep.
+
+    It may also be spelt as ``torch.amp.autocast(device_type, dtype, enabled, cache_enabled)``, with the type of the
+    device in use. Without a dtype that spelling means torch's own for the device: bfloat16 on a CPU.
 
     Operators are cast by the portable policy: the same result dtypes on every device.
 
@@ -165,11 +189,14 @@ class autocast(Casts):
         cache_enabled: whether casts of weights are cached inside; None leaves that setting as it is.
 
     Raises:
-        PolicyError: an argument that cannot be right anywhere.
+        PolicyError: an argument that cannot be right anywhere; on entry, a device was named that is not in use.
         UnsupportedPolicy: on entry, where the device in use cannot compute in ``dtype``.
         BackendUnavailable: on entry, as :func:`xamp.device`.
     """
 
+    _named: str | None
+
+    @_also_as_in_torch_amp
     def __init__(
         self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool | None = True
     ) -> None:
@@ -184,10 +211,12 @@ class autocast(Casts):
         self._cached = None if cache_enabled is None else _read_switch("cache_enabled", cache_enabled)
 
     def _mark(self) -> Mark:
-        return _in_use(self._on, self._dtype)
+        return _in_use(self._on, self._dtype, self._named)
 
     def _arguments(self) -> tuple[Any, ...]:
-        return self._on, self._dtype, self._cached
+        if self._named is None:
+            return self._on, self._dtype, self._cached
+        return self._named, self._dtype, self._on, self._cached
 
 
 def _read_switch(name: str, value: object) -> bool:
@@ -196,22 +225,30 @@ def _read_switch(name: str, value: object) -> bool:
         return value
     if callable(value) or (isinstance(value, str) and value.strip().lower() not in ("true", "false")):
         raise PolicyError(
-            f"autocast({name}={value!r}): must be True or False. torch.autocast's device_type is left out: xamp finds "
-            "the device. As a decorator it is spelt with parentheses: @xamp.autocast()."
+            f"autocast({name}={value!r}): must be True or False. A device stands first, as in torch.amp, or is left "
+            "out: xamp finds it. As a decorator it is spelt with parentheses: @xamp.autocast()."
         )
     return bool(boolean(name, value if isinstance(value, str) else bool(value), call="autocast"))
 
 
-_marks: dict[tuple[bool, torch.dtype | None], tuple[device_in_use.InUse, Mark]] = {}
+_marks: dict[tuple[bool, torch.dtype | None, str | None], tuple[device_in_use.InUse, Mark]] = {}
 
 
-def _in_use(on: bool, dtype: torch.dtype | None) -> Mark:
-    """Return the mark for the device in use; it is found again only after the device in use has changed."""
-    used, known = device_in_use.in_use(), _marks.get((on, dtype))
+def _in_use(on: bool, dtype: torch.dtype | None, named: str | None = None) -> Mark:
+    """Return the mark for the device in use; it is found again only after the device in use has changed.
+
+    Raises:
+        PolicyError: ``named`` is a device of another type.
+    """
+    used, known = device_in_use.in_use(), _marks.get((on, dtype, named))
+    if named is not None:
+        kind = device_in_use.require_in_use("autocast", named)
+        if dtype is None and on:  # as torch.amp.autocast; the user may have set it since
+            return _find_mark(on, torch.get_autocast_dtype(kind), used)
     if known is not None and known[0] is used:
         return known[1]
     mark = _find_mark(on, dtype, used)
-    _marks[on, dtype] = used, mark
+    _marks[on, dtype, named] = used, mark
     return mark
 
 

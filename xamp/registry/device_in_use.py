@@ -21,6 +21,8 @@ __all__ = [
     "distributed_backend",
     "in_use",
     "is_available",
+    "names_device",
+    "require_in_use",
     "require_index",
 ]
 
@@ -117,6 +119,42 @@ def in_use() -> InUse:
         chosen = device()
         _last = key, InUse(chosen, REGISTRY.resolve("auto", chosen.type))
     return _last[1]
+
+
+def names_device(value: object) -> bool:
+    """Return whether ``value`` is a ``torch.device``, or a string that names one, such as ``"cuda:1"``."""
+    if not isinstance(value, str):
+        return isinstance(value, torch.device)
+    try:
+        return bool(torch.device(value.strip()))
+    except RuntimeError:  # torch does not know it; a backend that is not loaded may
+        return value.strip().partition(":")[0] in _types()
+
+
+names_device._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see xamp.casting.mark
+
+
+def require_in_use(call: str, given: object) -> str:
+    """Return the type of the device that ``given`` names, which must be the device in use.
+
+    Args:
+        call: the call, for the error, as ``"autocast"``.
+        given: a device type, a device, or a string of either.
+
+    Raises:
+        PolicyError: it is no device, or one of another type.
+        BackendUnavailable: as :func:`device`.
+    """
+    spelled = _SPELLING.fullmatch(str(given).strip()) if isinstance(given, (str, torch.device)) else None
+    if spelled is None:
+        raise PolicyError(f"{call}({given!r}): is no device type. Leave it out: xamp finds the device.")
+    kind, here = spelled[1], in_use().device.type
+    if kind != here:
+        raise PolicyError(
+            f"{call}({str(given)!r}): the device in use is {here!r}, and {kind!r} is another one. Leave the device "
+            f"out, so that the script runs on any; or choose it by the environment variable {DEVICE_VARIABLE}={kind}."
+        )
+    return kind
 
 
 _Choice = tuple[str, int | None, Backend | None]

@@ -192,9 +192,9 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
     for module in model.modules():
         if is_sharded(module):
             raise StateError(
-                f"initialize(level={level!r}): FSDP already shards this {name}, and this level casts whole parameters. Use "
-                f"{listed(levels_where(lambda row: row.casts_operators))}, which leave parameters in fp32 and train with "
-                "FSDP1 and FSDP2."
+                f"initialize(level={level!r}): FSDP already shards this {name}, and this level casts whole ones. Use "
+                f"{listed(levels_where(lambda row: row.casts_operators))}: they leave parameters in fp32, and train "
+                "with FSDP1 and FSDP2."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(

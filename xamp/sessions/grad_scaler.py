@@ -7,7 +7,8 @@ flag is raised, and ``update`` moves the scale by the flags of all optimizers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
+from xamp.registry import device_in_use
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import Stats, StepOutcome
 from xamp.sessions import formats
@@ -39,6 +41,23 @@ class _EmptyState(CheckpointError, RuntimeError):
     """An empty state, for which torch's GradScaler raises a RuntimeError."""
 
 
+def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
+    """Let ``GradScaler.__init__`` take a device first, as torch.amp's does, or as ``device=``."""
+
+    @functools.wraps(init)
+    def either(self: GradScaler, *args: Any, device: Any = None, **kwargs: Any) -> None:
+        if args and device_in_use.names_device(args[0]):
+            if device is not None:
+                raise PolicyError(f"GradScaler({args[0]!r}, device={device!r}): names a device twice.")
+            device, *rest = args
+            args = tuple(rest)
+        init(self, *args, **kwargs)
+        if device is not None and self._enabled:
+            device_in_use.require_in_use("GradScaler", device)
+
+    return either
+
+
 class GradScaler:
     """Scales losses by hand, with the methods, names and numbers of ``torch.cuda.amp.GradScaler``, on any device.
 
@@ -52,7 +71,8 @@ class GradScaler:
     It does more than torch's scaler. The scale has a floor, and a run of overflows at the floor raises an error.
     :attr:`last_step` and :attr:`stats` tell which steps were skipped. On a chip that saturates instead of giving inf,
     the scaler reads the chip's overflow flag. Ranks whose gradients are not equal anyway (sharded parameters, or such a
-    chip) skip together.
+    chip) skip together. torch.amp's spellings are taken too, with the type of the device in use: ``GradScaler("cuda")``
+    and ``device="cuda"``.
 
     Args:
         init_scale: loss scale at the start.
@@ -66,13 +86,14 @@ class GradScaler:
         process_group: ranks that decide together; None: the default group where there is one.
 
     Raises:
-        PolicyError: a number is out of its range.
+        PolicyError: a number is out of its range, or the device named is not the device in use.
     """
 
     process_group: Any = None
     _floor: float = Request.min_loss_scale
     _ceiling: float = LARGEST_SCALE
 
+    @_also_as_in_torch_amp
     def __init__(
         self,
         init_scale: float = Request.init_scale,
@@ -101,12 +122,6 @@ class GradScaler:
             )
 
     def _check_arguments(self) -> None:
-        given: object = self._init_scale
-        if isinstance(given, str) and given.partition(":")[0].isalpha():
-            raise PolicyError(
-                f"GradScaler(init_scale={given!r}): must be a number. Leave torch.amp's device out: the scale "
-                "goes where the first loss is."
-            )
         self._init_scale = _number("init_scale", self._init_scale)
         try:
             self._growth_factor = _number("growth_factor", self._growth_factor)

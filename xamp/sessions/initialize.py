@@ -88,8 +88,8 @@ def initialize(
         optimizer.step()
 
     Move the models to their device and make the optimizers before the call. At O2, O3 and O5 wrap the models in
-    DistributedDataParallel after it. Shard with FSDP before it, and use O0, O1 or O4. A call that raises leaves models and optimizers as they were. The levels
-    mean::
+    DistributedDataParallel after it. Shard with FSDP before it, and use O0, O1 or O4. A call that raises leaves models
+    and optimizers as they were. The levels mean::
 
         level            parameters  operators           masters  batch norm     loss scale
         O0 ("fp32")      fp32        fp32                no       fp32           1.0

@@ -153,7 +153,7 @@ class Distributed(Tier):
         lane.need(level)
         for found in ranks.run("wrapped_before", level=level, wrapper=wrapper):
             assert ("DistributedDataParallel" if wrapper == "ddp" else "FSDP") in found["error"]
-            assert ("bare model" if wrapper == "ddp" else "which leave parameters in fp32") in found["error"]
+            assert ("bare model" if wrapper == "ddp" else "they leave parameters in fp32") in found["error"]
             assert found["same"]
 
     @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

@@ -121,6 +121,7 @@ class _Plugin:
         self._lanes = lanes
         self._ledger = ledger
         self._wanted = clauses
+        self._selecting = False  # a clause itself may ask later which clauses there are
         self._listener = listener
         self._phases: list[pytest.TestReport] = []
         self._names: dict[str, tuple[str, str]] = {}
@@ -135,11 +136,15 @@ class _Plugin:
         from xamp.testing import suite
 
         with suite.on(self._lanes, self._ledger):
-            return (yield)
+            self._selecting = bool(self._wanted)
+            try:
+                return (yield)
+            finally:
+                self._selecting = False
 
     def pytest_pycollect_makeitem(self, collector: pytest.Collector, name: str) -> list[pytest.Item] | None:
         """Make no items of clauses that are not wanted: there may be a thousand, and a run of one clause is short."""
-        if not self._wanted or not isinstance(collector, pytest.Class) or not name.startswith("test_"):
+        if not self._selecting or not isinstance(collector, pytest.Class) or not name.startswith("test_"):
             return None
         plain = clause_without_parameters(collector.obj, name)
         return None if any(_may_be_wanted(plain, wanted) for wanted in self._wanted) else []

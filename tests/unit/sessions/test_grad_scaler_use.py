@@ -323,11 +323,6 @@ def test_ranks_can_share_the_flag_by_hand() -> None:
     assert scaler.get_scale() == 2.0
 
 
-def test_torch_amps_device_is_left_out() -> None:
-    with pytest.raises(PolicyError, match=r"GradScaler\(init_scale='cuda'\).*Leave torch.amp's device out"):
-        xamp.GradScaler("cuda")  # type: ignore[arg-type]
-
-
 def test_a_disabled_scaler_looks_at_nothing() -> None:
     assert xamp.GradScaler(growth_factor=1.0, enabled=False).get_scale() == 1.0
 

@@ -23,7 +23,7 @@ OPERATORS = levels_where(lambda row: row.casts_operators)
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -66,7 +66,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_sharded_before_is_refused_and_the_remedy_trains(level: str, how: str) -> None:
     model = shard(net(), how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(StateError, match=r"FSDP already shards .* Use O1 or O4, which leave parameters in fp32"):
+    with pytest.raises(StateError, match=r"FSDP already shards .* Use O1 or O4: they leave parameters in fp32"):
         xamp.initialize(model, optimizer, level=level, verbosity=0)
     for remedy in OPERATORS:
         plain = net()

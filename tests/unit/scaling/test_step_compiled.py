@@ -1,0 +1,60 @@
+"""``torch.compile(optimizer.step)``, and a compiled function that calls it: the same steps as eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from torch import nn
+
+import xamp
+from xamp.policy import LEVELS, levels_where
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adam": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
+}
+STEPS, SPOILT = 5, 2
+
+
+def train(lane: Lane, level: str, optimizer: str, fused: Any, how: str) -> tuple[list[torch.Tensor], list[Any]]:
+    torch.manual_seed(3)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).to(lane.device)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    xamp.initialize(model, stepper, level=level, fused=fused, verbosity=0)
+
+    def in_a_function() -> None:
+        stepper.step()
+
+    plain: Any = in_a_function if how == "function" else stepper.step
+    step = plain if how == "eager" else torch.compile(plain, backend="eager")
+    outcomes = []
+    for number in range(STEPS):
+        stepper.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(lane.device)
+        with xamp.scale_loss(model(x).square().mean(), stepper) as scaled:
+            scaled.backward()
+            if number == SPOILT and level in levels_where(lambda row: row.dynamic):
+                lane.overflow_(next(p.grad for p in model.parameters() if p.grad is not None))
+        step()
+        outcomes.append(xamp.session(stepper).last_step)
+    return [p.detach().clone() for p in xamp.master_params(stepper)], outcomes
+
+
+@pytest.mark.parametrize("how", ["step", "function"])
+@pytest.mark.parametrize(("optimizer", "fused"), [("sgd", "auto"), ("adam", "auto"), ("adam", False)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_as_eager(level: str, optimizer: str, fused: Any, how: str, lane: Lane) -> None:
+    eager, told = train(lane, level, optimizer, fused, "eager")
+    compiled, seen = train(lane, level, optimizer, fused, how)
+    assert seen == told
+    skipped = level in levels_where(lambda row: row.dynamic)
+    assert told.count(xamp.StepOutcome.SKIPPED) == skipped
+    for one, other in zip(eager, compiled, strict=True):  # a compiled Adam rounds its last bits otherwise
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 if one.dtype is torch.float32 else 1e-3)
