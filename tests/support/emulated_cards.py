@@ -39,21 +39,30 @@ def need_emulation() -> None:
 
 
 def emulate(
-    chip: str, *command: str | Path, devices: int = 1, timeout: float = 600, **environment: str
+    chip: str,
+    *command: str | Path,
+    devices: int = 1,
+    timeout: float = 600,
+    covered: bool = True,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``xamp emulate ascend:chip -- command``."""
+    """Run ``xamp emulate ascend:chip -- command``. If ``covered``, its coverage counts where coverage is measured."""
     need_emulation()
     words = [sys.executable, "-m", "xamp", "emulate", f"ascend:{chip}", "--devices", str(devices), "--"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    if not covered:
+        settings = {name: value for name, value in settings.items() if not name.startswith("COVERAGE_")}
     return subprocess.run(
         [*words, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=settings, check=False
     )
 
 
-def emulated_pytest(chip: str, *arguments: str | Path, devices: int = 1, timeout: float = 600) -> str:
+def emulated_pytest(
+    chip: str, *arguments: str | Path, devices: int = 1, timeout: float = 600, covered: bool = True
+) -> str:
     """Run pytest on the emulated chip and return its output; fail, with the end of it, if a test failed or none ran."""
     words = ["-q", "-p", "no:cacheprovider", "--tb=short", *_WARNED, *arguments]
-    done = emulate(chip, "python", "-m", "pytest", *words, devices=devices, timeout=timeout)
+    done = emulate(chip, "python", "-m", "pytest", *words, devices=devices, timeout=timeout, covered=covered)
     found = {
         name.removesuffix("s") if name == "errors" else name: int(n) for n, name in _COUNTED.findall(last(done, 1))
     }

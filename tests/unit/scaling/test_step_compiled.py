@@ -56,5 +56,7 @@ def test_as_eager(level: str, optimizer: str, fused: Any, how: str, lane: Lane) 
     assert seen == told
     skipped = level in levels_where(lambda row: row.dynamic)
     assert told.count(xamp.StepOutcome.SKIPPED) == skipped
-    for one, other in zip(eager, compiled, strict=True):  # a compiled Adam rounds its last bits otherwise
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 if one.dtype is torch.float32 else 1e-3)
+    # A compiled Adam computes 1 - beta2**step in fp32: 0.001 with an error of 6e-5 of it, in steps of 0.01 and smaller.
+    near = 1e-5 if optimizer == "adam" else 0.0
+    for one, other in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=STEPS * near if one.dtype is torch.float32 else 1e-3)
