@@ -92,10 +92,8 @@ def drive(accelerator: Any, optimizers: Sequence[Optimizer]) -> None:
         return clip_grad_norm_(_holders(parameters, optimizers), max_norm, norm_type)
 
     def clip_value(parameters: Any, clip_value: float) -> None:
-        held = [
-            p for optimizer in _holders(parameters, optimizers) for g in optimizer.param_groups for p in g["params"]
-        ]
-        torch.nn.utils.clip_grad_value_(held, clip_value)
+        for optimizer in _holders(parameters, optimizers):
+            torch.nn.utils.clip_grad_value_(list(master_params(optimizer)), clip_value)
 
     accelerator.backward, accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = backward, clip, clip_value
 
