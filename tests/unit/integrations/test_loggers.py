@@ -107,7 +107,7 @@ def test_what_is_logged_may_be_a_model_an_optimizer_a_session_or_a_scaler() -> N
     xamp.initialize(model, optimizer, "O1", init_scale=4.0, verbosity=0)
     for found in (model, optimizer, xamp.session(model), xamp.GradScaler(init_scale=4.0)):
         assert log_metrics(Wandb(), found)["xamp/loss_scale"] == 4.0
-    with pytest.raises(StateError, match="not given to xamp.initialize"):
+    with pytest.raises(StateError, match=r"not given to xamp\.initialize"):
         log_metrics(Wandb(), nn.Linear(1, 1))
 
 

@@ -344,14 +344,14 @@ def test_wrong_use_is_told() -> None:
             xamp.ema(model, decay)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match=r"ema\(buffers='both'\).*'copy', 'average', 'leave'"):
         xamp.ema(model, 0.9, buffers="both")
-    with pytest.raises(PolicyError, match="must be an nn.Module"):
+    with pytest.raises(PolicyError, match=r"must be an nn\.Module"):
         xamp.ema(SGD(model.parameters(), lr=0.1), 0.9)  # type: ignore[arg-type]
     average = xamp.ema(model, lambda _: 2.0)
     with pytest.raises(PolicyError, match="from 0 to 1"):
         average.update()
     with average.swapped():
         for call in (average.update, average.copy, lambda: average.load_state_dict({})):
-            with pytest.raises(StateError, match="inside `with average.swapped"):
+            with pytest.raises(StateError, match=r"inside `with average\.swapped"):
                 call()
         with pytest.raises(StateError, match="inside"), average.swapped():
             pass
@@ -365,7 +365,7 @@ def test_parameters_that_come_and_go(lane: Lane) -> None:
     average = xamp.ema(model, 0.5)
     del model[1]
     model.append(nn.Linear(2, 3).to(lane.device))
-    with pytest.raises(StateError, match="'1.weight' now has shape"):
+    with pytest.raises(StateError, match=r"'1\.weight' now has shape"):
         average.update()
     model.add_module("head", nn.Linear(2, 1).to(lane.device))
     del model[1]

@@ -58,7 +58,7 @@ def test_engines_are_refused_as_optimizers_also_where_they_are_none_of_torch(pat
         made = from_module(base, path)(*arguments)
         with pytest.raises(UnsupportedPolicy, match=rf"initialize\(optimizers=\.\.\.\): .*of {library}"):
             xamp.initialize(model, made, verbosity=0)
-    with pytest.raises(PolicyError, match="is no torch.optim.optimizer.Optimizer"):
+    with pytest.raises(PolicyError, match=r"is no torch\.optim\.optimizer\.Optimizer"):
         xamp.initialize(model, object(), verbosity=0)
 
 
