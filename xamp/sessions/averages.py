@@ -98,7 +98,8 @@ class Average:
 
     def _sources(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return by name each tensor of the model and its exact values, which are fp32 if the tensor is lower."""
-        found = {name: (param, _exact(param)) for name, param in self._model.named_parameters()}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        found.update({name: (param, _exact(param)) for name, param in self._model.named_parameters()})
         if self._buffers != "leave":
             found.update({name: (buffer, _exact(buffer)) for name, buffer in _persistent_buffers(self._model)})
         return found
@@ -143,7 +144,8 @@ class Average:
         before = self.weights
         sources = self._fitting("average.update()")
         params = {name for name, _ in self._model.named_parameters()}
-        moving, copied = [], []
+        moving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (_, source) in sources.items():
             averages = source.is_floating_point() or source.is_complex()
             averages = averages and (name in params or self._buffers == "average") and name in before
@@ -248,12 +250,13 @@ class Average:
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of ``tensor`` without gradient: of its master, or in fp32 if it is lower, of this rank."""
-    if isinstance(tensor, nn.Parameter):
-        master = masters.master_of(tensor)
-        exact = tensor if master is None else masters.up_to_date(tensor, master)
+    master = masters.master_of(tensor)
+    if master is not None:
+        values = _values(masters.up_to_date(tensor, master))
+    elif masters.is_lowered(tensor) and not isinstance(tensor, nn.Parameter):
+        values = _values(masters.fp32_of(tensor))
     else:
-        exact = masters.fp32_of(tensor) if masters.is_lowered(tensor) else tensor
-    values = _values(exact)
+        values = _values(tensor)
     return values.float() if values.dtype in masters.LOWER else values
 
 

@@ -79,8 +79,7 @@ def _scales(engine: Engine, wait: bool) -> list[float]:
     """Return the loss scales: as they are now, or on a device that is not waited for as they were at a recent step."""
     if not engine.enabled or not engine.scalers:
         return [1.0]
-    there = engine.scalers[0].scale
-    if wait or not isinstance(there, torch.Tensor) or there.is_cpu:  # a number of a real apex.amp
+    if wait or not engine.states or engine.scalers[0].scale.is_cpu:  # a session of a real apex.amp has no states
         return [float(scaler.scale) for scaler in engine.scalers]
     values = next((v for s in sorted(engine.states, key=_lateness) if (v := _newest(s)) is not None), None)
     if values is None or not engine.policy.dynamic:
