@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pathlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -133,7 +134,8 @@ class Pair(lightning.LightningModule):  # type: ignore[misc]
             self.toggle_optimizer(one)
 
             def backward(one: Any = one) -> None:
-                one.zero_grad()
+                if self.closure:
+                    one.zero_grad()
                 self.manual_backward(loss_of(self.a(x) + self.b(x), y))
 
             if self.closure:
@@ -142,6 +144,7 @@ class Pair(lightning.LightningModule):  # type: ignore[misc]
                 backward()
                 self.clip_gradients(one, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
                 one.step()
+                one.zero_grad()  # only now: nothing of the other's backward may have come to it
             self.untoggle_optimizer(one)
 
     def configure_optimizers(self) -> Any:
@@ -175,6 +178,41 @@ def test_manual_optimization_with_two_toggled_optimizers(level: str, closure: bo
     for found, wanted in zip((module.a, module.b), models, strict=True):
         for key, value in state(wanted).items():
             torch.testing.assert_close(state(found)[key].double(), value.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of one rank may be made, and is gone afterwards."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@all_levels
+def test_in_ddp_the_parameters_are_cast_before_it_wraps_them(
+    level: str, tmp_path: pathlib.Path, one_rank: None
+) -> None:
+    module = Module()
+    trainer(tmp_path, level, strategy="ddp", gradient_clip_val=0.05, use_distributed_sampler=False).fit(
+        module, loader()
+    )
+    wanted, _ = by_hand(level, batches(), clip=0.05)
+    assert same(state(module.net), state(wanted))
+
+
+@all_levels
+def test_fabric_in_ddp(level: str, one_rank: None) -> None:
+    plugin = integration.FabricPrecision(level, verbosity=0)
+    made = fabric.Fabric(accelerator="cpu", devices=1, strategy="ddp", plugins=plugin)
+    made.launch()
+    bare = net()
+    model, optimizer = plugin.setup(made, bare, sgd(bare))
+    for x, y in batches():
+        optimizer.zero_grad()
+        made.backward(loss_of(model(x), y))
+        optimizer.step()
+    wanted, _ = by_hand(level, batches())
+    assert same(state(bare), state(wanted))
 
 
 def test_a_closure_that_an_optimizer_needs(tmp_path: pathlib.Path) -> None:
