@@ -14,6 +14,7 @@ from beside import LEVELS, batches, by_hand, loader, loss_of, net, same, sgd, st
 import xamp
 from xamp.errors import PolicyError
 
+pytest.importorskip("accelerate")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     accelerate: Any = importlib.import_module("accelerate")

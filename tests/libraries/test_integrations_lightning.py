@@ -16,6 +16,7 @@ from torch.optim import LBFGS
 import xamp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 
+pytest.importorskip("lightning")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning: Any = importlib.import_module("lightning.pytorch")

@@ -15,6 +15,9 @@ from torch.optim import SGD
 
 import xamp
 
+for _needed in ("transformers", "timm", "lightning"):
+    pytest.importorskip(_needed)
+
 PAGE = "libraries.md"
 pytestmark = pytest.mark.filterwarnings("ignore")
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
