@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from xamp.ground.version import __version__
     from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
     from xamp.registry.registry import available_backends, register_backend
+    from xamp.sessions.averages import ema
     from xamp.sessions.grad_scaler import GradScaler
     from xamp.sessions.initialize import initialize
     from xamp.sessions.session import (
@@ -60,6 +61,7 @@ _HOMES = {
     "registry.device_in_use": ("device", "device_type", "distributed_backend", "is_available"),
     "casting.exact_fp32": ("exact_fp32",),
     "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
+    "sessions.averages": ("ema",),
     "sessions.grad_scaler": ("GradScaler",),
     "sessions.initialize": ("initialize",),
     "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
@@ -109,6 +111,7 @@ __all__ = [
     "device_type",
     "disable_casts",
     "distributed_backend",
+    "ema",
     "exact_fp32",
     "float_function",
     "half_function",

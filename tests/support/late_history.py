@@ -15,6 +15,9 @@ class _Arrived:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class LateHistory(History):
     """A history that behaves, in host memory, as on a device with asynchronous copies."""

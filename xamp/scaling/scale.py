@@ -16,7 +16,7 @@ import torch
 
 from xamp.policy import Policy
 
-__all__ = ["CollapseWatch", "DeviceState", "History", "LossScaler", "ScaleRules"]
+__all__ = ["CollapseWatch", "DeviceState", "History", "LateNumber", "LossScaler", "ScaleRules"]
 
 COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
@@ -97,6 +97,10 @@ class ScaleRules:
     def within(self, scale: float) -> float:
         """Return ``scale``, or the bound that it has passed."""
         return min(max(scale, self.floor), self.ceiling)
+
+    def after_overflow(self, scale: float) -> float:
+        """Return what an overflow makes of ``scale``."""
+        return self.within(scale * self.backoff_factor) if self.falls else scale
 
     def moves_before_bound(self, scale: float) -> int:
         """Return how many updates cannot move ``scale`` out of its bounds, whatever they find."""
@@ -292,18 +296,61 @@ class History:
             event.synchronize()
             yield note, copy.tolist()
 
+    def arrived(self) -> Iterator[list[float]]:
+        """Yield the records that can be read without waiting, oldest first, and keep them."""
+        for _, copy, event in self._waiting:
+            if not event.query():
+                return
+            yield copy.tolist()
+
+    @property
+    def waiting(self) -> int:
+        """The number of records that have not been read."""
+        return len(self._waiting)
+
     def _copy(self) -> tuple[torch.Tensor, Any]:
-        device = self._values.device
-        copy = torch.empty(self._values.shape, dtype=torch.float32, pin_memory=True)
-        copy.copy_(self._values, non_blocking=True)
-        event = torch.get_device_module(device).Event()
-        event.record()
-        return copy, event
+        return copy_without_waiting(self._values)
 
     def _oldest(self) -> tuple[Any, list[float]]:
         note, copy, event = self._waiting.popleft()
         event.synchronize()
         return note, copy.tolist()
+
+
+class LateNumber:
+    """A number on the device, of which each :meth:`read` gives the newest value that has arrived at the host.
+
+    The host waits for the first value only, and for the oldest where :data:`HISTORY_LAG` are under way.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[tuple[torch.Tensor, Any]] = collections.deque()
+        self._known: float | None = None
+
+    def read(self, number: torch.Tensor) -> float:
+        """Ask for ``number``, and return the newest value that is there."""
+        if number.is_cpu or not copies_without_waiting(number.device):
+            return float(number)
+        self._waiting.append(copy_without_waiting(number.detach().float()))
+        while self._waiting:
+            copy, event = self._waiting[0]
+            if not event.query():
+                if self._known is not None and len(self._waiting) <= HISTORY_LAG:
+                    break
+                event.synchronize()
+            self._known = float(copy)
+            self._waiting.popleft()
+        assert self._known is not None, "the first was waited for"
+        return self._known
+
+
+def copy_without_waiting(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Start to copy fp32 ``values`` to the host; return the copy and the event after which it can be read."""
+    copy = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    event = torch.get_device_module(values.device).Event()
+    event.record()
+    return copy, event
 
 
 def copies_without_waiting(device: torch.device) -> bool:

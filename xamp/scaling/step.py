@@ -96,6 +96,8 @@ class OptimizerState:
         outcome: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
         open: a ``scale_loss`` over this optimizer is being executed.
         fresh: no backward was checked since the last step, so the sticky flag is down.
+        seen: the device state as it was at the newest step that was counted; None before the first.
+        norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
         sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
         gradients_class: the class of :attr:`gradients`.
@@ -110,6 +112,8 @@ class OptimizerState:
         self.outcome: StepOutcome | torch.Tensor | None = None
         self.open = False
         self.fresh = True
+        self.seen: Sequence[float] | None = None
+        self.norm: torch.Tensor | None = None
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
         self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
@@ -368,6 +372,15 @@ class OptimizerState:
         for _, values in self._history.peek():
             yield self._memory.overflowed(values, self.index)
 
+    def arrived(self) -> Sequence[Sequence[float]]:
+        """Return the device state at each step that is not counted yet and can be read without waiting."""
+        return tuple(self._history.arrived())
+
+    @property
+    def uncounted(self) -> int:
+        """The number of steps that the host has not counted yet."""
+        return self._history.waiting
+
     def overflow_run(self) -> int:
         """Return the overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
 
@@ -385,6 +398,7 @@ class OptimizerState:
         clear the gradients, or add to them in a ``scale_loss``, before the next step.
         """
         self._history.forget()
+        self.seen = None
         self._watch.resume(overflow_run)
         self.gradients.ready = False
         if not self.fresh:
@@ -406,6 +420,7 @@ class OptimizerState:
 
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
+        self.seen = values
         collapsed = self._judge(self._watch, used, values)
         if collapsed is None:
             self.engine.counts.applied += 1
@@ -418,6 +433,8 @@ class OptimizerState:
             raise LossScaleCollapsed(self._collapse_message(scales, used))
 
     def _tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+        if not self.engine.moves_before_step:  # a GradScaler: its update() backs off after the step
+            scales = [s.rules.after_overflow(scale) for s, scale in zip(self.engine.scalers, scales, strict=True)]
         say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
 
     def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:

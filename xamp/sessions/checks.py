@@ -19,6 +19,7 @@ from xamp.scaling.distributed import is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import state_of
+from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 
 __all__ = [
@@ -41,9 +42,11 @@ def as_list(name: str, given: object, kind: type) -> list[object]:
 
     Raises:
         PolicyError: ``given`` is anything else.
+        UnsupportedPolicy: another mixed-precision engine has made one of them.
     """
     items = list(given) if isinstance(given, (list, tuple)) else [given]
     for item in items:
+        foreign.refuse(name, item)
         if not isinstance(item, kind):
             raise PolicyError(
                 f"initialize({name}=...): {type(item).__name__} is no {kind.__module__}.{kind.__name__}. Pass one, or "
@@ -220,13 +223,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     Raises:
         PolicyError: an optimizer holds none of the models' parameters, or fp16 or bf16 parameters of no model; or its
             ``eps`` rounds to zero; or two optimizers share a parameter.
-        UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter.
+        UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter, or works on copies.
     """
     check_owned(optimizers, models)
     if policy.manages_gradients:
         check_not_shared(optimizers, policy)
     known = {id(p) for model in models for p in model.parameters()}
     for optimizer in optimizers:
+        foreign.refuse_optimizer(optimizer, policy)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if policy.master_weights:
             _check_no_inner_optimizer(optimizer, policy)

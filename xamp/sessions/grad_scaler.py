@@ -20,7 +20,7 @@ from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import Stats, StepOutcome
-from xamp.sessions import formats
+from xamp.sessions import formats, metrics
 from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do
 
 __all__ = ["GradScaler"]
@@ -238,6 +238,15 @@ class GradScaler:
     def stats(self) -> Stats:
         """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
         return Stats() if self._engine is None else self._engine.stats()
+
+    def metrics(self, wait: bool = False) -> dict[str, float]:
+        """Return plain numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
+
+        Where the device decides on steps and is not waited for, growth of the scale shows one step later.
+        """
+        if not self._enabled or self._engine is None:
+            return metrics.collect(None, (), wait=wait, scale=self.get_scale())
+        return metrics.collect(self._engine, self._engine.states, wait=wait, scaled=self._engine.holds_scaled)
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 where disabled. Waits for the device."""

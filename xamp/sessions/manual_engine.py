@@ -95,6 +95,11 @@ class ManualEngine(Engine):
         """The one loss scale."""
         return self.scalers[0]
 
+    @property
+    def holds_scaled(self) -> bool:
+        """Whether a loss was scaled since the last update, and some optimizer's gradients are not unscaled yet."""
+        return self._began and any(use.stage is Stage.READY for use in self.uses.values())
+
     def begin(self) -> None:
         """Clear the device's overflow flag before the first loss after an update is scaled."""
         if not self._began:

@@ -24,7 +24,7 @@ from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, Stats, StepOutcome
-from xamp.sessions import checkpoint
+from xamp.sessions import checkpoint, metrics
 from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = [
@@ -84,6 +84,25 @@ class Session:
     def stats(self) -> Stats:
         """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
         return self.engine.stats()
+
+    def metrics(self, wait: bool = False) -> dict[str, float]:
+        """Return plain numbers for a logger, under the same names at every level and for a ``GradScaler``.
+
+        ``loss_scale`` (``loss_scale_1`` and so on for further losses); ``steps_applied`` and ``steps_skipped``, over
+        all optimizers; ``last_step_skipped``, 1 where the last step was skipped; ``grad_norm``, what the last
+        ``xamp.clip_grad_norm_`` returned, or without one the norm of the gradients there are, or nan where there are
+        none; ``steps_late``, see ``wait``. For the session of a model, ``last_step_skipped`` counts its optimizers, and
+        ``grad_norm`` is over all of them. A training step pays nothing for this. A norm of gradients that were not
+        clipped is computed by this call; for sharded gradients it is nan.
+
+        Args:
+            wait: True: wait for the device, and return the numbers of this moment. False: do not wait where the device
+                decides on steps and has asynchronous copies. The counts, the last outcome and the scale then lack the
+                newest ``steps_late`` steps, at most 16 of each optimizer; the norm is that of an earlier call of this
+                method, at most 16 calls before. On a CPU, and where the host decides on each step, nothing is late.
+        """
+        state = state_of(self._seen_from())
+        return metrics.collect(self.engine, self.engine.states if state is None else [state], wait=wait)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the policy as a context manager, for code outside ``forward``.
@@ -312,7 +331,11 @@ def clip_grad_norm_(
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    for one in given:
+        inner = _managed(one)
+        metrics.note_norm(inner, state_of(inner), norm)
+    return norm
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:

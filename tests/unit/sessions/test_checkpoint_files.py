@@ -240,9 +240,20 @@ def test_the_page_on_scalers_runs_as_it_stands(lane: Lane, tmp_path: Path) -> No
     assert names["scaler"].state_dict() == {**state, "growth_interval": 3}
 
 
+def test_the_page_s_average(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    xamp.initialize(model, level="O5", verbosity=0)
+    names = {**docs_blocks.recipe(), "xamp": xamp, "model": model, "average_path": str(tmp_path / "average.pt")}
+    average = docs_blocks.run("checkpoints.md", names, "xamp.ema(")["average"]
+    plain = torch.nn.Linear(2, 2)
+    plain.load_state_dict(average.state_dict()["weights"])
+    assert all(torch.equal(p, model.state_dict()[name]) for name, p in plain.named_parameters())
+
+
 def test_no_block_of_the_page_is_left_out() -> None:
     tested = ["def save_checkpoint", '"step": step', 'step = state["step"]', 'old["scaler"]', 'format="torch"))']
     tested += ["class Whole", "dcp.save", "dcp.load"]  # in tests/distributed/test_dcp.py
+    tested += ["xamp.ema("]
     found = docs_blocks.blocks("checkpoints.md")
     assert len(found) == len(tested)
     assert all(any(word in block for block in found) for word in tested)

@@ -1,0 +1,385 @@
+"""``xamp.ema``: an fp32 average of the weights at every level, against one written by hand."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from stepping import at
+from torch import nn
+from torch.optim import SGD, Adam
+
+import xamp
+from xamp.errors import CheckpointError, PolicyError, StateError
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+all_levels = pytest.mark.parametrize("level", LEVELS)
+DECAY = 0.75
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+        self.register_buffer("table", torch.linspace(0, 1, 5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.norm(self.first(x)))
+        return made
+
+
+def net(lane: Lane) -> Net:
+    torch.manual_seed(4)
+    return Net().to(lane.device)
+
+
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.25, momentum=0.5)
+
+
+def batch(index: int, lane: Lane) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(index)).to(lane.device)
+
+
+def step(model: Any, optimizer: Any, x: torch.Tensor, *, overflow: bool = False) -> None:
+    optimizer.zero_grad()
+    loss = model(x).float().square().mean() * (float("inf") if overflow else 1.0)
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def exact(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights as ``state_dict`` has them: the masters where there are any, all in fp32."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def by_hand(average: dict[str, torch.Tensor], now: dict[str, torch.Tensor], decay: float) -> None:
+    for name, value in now.items():
+        is_buffer = "running" in name or "num_batches" in name
+        average[name] = value if is_buffer else decay * average[name].double() + (1 - decay) * value.double()
+
+
+def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value.dtype in (torch.float32, torch.int64)
+        torch.testing.assert_close(value.double(), wanted[name].double(), rtol=2e-7, atol=1e-7)
+
+
+@all_levels
+@pytest.mark.parametrize("before", [True, False])
+def test_it_is_the_average_written_by_hand(level: str, before: bool, lane: Lane) -> None:
+    model = net(lane)
+    wanted = exact(model)
+    average = xamp.ema(model, DECAY) if before else None
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at(level))
+    if average is None:
+        wanted = exact(model)
+        average = xamp.ema(model, DECAY)
+    for index in range(5):
+        step(model, optimizer, batch(index, lane))
+        average.update()
+        by_hand(wanted, exact(model), DECAY)
+    assert average.updates == 5
+    assert_close(average.weights, wanted)
+
+
+def test_a_model_without_xamp(lane: Lane) -> None:
+    model = net(lane).double()
+    average = xamp.ema(model, DECAY)
+    wanted = exact(model)
+    for index in range(3):
+        with torch.no_grad():
+            model.first.weight.add_(index + 1.0)
+        average.update()
+        by_hand(wanted, exact(model), DECAY)
+    torch.testing.assert_close(average.weights["first.weight"], wanted["first.weight"], rtol=1e-12, atol=0)
+
+
+@all_levels
+def test_swapped_evaluates_at_the_level_and_restores_every_bit(level: str, lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at(level))
+    average = xamp.ema(model, DECAY)
+    for index in range(3):
+        step(model, optimizer, batch(index, lane))
+        average.update()
+    before = [t.detach().clone() for t in (*model.parameters(), *model.buffers(), *xamp.master_params(optimizer))]
+    addresses = [p.data_ptr() for p in model.parameters()]
+    plain = net(lane)
+    plain.load_state_dict(average.state_dict()["weights"])
+    reference = xamp.initialize(plain, **at(level))
+    x = batch(9, lane)
+    with average.swapped() as swapped:
+        assert swapped is model
+        assert torch.equal(model.eval()(x), reference.eval()(x))
+        assert all(
+            torch.equal(v.cpu(), average.state_dict()["weights"][k]) for k, v in _exact_where_kept(model).items()
+        )
+    with pytest.raises(ZeroDivisionError), average.swapped():
+        raise ZeroDivisionError
+    after = [t.detach() for t in (*model.parameters(), *model.buffers(), *xamp.master_params(optimizer))]
+    assert all(torch.equal(a, b) and a.dtype is b.dtype for a, b in zip(before, after, strict=True))
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert not torch.equal(model(x), reference(x))
+
+
+def _exact_where_kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What ``state_dict`` holds exactly: all but lowered tensors without a master."""
+    lowered = {name for name, p in model.named_parameters() if p.dtype is not torch.float32}
+    has_masters = xamp.session(model).policy.master_weights
+    held = {name for name, b in model.named_buffers() if b.dtype in (torch.float16, torch.bfloat16)}
+    return {k: v for k, v in model.state_dict().items() if k not in held and (has_masters or k not in lowered)}
+
+
+@all_levels
+def test_a_swap_between_steps_changes_no_bit_of_the_run(level: str, lane: Lane) -> None:
+    models = [net(lane), net(lane)]
+    for index, model in enumerate(models):
+        optimizer: Any = Adam(model.parameters(), lr=0.05, eps=1e-4)
+        xamp.initialize(model, optimizer, **at(level))
+        average = xamp.ema(model, DECAY)
+        for number in range(4):
+            step(model, optimizer, batch(number, lane))
+            average.update()
+            if index:
+                with average.swapped():
+                    model.eval()(batch(7, lane))
+                model.train()
+    first, second = (exact(model) for model in models)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_graph_from_before_a_swap_stays_usable(lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at("O2"))
+    average = xamp.ema(model, DECAY)
+    loss = model(batch(0, lane)).square().mean()
+    with average.swapped():
+        pass
+    with xamp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@all_levels
+def test_a_resumed_average_has_the_same_bits(level: str, lane: Lane) -> None:
+    def start() -> tuple[Any, Any, Any]:
+        model = net(lane)
+        optimizer = sgd(model)
+        xamp.initialize(model, optimizer, **at(level))
+        return model, optimizer, xamp.ema(model, lambda n: min(0.9, (1 + n) / (10 + n)))
+
+    model, optimizer, average = start()
+    for index in range(6):
+        if index == 3:
+            file = io.BytesIO()
+            states = (model.state_dict(), optimizer.state_dict(), xamp.state_dict(optimizer), average.state_dict())
+            torch.save(states, file)
+        step(model, optimizer, batch(index, lane))
+        average.update()
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    again, other, resumed = start()
+    resumed.load_state_dict(saved[3])
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    xamp.load_state_dict(saved[2], other)
+    for index in range(3, 6):
+        step(again, other, batch(index, lane))
+        resumed.update()
+    assert resumed.updates == average.updates == 6
+    assert all(torch.equal(resumed.weights[name], value) for name, value in average.weights.items())
+
+
+def test_a_state_loads_at_another_level_and_is_checked_first(lane: Lane) -> None:
+    model = net(lane)
+    average = xamp.ema(model, DECAY)
+    state = average.state_dict()
+    assert {v.device.type for v in state["weights"].values()} == {"cpu"}
+    other = net(lane)
+    xamp.initialize(other, sgd(other), **at("O2"))
+    resumed = xamp.ema(other, DECAY)
+    with torch.no_grad():
+        state["weights"]["last.bias"].fill_(7.0)
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.weights["last.bias"].cpu(), torch.full((2,), 7.0))
+    before = {name: value.clone() for name, value in resumed.weights.items()}
+    for wrong, message in (
+        ({**state, "weights": {**state["weights"], "first.bias": torch.ones(3)}}, r"first\.bias'\] has shape \(3,\)"),
+        ({**state, "weights": {"last.bias": torch.ones(2)}}, r"first\.bias'\] is missing"),
+        ({**state, "weights": {**state["weights"], "more": torch.ones(2)}}, r"'more'\] is no parameter"),
+        ({**state, "weights": {**state["weights"], "last.bias": [1.0]}}, "is a list, and must be a tensor"),
+        ({**state, "updates": -1}, "'updates'\\] is -1"),
+        ({**state, "schema": 2}, "'schema'\\] is 2"),
+        ({"scale": 1.0}, "not one of xamp.ema"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            resumed.load_state_dict(wrong)
+    assert all(torch.equal(value, before[name]) for name, value in resumed.weights.items())
+
+
+@pytest.mark.parametrize("buffers", ["copy", "average", "leave"])
+def test_buffers(buffers: str, lane: Lane) -> None:
+    model = net(lane)
+    average = xamp.ema(model, DECAY, buffers=buffers)
+    model(batch(0, lane))
+    average.update()
+    mean, count = model.norm.running_mean, model.norm.num_batches_tracked
+    assert mean is not None
+    assert count is not None
+    assert "table" not in average.weights
+    if buffers == "leave":
+        assert "norm.running_mean" not in average.weights
+    else:
+        factor = 1.0 if buffers == "copy" else 1.0 - DECAY
+        torch.testing.assert_close(average.weights["norm.running_mean"], factor * mean)
+        assert torch.equal(average.weights["norm.num_batches_tracked"], count)
+
+
+def test_a_schedule_is_asked_for_each_update(lane: Lane) -> None:
+    asked: list[int] = []
+
+    def decay(number: int) -> float:
+        asked.append(number)
+        return 0.0 if number == 0 else 0.5
+
+    model = nn.Linear(1, 1, bias=False).to(lane.device)
+    average = xamp.ema(model, decay)
+    for value in (2.0, 6.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        average.update()
+    assert asked == [0, 1]
+    assert float(average.weights["weight"]) == 4.0
+
+
+@pytest.mark.parametrize("applied_only", [False, True])
+def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool, lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, init_scale=64.0, **at("O1"))
+    average = xamp.ema(model, DECAY, applied_only=applied_only)
+    step(model, optimizer, batch(0, lane))
+    average.update()
+    before = {name: value.clone() for name, value in average.weights.items()}
+    step(model, optimizer, batch(1, lane), overflow=True)
+    average.update()
+    assert xamp.session(optimizer).stats.skipped == 1
+    moved = not torch.equal(before["first.weight"], average.weights["first.weight"])
+    assert (moved, average.updates) == (not applied_only, 1 if applied_only else 2)
+
+
+def test_a_grad_scaler_can_tell_what_was_applied(lane: Lane) -> None:
+    model = nn.Linear(2, 1).to(lane.device)
+    optimizer, scaler = sgd(model), xamp.GradScaler(init_scale=4.0)
+    average = xamp.ema(model, 0.5, applied_only=scaler)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2, device=lane.device)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        average.update()
+    assert average.updates == 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_wrapped_and_compiled_models(level: str, lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at(level))
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))  # type: ignore[type-var]
+    average = xamp.ema(wrapped, DECAY)
+    assert set(average.weights) == set(model.state_dict())
+    wanted = exact(model)
+    for index in range(2):
+        step(model, optimizer, batch(index, lane))
+        average.update()
+        by_hand(wanted, exact(model), DECAY)
+    assert_close(average.weights, wanted)
+
+
+@all_levels
+def test_a_copy_runs_under_the_same_policy(level: str, lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at(level))
+    average = xamp.ema(model, DECAY)
+    step(model, optimizer, batch(0, lane))
+    average.update()
+    made = average.copy()
+    x = batch(5, lane)
+    with average.swapped():
+        wanted = model.eval()(x)
+    assert torch.equal(made.eval()(x), wanted)
+    assert made is not model
+    assert [p.dtype for p in made.parameters()] == [p.dtype for p in model.parameters()]
+
+
+def test_after_close_it_goes_on(lane: Lane) -> None:
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, **at("O2"))
+    average = xamp.ema(model, 0.5)
+    step(model, optimizer, batch(0, lane))
+    xamp.session(model).close()
+    start = average.weights["last.bias"].clone()
+    average.update()
+    torch.testing.assert_close(average.weights["last.bias"], 0.5 * start + 0.5 * model.last.bias.detach())
+
+
+def test_wrong_use_is_told() -> None:
+    model = nn.Linear(2, 2)
+    for decay in (1.5, -0.1, "0.9", True, None):
+        with pytest.raises(PolicyError, match=r"ema\(decay=.*from 0 to 1"):
+            xamp.ema(model, decay)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match=r"ema\(buffers='both'\).*'copy', 'average', 'leave'"):
+        xamp.ema(model, 0.9, buffers="both")
+    with pytest.raises(PolicyError, match=r"must be an nn\.Module"):
+        xamp.ema(SGD(model.parameters(), lr=0.1), 0.9)  # type: ignore[arg-type]
+    average = xamp.ema(model, lambda _: 2.0)
+    with pytest.raises(PolicyError, match="from 0 to 1"):
+        average.update()
+    with average.swapped():
+        for call in (average.update, average.copy, lambda: average.load_state_dict({})):
+            with pytest.raises(StateError, match=r"inside `with average\.swapped"):
+                call()
+        with pytest.raises(StateError, match="inside"), average.swapped():
+            pass
+    average = xamp.ema(model, 0.5)
+    model.weight = nn.Parameter(torch.ones(3, 2))
+    with pytest.raises(StateError, match=r"'weight' now has shape \(3, 2\), and its average \(2, 2\)"):
+        average.update()
+
+
+def test_parameters_that_come_and_go(lane: Lane) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(lane.device)
+    average = xamp.ema(model, 0.5)
+    del model[1]
+    model.append(nn.Linear(2, 3).to(lane.device))
+    with pytest.raises(StateError, match=r"'1\.weight' now has shape"):
+        average.update()
+    model.add_module("head", nn.Linear(2, 1).to(lane.device))
+    delattr(model, "1")
+    average.update()
+    assert set(average.weights) == {"0.weight", "0.bias", "head.weight", "head.bias"}
+    assert torch.equal(average.weights["head.weight"], model.get_parameter("head.weight"))
+
+
+def test_a_copy_module_does_not_share(lane: Lane) -> None:
+    model = net(lane)
+    average = xamp.ema(copy.deepcopy(model), 0.5)
+    made = average.copy()
+    with torch.no_grad():
+        made.get_parameter("last.bias").fill_(5.0)
+    assert float(average.weights["last.bias"].max()) < 5.0

@@ -1,0 +1,231 @@
+"""``session(...).metrics()`` and ``GradScaler.metrics()``: plain numbers, the same names everywhere, no wait."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from lanes import Lane
+from late_history import LateHistory
+from stepping import HostReads, inputs, iterate, run_backward, start
+from torch import nn
+from torch.optim import SGD
+
+import xamp
+from xamp.scaling.scale import HISTORY_LAG, LateNumber
+
+NAMES = {"loss_scale", "steps_applied", "steps_skipped", "last_step_skipped", "grad_norm", "steps_late"}
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_same_names_and_plain_numbers_at_every_level(level: str, lane: Lane) -> None:
+    model, optimizer = start(lane, level)
+    scaler = xamp.GradScaler()
+    for found in (xamp.session(model).metrics(), xamp.session(optimizer).metrics(), scaler.metrics()):
+        assert set(found) == NAMES
+        assert {type(value) for value in found.values()} <= {int, float}
+        assert math.isnan(found["grad_norm"])
+        assert found["steps_applied"] == found["steps_skipped"] == found["last_step_skipped"] == 0
+    iterate(model, optimizer, inputs(1, lane)[0])
+    found = xamp.session(model).metrics(wait=True)
+    assert (found["steps_applied"], found["steps_skipped"], found["steps_late"]) == (1, 0, 0)
+    assert found["loss_scale"] == xamp.loss_scale(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_what_they_say_after_an_overflow(level: str, lane: Lane) -> None:
+    model, optimizer = start(lane, level, fused=False)
+    x = inputs(1, lane)[0]
+    iterate(model, optimizer, x)
+    iterate(model, optimizer, x, lane, ["a"])
+    found = xamp.session(optimizer).metrics(wait=True)
+    assert (found["loss_scale"], found["steps_applied"], found["steps_skipped"]) == (32.0, 1, 1)
+    assert found["last_step_skipped"] == 1
+    iterate(model, optimizer, x)
+    assert xamp.session(optimizer).metrics(wait=True)["last_step_skipped"] == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_norm_is_that_of_the_unscaled_gradients_or_of_the_last_clipping(level: str, lane: Lane) -> None:
+    model, optimizer = start(lane, level)
+    x = inputs(1, lane)[0]
+    run_backward(model(x), optimizer)
+    grads = [p.grad.double() for p in xamp.master_params(optimizer) if p.grad is not None]
+    wanted = float(torch.cat([g.flatten() for g in grads]).norm())
+    found = xamp.session(optimizer).metrics(wait=True)["grad_norm"]
+    assert found == pytest.approx(wanted, rel=1e-3 if level == "O3" else 1e-6)
+    returned = float(xamp.clip_grad_norm_(optimizer, wanted / 4))
+    assert xamp.session(model).metrics(wait=True)["grad_norm"] == returned == pytest.approx(wanted, rel=1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert xamp.session(model).metrics(wait=True)["grad_norm"] == returned
+
+
+def test_scaled_gradients_have_no_norm_yet(lane: Lane) -> None:
+    model, optimizer = start(lane, "O1")
+    with xamp.scale_loss(model(inputs(1, lane)[0]), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+        assert math.isnan(xamp.session(optimizer).metrics()["grad_norm"])
+    assert math.isnan(xamp.session(optimizer).metrics()["grad_norm"])
+    scaler = xamp.GradScaler(init_scale=64.0)
+    plain = nn.Linear(2, 1).to(lane.device)
+    other = SGD(plain.parameters(), lr=0.1)
+    scaler.scale(plain(torch.ones(1, 2, device=lane.device)).sum()).backward()
+    assert math.isnan(scaler.metrics()["grad_norm"])
+    scaler.unscale_(other)
+    assert scaler.metrics(wait=True)["grad_norm"] == pytest.approx(math.sqrt(3))
+    norm = xamp.clip_grad_norm_(other, 0.5)
+    assert scaler.metrics(wait=True)["grad_norm"] == float(norm)
+    scaler.step(other)
+    scaler.update()
+    assert scaler.metrics(wait=True)["steps_applied"] == 1
+
+
+def test_several_losses_and_several_optimizers(lane: Lane) -> None:
+    models = [nn.Linear(2, 1, bias=False).to(lane.device) for _ in range(2)]
+    made: Any = [SGD(model.parameters(), lr=0.1) for model in models]
+    xamp.initialize(models, made, "O1", num_losses=2, init_scale=8.0, verbosity=0, fused=False)
+    x = torch.ones(1, 2, device=lane.device)
+    for index, factor in enumerate((1.0, float("inf"))):
+        with xamp.scale_loss(models[index](x).sum() * factor, made[index], loss_id=index) as scaled:
+            scaled.backward()
+        made[index].step()
+    found = xamp.session(models[0]).metrics(wait=True)
+    assert (found["loss_scale"], found["loss_scale_1"], found["last_step_skipped"]) == (8.0, 4.0, 1)
+    assert [xamp.session(one).metrics(wait=True)["last_step_skipped"] for one in made] == [0, 1]
+    assert xamp.session(made[0]).metrics(wait=True)["grad_norm"] == pytest.approx(math.sqrt(2))
+
+
+def test_a_disabled_session_and_a_disabled_scaler_have_them_too() -> None:
+    model = nn.Linear(2, 1)
+    xamp.initialize(model, SGD(model.parameters(), lr=0.1), enabled=False)
+    for found in (xamp.session(model).metrics(), xamp.GradScaler(enabled=False).metrics()):
+        assert set(found) == NAMES
+        assert (found["loss_scale"], found["steps_applied"]) == (1.0, 0)
+
+
+def late(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
+    xamp.initialize(model, optimizer, "O1", init_scale=8.0, verbosity=0)
+    return model, optimizer
+
+
+def backward_and_step(model: Any, optimizer: Any, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    with xamp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def test_records_that_have_not_arrived_are_late_and_counted_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = late(monkeypatch)
+    backward_and_step(model, optimizer)  # decided on the host
+    there = [True]
+    monkeypatch.setattr("late_history._Arrived.query", lambda _: there[0])
+    for factor in (1.0, float("inf"), 1.0):
+        backward_and_step(model, optimizer, factor)
+    found = xamp.session(model).metrics()
+    assert (found["steps_applied"], found["steps_skipped"], found["steps_late"]) == (3, 1, 0)
+    there[0] = False
+    found = xamp.session(model).metrics()
+    assert (found["steps_applied"], found["steps_skipped"], found["steps_late"]) == (1, 0, 3)
+    found = xamp.session(model).metrics(wait=True)
+    assert (found["steps_applied"], found["steps_skipped"], found["steps_late"]) == (3, 1, 0)
+    assert xamp.session(model).stats.applied == 3, "and nothing was counted twice"
+
+
+def test_a_late_number_is_the_newest_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+
+    class Event:
+        done = False
+
+        def query(self) -> bool:
+            return self.done
+
+        def synchronize(self) -> None:
+            self.done = True
+
+    def copy(values: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        events.append(Event())
+        return values.clone(), events[-1]
+
+    class OnDevice:
+        """A scalar tensor that says it is not in host memory."""
+
+        is_cpu, device = False, torch.device("cpu")
+
+        def __init__(self, value: float) -> None:
+            self._value = torch.tensor(value)
+
+        def detach(self) -> torch.Tensor:
+            return self._value
+
+    monkeypatch.setattr("xamp.scaling.scale.copies_without_waiting", lambda _: True)
+    monkeypatch.setattr("xamp.scaling.scale.copy_without_waiting", copy)
+    reader = LateNumber()
+    read: Any = reader.read
+    assert read(OnDevice(1.0)) == 1.0, "the first is waited for"
+    assert read(OnDevice(2.0)) == 1.0
+    assert read(OnDevice(3.0)) == 1.0
+    events[1].done = True
+    assert read(OnDevice(4.0)) == 2.0
+    events[2].done = events[3].done = True
+    assert read(OnDevice(5.0)) == 4.0
+    for index in range(2 * HISTORY_LAG):
+        newest = read(OnDevice(6.0 + index))
+    assert newest == 6.0 + index - HISTORY_LAG, "and of too many the oldest"
+
+
+def test_reading_them_waits_for_nothing_and_a_step_reads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = late(monkeypatch)
+    for _ in range(3):
+        backward_and_step(model, optimizer)
+    with HostReads() as reads:
+        backward_and_step(model, optimizer)
+    assert (reads.scalars, reads.lists) == (0, 0)
+
+
+# ---------------------------------------------------------------- the log
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_grad_scaler_logs_the_new_scale_as_scale_loss_does(
+    fused: bool | None, lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 1).to(lane.device)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = xamp.GradScaler(init_scale=256.0)
+    with caplog.at_level(logging.INFO, logger="xamp"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2, device=lane.device)).sum() * float("inf")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [r.getMessage() for r in caplog.records][:1] == ["gradient overflow: step skipped, loss scale 128"]
+    assert scaler.get_scale() == 64.0
+
+
+def test_at_the_floor_and_with_a_scale_that_stays_the_log_says_what_stays(
+    lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = start(lane, "O1")
+    xamp.session(optimizer).close()
+    plain = SGD(model.parameters(), lr=0.1)
+    for scaler, wanted in ((xamp.GradScaler(init_scale=1.0), "1"), (xamp.GradScaler(init_scale=64.0), "64")):
+        if wanted == "64":
+            scaler.set_backoff_factor(1.0)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="xamp"):
+            plain.zero_grad()
+            scaler.scale(model(inputs(1, lane)[0]) * float("inf")).backward()
+            scaler.step(plain)
+            scaler.update()
+        assert [r.getMessage() for r in caplog.records] == [f"gradient overflow: step skipped, loss scale {wanted}"]
+        assert scaler.get_scale() == float(wanted)

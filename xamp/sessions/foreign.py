@@ -1,0 +1,134 @@
+"""Optimizers and engines of other libraries that do part of xamp's work: which of them work beside it, and which not.
+
+They are known by the modules that their classes come from; nothing is imported. A user's subclass counts too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.optim import Optimizer
+
+from xamp.errors import UnsupportedPolicy
+from xamp.policy import Policy, levels_where, listed
+
+__all__ = ["keeps_own_state", "refuse", "refuse_optimizer"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Library:
+    """Classes of one library.
+
+    Attributes:
+        name: what users call it.
+        paths: the full names of the classes, with their modules, begin so.
+        why: what such an object does that xamp would do too; the end of "it ...".
+        cure: what to do.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    why: str
+    cure: str
+
+
+_ENGINES = (
+    _Library(
+        "DeepSpeed",
+        ("deepspeed.runtime.", "accelerate.utils.deepspeed"),
+        "casts the model, scales the loss and keeps fp32 masters by itself",
+        'Choose the precision in its config ("fp16" or "bf16": {"enabled": true}) and leave xamp.initialize out; or '
+        "leave deepspeed.initialize out, and shard with torch's fully_shard",
+    ),
+    _Library(
+        "Megatron",
+        (
+            *(
+                "megatron.core.optimizer",
+                "megatron.optimizer",
+                "megatron.core.distributed",
+                "megatron.model.distributed",
+            ),
+            *("megatron.legacy.model.distributed", "megatron.core.transformer.module.Float16Module"),
+            *("megatron.model.module.Float16Module", "accelerate.utils.megatron_lm"),
+        ),
+        "scales the loss, unscales gradients of its own buffers and keeps fp32 masters by itself",
+        "Choose the precision with its --fp16 or --bf16 and leave xamp.initialize out; or give xamp a plain "
+        "torch.optim.Optimizer over the model",
+    ),
+    _Library(
+        "ColossalAI",
+        ("colossalai.zero.", "colossalai.amp.", "colossalai.booster.", "colossalai.interface."),
+        "scales the loss and keeps fp32 masters by itself",
+        "Choose the precision in its Booster and leave xamp.initialize out; or give xamp the plain model and optimizer",
+    ),
+)
+"""Never taken: at no level would only one of the two do the work."""
+
+_STEPS_COPIES = (
+    _Library(
+        "torchao's CPUOffloadOptimizer",
+        ("torchao.optim.cpu_offload", "torchao.prototype.low_bit_optim.cpu_offload"),
+        "moves each gradient to the host during the backward, before xamp unscales it",
+        "Use another optimizer",
+    ),
+    _Library(
+        "apex's DistributedFusedAdam",
+        ("apex.contrib.optimizers.distributed_fused_adam", "apex.contrib.optimizers.distributed_fused_lamb"),
+        "reduces and keeps gradients in buffers of its own, where xamp does not unscale them",
+        "Use torch's AdamW with fully_shard or ZeroRedundancyOptimizer",
+    ),
+)
+"""Taken where xamp neither scales nor makes masters."""
+
+_LOW_BITS = ("bitsandbytes.optim.", "torchao.optim.", "torchao.prototype.low_bit_optim.")
+"""Optimizers that keep their state in 8 or 4 bits, with scales in fp32 beside it."""
+
+
+def _is_from(found: object, paths: tuple[str, ...]) -> bool:
+    """Return whether the class of ``found``, or one that it derives from, has a full name that begins so."""
+    return any(f"{cls.__module__}.{cls.__qualname__}".startswith(paths) for cls in type(found).__mro__)
+
+
+def refuse(argument: str, found: object) -> None:
+    """Refuse a model or optimizer that another mixed-precision engine has made.
+
+    Args:
+        argument: the argument of ``initialize`` that holds it.
+        found: any object.
+
+    Raises:
+        UnsupportedPolicy: the message names the library and the cure.
+    """
+    library = next((library for library in _ENGINES if _is_from(found, library.paths)), None)
+    if library is not None:
+        raise UnsupportedPolicy(
+            f"initialize({argument}=...): {type(found).__name__} is an object of {library.name}, which {library.why}. "
+            f"Two engines would do this twice. {library.cure}."
+        )
+
+
+def refuse_optimizer(optimizer: Optimizer, policy: Policy) -> None:
+    """Refuse an optimizer that does not step the gradients that xamp unscales, or the masters that it makes.
+
+    Raises:
+        UnsupportedPolicy: the message names the levels that take it.
+    """
+    library = next((library for library in _STEPS_COPIES if _is_from(optimizer, library.paths)), None)
+    if library is not None and policy.manages_gradients:
+        takes = listed(levels_where(lambda row: not row.manages_gradients and not row.casts_parameters), "and")
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {library.name} {library.why}. {library.cure}; {takes} take it."
+        )
+    if policy.casts_parameters and not policy.master_weights and keeps_own_state(optimizer) and optimizer.state:
+        fp32 = levels_where(lambda row: row.master_weights)
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {type(optimizer).__name__} has stepped, and keeps its state in 8 or "
+            "4 bits with scales in fp32, which cannot be cast with the parameters. Call initialize before its first "
+            f"step, or use a level at which it steps fp32 ({', '.join(fp32)})."
+        )
+
+
+def keeps_own_state(optimizer: object) -> bool:
+    """Return whether ``optimizer`` keeps state in 8 or 4 bits, whose parts must stay in the dtypes that it chose."""
+    return _is_from(optimizer, _LOW_BITS)

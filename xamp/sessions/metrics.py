@@ -1,0 +1,133 @@
+"""The numbers of a session for a logger: loss scales, counts of steps, the last outcome, the norm of the gradients.
+
+Nothing here runs in a training step. What a step leaves behind anyway is read: the records of
+:class:`~xamp.scaling.scale.History`, the tensor that ``clip_grad_norm_`` returned, the gradients themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp.scaling.scale import LateNumber
+from xamp.scaling.step import OptimizerState, StepOutcome
+
+if TYPE_CHECKING:
+    from xamp.scaling.engine import Engine
+
+__all__ = ["collect", "note_norm"]
+
+# Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
+_norms: Any = WeakIdKeyDictionary()
+# Engine -> readers of norms on the device, by the indices of the optimizers.
+_readers: Any = WeakIdKeyDictionary()
+
+
+def note_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.Tensor) -> None:
+    """Remember the norm that ``clip_grad_norm_`` has computed for ``optimizer``. Costs a reference."""
+    if state is not None:
+        state.norm = norm
+    else:
+        _norms[optimizer] = norm
+
+
+def collect(
+    engine: Engine | None, states: Sequence[OptimizerState], *, wait: bool, scale: float = 1.0, scaled: bool = False
+) -> dict[str, float]:
+    """Return the numbers of ``engine``, seen from the optimizers of ``states``. See :meth:`Session.metrics`.
+
+    Args:
+        engine: the engine; None where there is none yet.
+        states: the optimizers whose outcome and norm are meant.
+        wait: wait for the device, so that no number is late.
+        scale: the loss scale where there is no engine yet.
+        scaled: the gradients are still scaled, so their norm would be wrong.
+    """
+    if engine is None:
+        scales, applied, skipped, late = [scale], 0, 0, 0
+    else:
+        scales, late = _scales(engine, wait), 0 if wait else sum(map(_lateness, engine.states))
+        applied, skipped = _counts(engine, wait)
+    return {
+        "loss_scale": scales[0],
+        **{f"loss_scale_{index}": found for index, found in enumerate(scales[1:], 1)},
+        "steps_applied": applied,
+        "steps_skipped": skipped,
+        "last_step_skipped": sum(_was_skipped(state, wait) for state in states),
+        "grad_norm": math.nan if engine is None else _norm(engine, states, wait, scaled),
+        "steps_late": late,
+    }
+
+
+def _lateness(state: OptimizerState) -> int:
+    """The number of steps whose outcome the host cannot read without waiting."""
+    return state.uncounted - len(state.arrived())
+
+
+def _newest(state: OptimizerState) -> Sequence[float] | None:
+    """Return the device state at the newest step that the host can read without waiting."""
+    arrived = state.arrived()
+    return arrived[-1] if arrived else state.seen
+
+
+def _scales(engine: Engine, wait: bool) -> list[float]:
+    """Return the loss scales: as they are now, or on a device that is not waited for as they were at a recent step."""
+    if not engine.enabled or not engine.scalers:
+        return [1.0]
+    if wait or not engine.states or engine.scalers[0].scale.is_cpu:  # a session of a real apex.amp has no states
+        return [float(scaler.scale) for scaler in engine.scalers]
+    values = next((v for s in sorted(engine.states, key=_lateness) if (v := _newest(s)) is not None), None)
+    if values is None or not engine.policy.dynamic:
+        return [scaler.host_scale for scaler in engine.scalers]
+    found = engine.memory.scales_in(values)
+    if engine.moves_before_step or not any(engine.memory.overflowed(values, s.index) for s in engine.states):
+        return list(found)
+    return [scaler.rules.after_overflow(scale) for scaler, scale in zip(engine.scalers, found, strict=True)]
+
+
+def _counts(engine: Engine, wait: bool) -> tuple[int, int]:
+    if wait or not engine.states:
+        stats = engine.stats()
+        return stats.applied, stats.skipped
+    late = [engine.memory.overflowed(values, s.index) for s in engine.states for values in s.arrived()]
+    return engine.counts.applied + len(late) - sum(late), engine.counts.skipped + sum(late)
+
+
+def _was_skipped(state: OptimizerState, wait: bool) -> bool:
+    outcome = state.outcome
+    if isinstance(outcome, torch.Tensor) and not wait and not outcome.is_cpu:
+        values = _newest(state)
+        return values is not None and state.engine.memory.overflowed(values, state.index)
+    return state.known_outcome() is StepOutcome.SKIPPED
+
+
+def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: bool) -> float:
+    """Return the norm that the last ``clip_grad_norm_`` found; without one, that of the gradients there are now."""
+    norm = _clipped_norm(states)
+    if norm is None:
+        grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
+        busy = scaled or any(state.open or state.gradients.is_pending for state in states)
+        if busy or not grads or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
+            return math.nan
+        norm = torch.nn.utils.get_total_norm(grads)
+    if wait:
+        return float(norm)
+    readers = _readers.setdefault(engine, {})
+    return float(readers.setdefault(tuple(state.index for state in states), LateNumber()).read(norm))
+
+
+def _clipped_norm(states: Sequence[OptimizerState]) -> torch.Tensor | None:
+    """Return the norm over all of ``states``; None where it is not known of each."""
+    known: dict[int, torch.Tensor] = {}
+    for state in states:
+        norm = state.norm if state.norm is not None or not state.is_alive else _norms.get(state.optimizer)
+        if norm is None:
+            return None
+        known[id(norm)] = norm  # one call over several optimizers has one norm
+    found = list(known.values())
+    return found[0] if len(found) == 1 else torch.stack(found).norm() if found else None
