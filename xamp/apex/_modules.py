@@ -13,7 +13,7 @@ MODULES = {
     "apex.amp._amp_state": "xamp.apex._amp_state",
     "apex.amp.frontend": "xamp.apex._frontend",
     "apex.amp.handle": "xamp.apex._scale_loss",
-    "apex.amp.scaler": "xamp.apex._scaler",
+    "apex.amp.scaler": "xamp.apex._loss_scaler",
     "apex.contrib": "xamp.apex.contrib",
     "apex.contrib.clip_grad": "xamp.apex.contrib.clip_grad",
     "apex.contrib.clip_grad.clip_grad": "xamp.apex.contrib.clip_grad",
@@ -28,6 +28,8 @@ MODULES = {
     "apex.fp16_utils.fp16_optimizer": "xamp.apex.fp16_utils.fp16_optimizer",
     "apex.fp16_utils.fp16util": "xamp.apex.fp16_utils.fp16util",
     "apex.fp16_utils.loss_scaler": "xamp.apex.fp16_utils.loss_scaler",
+    "apex.fused_dense": "xamp.apex.fused_dense",
+    "apex.fused_dense.fused_dense": "xamp.apex.fused_dense",
     "apex.mlp": "xamp.apex.mlp",
     "apex.mlp.mlp": "xamp.apex.mlp",
     "apex.multi_tensor_apply": "xamp.apex.multi_tensor_apply",
@@ -72,11 +74,10 @@ LEFT_OUT = {
     "apex.contrib.peer_memory": "use torch.distributed._symmetric_memory",
     "apex.contrib.sparsity": "use torch.sparse.to_sparse_semi_structured, or torch.ao.pruning.WeightNormSparsifier",
     "apex.contrib.transducer": "use torchaudio.functional.rnnt_loss",
-    "apex.fused_dense": "use torch.nn.Linear, and torch.nn.GELU where there was one",
     "apex.reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "use torch.distributed.tensor.parallel and torch.distributed.pipelining",
     "apex.contrib.optimizers.distributed_fused_adam": "use torch.distributed.optim.ZeroRedundancyOptimizer or FSDP",
-    "apex.contrib.optimizers.distributed_fused_lamb": "use torch.distributed.optim.ZeroRedundancyOptimizer with FusedLAMB",
+    "apex.contrib.optimizers.distributed_fused_lamb": "use ZeroRedundancyOptimizer of torch.distributed.optim",
 }
 """Module of Apex that xamp does not have: what to do in its place."""
 
