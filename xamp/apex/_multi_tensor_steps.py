@@ -157,21 +157,34 @@ def _adam(
     grads, params, exp_avgs, exp_avg_sqs = lists
     if not len(grads):
         return
-    old = floats(params)
-    used = list(floats(grads))
+    # The order of operations is that of torch.optim's Adam and AdamW, so that fp32 steps equal theirs bit for bit.
+    old, used = floats(params), floats(grads)
+    rate = number(lr)
     if mode == 0 and decay != 0.0:
         used = list(torch._foreach_add(used, old, alpha=decay))
-    update = _moments_update(used, exp_avgs, exp_avg_sqs, skip, betas, 1.0 - betas[0], eps, step, corrects)
     if mode != 0 and decay != 0.0:
-        torch._foreach_add_(update, old, alpha=decay)
-    torch._foreach_mul_(update, number(lr))
-    new = torch._foreach_sub(old, update)
+        old = list(torch._foreach_mul(old, 1.0 - rate * decay))
+    first = list(torch._foreach_lerp(floats(exp_avgs), used, 1.0 - betas[0]))
+    second = list(torch._foreach_mul(floats(exp_avg_sqs), betas[1]))
+    torch._foreach_addcmul_(second, used, used, value=1.0 - betas[1])
+    store(exp_avgs, first, skip)
+    store(exp_avg_sqs, second, skip)
+    denominators = list(torch._foreach_sqrt(second))
+    if corrects:
+        rate = rate / _correction(betas[0], step)
+        torch._foreach_div_(denominators, _correction(betas[1], step) ** 0.5)
+    torch._foreach_add_(denominators, eps)
+    if isinstance(rate, torch.Tensor):
+        update = torch._foreach_mul(torch._foreach_div(first, denominators), rate)
+        new = torch._foreach_sub(old, update)
+    else:
+        new = torch._foreach_addcdiv(old, first, denominators, value=-rate)
     for target in targets:
         store(target, new, skip)
 
 
 def _moments_update(
-    grads: Sequence[torch.Tensor],
+    grads: list[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
     skip: torch.Tensor | None,
@@ -224,10 +237,9 @@ def multi_tensor_adagrad(
     store(sums, total)
     denominators = torch._foreach_sqrt(total)
     torch._foreach_add_(denominators, epsilon)
-    update = list(torch._foreach_div(used, denominators))
     if mode != 0 and weight_decay != 0.0:
-        torch._foreach_add_(update, old, alpha=weight_decay)
-    store(params, torch._foreach_add(old, update, alpha=-lr))
+        old = list(torch._foreach_mul(old, 1.0 - lr * weight_decay))
+    store(params, torch._foreach_addcdiv(old, used, denominators, value=-lr))
 
 
 def multi_tensor_novograd(
@@ -414,7 +426,7 @@ def _clipped(grads: Sequence[torch.Tensor], norm: torch.Tensor, limit: Any) -> l
 
 
 def _lamb_update(
-    grads: Sequence[torch.Tensor],
+    grads: list[torch.Tensor],
     params: Sequence[torch.Tensor],
     moments: Lists,
     skip: torch.Tensor | None,
@@ -428,7 +440,7 @@ def _lamb_update(
 ) -> list[torch.Tensor]:
     old = floats(params)
     if mode == 0 and decay != 0.0:
-        grads = torch._foreach_add(list(grads), old, alpha=decay)
+        grads = list(torch._foreach_add(grads, old, alpha=decay))
     update = _moments_update(grads, moments[0], moments[1], skip, betas, beta3, eps, step, corrects)
     if mode != 0 and decay != 0.0:
         torch._foreach_add_(update, old, alpha=decay)

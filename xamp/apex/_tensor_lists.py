@@ -38,7 +38,8 @@ def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     """Return the norm over all from the norms of the parts, shape ``[1]``, as the kernels return it."""
     if not parts.numel():
         return parts.new_zeros(1)
-    return torch.linalg.vector_norm(parts, order).reshape(1)
+    norm: torch.Tensor = torch.linalg.vector_norm(parts, order)
+    return norm.reshape(1)
 
 
 def raise_flag(flag: torch.Tensor, *values: Sequence[torch.Tensor]) -> None:

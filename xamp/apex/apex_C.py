@@ -12,9 +12,10 @@ __all__ = ["flatten", "unflatten"]
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a new tensor of one dimension with the elements of all ``tensors``, which have one dtype and device."""
-    return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return,no-untyped-call]
+    flat: torch.Tensor = _flatten_dense_tensors(tensors)
+    return flat
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of ``flat`` with the shapes of ``tensors``."""
-    return list(_unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call]
+    return list(_unflatten_dense_tensors(flat, tensors))

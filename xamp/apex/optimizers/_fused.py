@@ -49,6 +49,11 @@ class FusedOptimizer(Optimizer):
             found.setdefault((param.dtype, param.device), []).append(param)
         yield from found.values()
 
+    @staticmethod
+    def _grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of parameters that have one."""
+        return [param.grad for param in params if param.grad is not None]
+
     def _state_list(
         self, params: Sequence[torch.Tensor], name: str, dtype: torch.dtype | None = None
     ) -> list[torch.Tensor]:

@@ -131,19 +131,20 @@ class FusedAdam(FusedOptimizer):
         sorted_params = list(self._with_gradients(group))
         group["step"] = int(group.get("step", 0)) + 1
         options = (group["lr"], *self._options(group, group["step"]))
-        clip = self._clip(group, [param.grad for params in sorted_params for param in params])
+        clip = self._clip(group, self._grads([param for params in sorted_params for param in params]))
         for params in sorted_params:
             lists = self._lists(params)
             if clip is not None:
                 lists[0] = list(torch._foreach_div(floats(lists[0]), clip))
             multi_tensor_applier(amp_C.multi_tensor_adam, None, lists, *options)
 
-    def _clip(self, group: dict[str, Any], grads: list[Any]) -> torch.Tensor | None:
+    def _clip(self, group: dict[str, Any], grads: list[torch.Tensor]) -> torch.Tensor | None:
         """Return what the gradients of a group are divided by, at least 1; None where nothing limits them."""
         limit = group.get("max_grad_norm", 0.0)
         if limit <= 0 or not grads:
             return None
-        return ((whole_norm(norms(grads)) + 1e-6) / limit).clamp(min=1.0).reshape(())
+        found: torch.Tensor = (whole_norm(norms(grads)) + 1e-6) / limit
+        return found.clamp(min=1.0).reshape(())
 
     def _step_capturable(self, group: dict[str, Any], masters: list[Any], grad_scaler: Any) -> None:
         device = group["params"][0].device

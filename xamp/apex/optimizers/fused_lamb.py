@@ -72,7 +72,7 @@ class FusedLAMB(FusedOptimizer):
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
         loss = self._loss_of(closure)
         sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
-        grads = [param.grad for lists in sorted_groups for params in lists for param in params]
+        grads = self._grads([param for lists in sorted_groups for params in lists for param in params])
         if not grads:
             return loss
         norm = whole_norm(norms(grads))

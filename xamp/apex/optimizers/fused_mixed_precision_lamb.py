@@ -92,10 +92,10 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         for group in self.param_groups[len(self.param_groups_full_precision) :]:
             self.param_groups_full_precision.append({"params": [self._wide(param) for param in group["params"]]})
         sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
-        grads = [param.grad for lists in sorted_groups for params in lists for param in params]
+        grads = self._grads([param for lists in sorted_groups for params in lists for param in params])
         if not grads:
             return loss
-        device = grads[0].device if grads[0] is not None else None
+        device = grads[0].device
         found_inf, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
         if grad_scaler is not None:
             found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)

@@ -70,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
         if batch:
             normed = self._over_all_ranks(x)
         else:
-            normed = _plain(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
+            normed = _own(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
         if x is not input:
             normed = normed.movedim(1, -1)
         if z is not None:
@@ -89,13 +89,11 @@ class SyncBatchNorm(_BatchNorm):
         if ranks == 1:
             if x.numel() == x.size(1):
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size{x.size()}")
-            return _single(x, mean, var, self.weight, self.bias, factor, self.eps)
+            return _own(x, mean, var, self.weight, self.bias, True, factor, self.eps)
         group = dist.group.WORLD if group is None else group
-        if _has_kernels(x.device.type):
-            return _TorchFunction.apply(  # type: ignore[no-any-return,no-untyped-call]
-                x, self.weight, self.bias, mean, var, self.eps, factor, group, ranks
-            )
-        return _Function.apply(x, self.weight, self.bias, mean, var, self.eps, factor, group, ranks)  # type: ignore[no-any-return,no-untyped-call]
+        kind: Any = _TorchFunction if _has_kernels(x.device.type) else _Function
+        normed: torch.Tensor = kind.apply(x, self.weight, self.bias, mean, var, self.eps, factor, group, ranks)
+        return normed
 
 
 @functools.cache
@@ -108,19 +106,17 @@ def _has_kernels(device_type: str) -> bool:
     return True
 
 
-def _wide(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.float() if tensor is not None and tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _plain(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, eps: float) -> torch.Tensor:
-    return F.batch_norm(
-        _wide(x) if weight is None or weight.dtype != x.dtype else x, mean, var, weight, bias, False, 0.0, eps
-    ).to(x.dtype)  # type: ignore[arg-type]
-
-
-def _single(x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, factor: float, eps: float) -> torch.Tensor:
-    wide: Any = _wide(x) if weight is not None and weight.dtype != x.dtype else x
-    return F.batch_norm(wide, mean, var, weight, bias, True, factor, eps).to(x.dtype)
+def _own(
+    x: torch.Tensor, mean: Any, var: Any, weight: Any, bias: Any, training: bool, factor: float, eps: float
+) -> torch.Tensor:
+    """Return the batch norm of this rank alone, in the dtype of ``x``; in fp32 where the weights are of another."""
+    others = [t.dtype for t in (mean, weight) if t is not None]
+    wide = x if all(dtype == x.dtype for dtype in others) else _wide(x)
+    return F.batch_norm(wide, mean, var, weight, bias, training, factor, eps).to(x.dtype)
 
 
 def _channels(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -144,7 +140,7 @@ class _Function(torch.autograd.Function):
         group: Any,
         ranks: int,
     ) -> torch.Tensor:
-        wide: Any = _wide(x)
+        wide = _wide(x)
         mean, var, count = _joined(wide, group, ranks)
         total = int(count)
         if total == 1:
@@ -160,12 +156,13 @@ class _Function(torch.autograd.Function):
             normed = normed * _channels(weight.to(wide.dtype), x)
         if bias is not None:
             normed = normed + _channels(bias.to(wide.dtype), x)
-        return normed.to(x.dtype)
+        result: torch.Tensor = normed.to(x.dtype)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, mean, scale = ctx.saved_tensors
-        grad: Any = _wide(grads[0])
+        grad = _wide(grads[0])
         dims = [d for d in range(x.dim()) if d != 1]
         normed = (x.to(grad.dtype) - _channels(mean, x)) * _channels(scale, x)
         own_bias, own_weight = grad.sum(dims), (grad * normed).sum(dims)
