@@ -148,7 +148,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     @staticmethod
     def _sort_norms(group: dict[str, Any]) -> None:
-        """Make the norms, or swap them after the parameters changed their dtype, as a resumed run at another level does."""
+        """Make the norms, or swap the two lists where all parameters changed their dtype: another level resumes."""
         params = group["params"]
         halves = sum(param.dtype in _LOWER for param in params)
         found = group.get("exp_avg_sq")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -142,13 +143,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise ValueError(_SHARED_PARAM)
         if allreduce_trigger_params is not None and delay_allreduce:
             raise ValueError("Setting allreduce_trigger_params is only valid if delay_allreduce=False.")
-        super().__init__(
-            module,
-            broadcast_buffers=False,
-            bucket_cap_mb=max(1, round(message_size * _ELEMENT / 2**20)),
-            find_unused_parameters=bool(delay_allreduce),
-            gradient_as_bucket_view=bool(retain_allreduce_buffers),
-        )
+        with warnings.catch_warnings():
+            # torch has no other name yet for what Apex does: leave buffers alone at the start too.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(
+                module,
+                broadcast_buffers=False,
+                bucket_cap_mb=max(1, round(message_size * _ELEMENT / 2**20)),
+                find_unused_parameters=bool(delay_allreduce),
+                gradient_as_bucket_view=bool(retain_allreduce_buffers),
+            )
         self.delay_allreduce = delay_allreduce
         self.message_size = message_size
         self.allreduce_always_fp32 = allreduce_always_fp32
@@ -159,7 +163,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
             divide_after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
             before = 1.0 / gradient_predivide_factor
-            self.register_comm_hook(_Reduction(allreduce_always_fp32, before, divide_after), _reduce_bucket)
+            # Without annotations: torch compares them with its own types, and those of this file are strings.
+            how = _Reduction(allreduce_always_fp32, before, divide_after)
+            self.register_comm_hook(how, lambda how, bucket: how(bucket))
 
     def enable_allreduce(self) -> None:
         """Reduce gradients again, those that were accumulated meanwhile too."""
@@ -171,25 +177,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
 
 class _Reduction:
-    """How :func:`_reduce_bucket` reduces: in fp32 or not, and what gradients are multiplied by before and after."""
+    """Sums a bucket over the ranks: in fp32 or not, multiplied by numbers before and after."""
 
     def __init__(self, in_fp32: bool, before: float, after: float) -> None:
         self.in_fp32 = in_fp32
         self.before = before
         self.after = after
 
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        buffer: torch.Tensor = bucket.buffer()
+        sent = buffer.float() if self.in_fp32 and buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+        if self.before != 1.0:
+            sent.mul_(self.before)
+        future: Any = dist.all_reduce(sent, async_op=True).get_future()
 
-def _reduce_bucket(how: _Reduction, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    buffer: torch.Tensor = bucket.buffer()
-    sent = buffer.float() if how.in_fp32 and buffer.dtype in (torch.float16, torch.bfloat16) else buffer
-    if how.before != 1.0:
-        sent.mul_(how.before)
-    future = dist.all_reduce(sent, async_op=True).get_future()
+        def finish(done: Any) -> torch.Tensor:
+            summed: torch.Tensor = done.value()[0]
+            if self.after != 1.0:
+                summed.mul_(self.after)
+            return buffer.copy_(summed) if summed is not buffer else buffer
 
-    def finish(done: Any) -> torch.Tensor:
-        summed: torch.Tensor = done.value()[0]
-        if how.after != 1.0:
-            summed.mul_(how.after)
-        return buffer.copy_(summed) if summed is not buffer else buffer
-
-    return future.then(finish)  # type: ignore[no-any-return]
+        return future.then(finish)  # type: ignore[no-any-return]
