@@ -40,6 +40,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
 
 
+class Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return out
+
+
 def worst(found: Any, expected: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
 
@@ -122,26 +134,23 @@ def ddp(rank: int, **options: Any) -> dict[str, Any]:
 
 def unused(rank: int) -> dict[str, Any]:
     """``delay_allreduce`` takes parameters that get no gradient; ``disable_allreduce`` keeps gradients on the rank."""
-    model = nn.ModuleDict({"used": nn.Linear(4, 2), "unused": nn.Linear(4, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign, assignment]
-    torch.manual_seed(0)
-    nn.init.uniform_(model["used"].weight)
+    model = Half()
     wrapped = DistributedDataParallel(model, delay_allreduce=True)
     xs = batches(7)
     wrapped(xs[rank]).sum().backward()
-    first = model["used"].weight.grad.clone()
+    first = grads(model)[0].clone()
     expected = torch.stack([x.sum(0) for x in xs]).mean(0).expand(2, 4)
     wrapped.disable_allreduce()
     wrapped.zero_grad()
     wrapped(xs[rank]).sum().backward()
-    local = model["used"].weight.grad.clone()
+    local = grads(model)[0].clone()
     wrapped.enable_allreduce()
     wrapped(xs[rank]).sum().backward()
     return {
-        "none": model["unused"].weight.grad is None,
+        "none": model.unused.weight.grad is None,
         "first": worst([first], [expected]),
         "local": worst([local], [xs[rank].sum(0).expand(2, 4)]),
-        "both": worst([model["used"].weight.grad], [2 * expected]),
+        "both": worst(grads(model)[:1], [2 * expected]),
     }
 
 

@@ -184,7 +184,7 @@ def _start(params: Tensors, moments: int) -> tuple[Tensors, ...]:
     return (wide, *([torch.zeros_like(param) for param in wide] for _ in range(moments)))
 
 
-ORACLES = {
+ORACLES: dict[str, Callable[..., Tensors]] = {
     "FusedAdam": adam,
     "FusedAdagrad": adagrad,
     "FusedLAMB": lamb,

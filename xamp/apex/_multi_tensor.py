@@ -141,6 +141,8 @@ def update_scale_hysteresis(
     grows = ~found & (clean == growth_interval)
     grown = (current_scale.double() * growth_factor).to(current_scale.dtype)
     smaller = (current_scale.double() * backoff_factor).to(current_scale.dtype)
+    # Apex's kernel is compiled to have no denormal numbers: it backs off to zero.
+    smaller = torch.where(smaller < torch.finfo(smaller.dtype).smallest_normal, torch.zeros_like(smaller), smaller)
     kept = torch.where(grows & torch.isfinite(grown), grown, current_scale)
     current_scale.copy_(torch.where(backs_off, smaller, kept))
     growth_tracker.copy_(torch.where(found | grows, torch.zeros_like(clean), clean))

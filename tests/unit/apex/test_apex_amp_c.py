@@ -193,6 +193,15 @@ def test_the_scale_backs_off_at_the_second_overflow() -> None:
     ]
 
 
+def test_the_scale_backs_off_to_zero_not_to_denormal_numbers() -> None:
+    scale, growth, left = torch.tensor([2.0**-125]), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    seen = []
+    for _ in range(2):
+        amp_C.update_scale_hysteresis(scale, growth, left, torch.ones(1), 2.0, 0.5, 3, 1)
+        seen.append(float(scale))
+    assert seen == [2.0**-126, 0.0]
+
+
 def test_flat_and_back() -> None:
     xs = _tensors(torch.float32)
     flat = apex_C.flatten(xs)

@@ -56,6 +56,7 @@ def _by_hand(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer], sca
 
 def test_networks_are_converted_but_not_their_batch_norms() -> None:
     model = fp16_utils.network_to_half(_model())
+    assert isinstance(model, nn.Sequential)
     assert isinstance(model[0], fp16_utils.tofp16)
     assert [param.dtype for param in model.parameters()] == [torch.float16] * 2 + [torch.float32] * 2 + [
         torch.float16
