@@ -2,8 +2,8 @@
 
 Each function takes ``(chunk_size, noop_flag, tensor_lists, *arguments)`` and writes into the lists. Where Apex's kernel
 reads the flag (SGD, the capturable Adams, the mixed-precision LAMB), nothing changes if the flag is set; the host does
-not wait for it. The others let inf and nan through, as Apex's do. No function changes gradients, unlike Apex's LAMB,
-which leaves its update in them, and its capturable Adams, which leave them unscaled.
+not wait for it. The others let inf and nan through, as Apex's do. The capturable Adams leave the gradients unscaled, as
+Apex's do. No other function changes gradients; Apex's LAMB leaves its update in them.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ def multi_tensor_adam_capturable(
     inv_scale: torch.Tensor,
 ) -> None:
     """Take a step of Adam with learning rate, step and ``inv_scale``, which gradients are multiplied by, as tensors."""
-    grads = list(torch._foreach_mul(floats(tensor_lists[0]), number(inv_scale)))
-    lists = [grads, *tensor_lists[1:4]]
+    lists = [_unscaled(tensor_lists[0], inv_scale, noop_flag), *tensor_lists[1:4]]
     _adam(lists, tensor_lists[1:2], noop_flag, lr, (beta1, beta2), epsilon, step, mode, bias_correction, weight_decay)
 
 
@@ -136,10 +135,18 @@ def multi_tensor_adam_capturable_master(
 ) -> None:
     """Do as :func:`multi_tensor_adam_capturable`, on masters, the fifth list, which are then written to the second."""
     grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
-    scaled = list(torch._foreach_mul(floats(grads), number(inv_scale)))
-    lists = [scaled, masters, exp_avgs, exp_avg_sqs]
+    lists = [_unscaled(grads, inv_scale, noop_flag), masters, exp_avgs, exp_avg_sqs]
     targets = [masters, params]
     _adam(lists, targets, noop_flag, lr, (beta1, beta2), epsilon, step, mode, bias_correction, weight_decay)
+
+
+def _unscaled(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the gradients times ``inv_scale`` in fp32, and write them back."""
+    if not len(grads):
+        return []
+    unscaled = list(torch._foreach_mul(floats(grads), number(inv_scale)))
+    store(grads, unscaled, skip)
+    return unscaled
 
 
 def _adam(

@@ -270,6 +270,9 @@ def test_capturable_adam_steps_by_the_scale_of_a_grad_scaler() -> None:
         scaler.scale((param * torch.tensor([1.0, -2.0, 0.5]) * scale).sum()).backward()
         with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
             scaler.step(optimizer)
+        if number != 2:  # Apex's kernel leaves them unscaled too
+            assert param.grad is not None
+            assert param.grad.tolist() == [1.0, -2.0, 0.5]
         scaler.update()
         if number != 2:
             (twin * torch.tensor([1.0, -2.0, 0.5])).sum().backward()
