@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from xamp.apex import amp
+from xamp.apex._modules import LEFT_OUT
 
-__all__ = ["amp"]
+if TYPE_CHECKING:
+    from xamp.apex import amp, contrib, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel
+
+__all__ = ["amp", "contrib", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+
+_MORE = ("amp_C", "apex_C", "fused_dense", "mlp", "pyprof")
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in __all__ or name in _MORE or f"apex.{name}" in LEFT_OUT:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

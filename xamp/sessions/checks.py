@@ -315,6 +315,8 @@ def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
 
 
 def _check_eps(optimizer: Optimizer, policy: Policy) -> None:
+    if getattr(optimizer, "steps_in_fp32", False):
+        return
     for group in optimizer.param_groups:
         eps = group.get("eps")
         if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=policy.dtype)) == 0.0:

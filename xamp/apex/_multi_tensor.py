@@ -1,0 +1,163 @@
+"""Scaling, sums and norms over lists of tensors: the part of ``amp_C`` that is not an optimizer's step.
+
+Each function takes ``(chunk_size, noop_flag, tensor_lists, *arguments)``. The chunk size makes no difference here. The
+flag, an int32 tensor of shape ``[1]``, becomes 1 where the input holds inf or nan; the output is written all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xamp.apex._tensor_lists import Lists, floats, norms, number, raise_flag, store, whole_norm
+
+__all__ = [
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_maxnorm",
+    "multi_tensor_norm_out",
+    "multi_tensor_scale",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any) -> None:
+    """Write ``inputs * scale`` into the outputs. Lists: inputs, outputs, which may be one list."""
+    sources, targets = tensor_lists
+    if not len(sources):
+        return
+    raise_flag(noop_flag, sources)
+    store(targets, torch._foreach_mul(floats(sources), number(scale)))
+
+
+def multi_tensor_axpby(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int
+) -> None:
+    """Write ``a * x + b * y`` into the outputs. Lists: x, y, outputs.
+
+    ``arg_to_check``: 0 and 1 look for inf and nan in x or in y, -1 in both.
+    """
+    xs, ys, targets = tensor_lists
+    if not len(xs):
+        return
+    raise_flag(noop_flag, *((xs, ys) if arg_to_check == -1 else ((xs, ys)[arg_to_check],)))
+    sums = torch._foreach_mul(floats(xs), a)
+    torch._foreach_add_(sums, torch._foreach_mul(floats(ys), b))
+    store(targets, sums)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the L2 norm over the one list, shape ``[1]``, and that of each tensor (else an empty tensor), in fp32."""
+    return _norms_of(noop_flag, tensor_lists, 2.0, per_tensor)
+
+
+multi_tensor_l2norm_mp = multi_tensor_l2norm
+
+
+def multi_tensor_maxnorm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest magnitude over the one list, and that of each tensor, as :func:`multi_tensor_l2norm` does."""
+    return _norms_of(noop_flag, tensor_lists, float("inf"), per_tensor)
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any, per_tensor: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write ``inputs * scale`` into the outputs, and return the norms of what was written. Lists: inputs, outputs."""
+    sources, targets = tensor_lists
+    raise_flag(noop_flag, sources)
+    scaled = list(torch._foreach_mul(floats(sources), number(scale)))
+    store(targets, scaled)
+    return _both(norms(scaled), 2.0, per_tensor)
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    inv_scale: torch.Tensor,
+    per_tensor: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norms of ``inputs * inv_scale``; the inputs stay. ``inv_scale``: a tensor with one element."""
+    unscaled = list(torch._foreach_mul(floats(tensor_lists[0]), number(inv_scale)))
+    return _norms_of(noop_flag, [unscaled], 2.0, per_tensor)
+
+
+def multi_tensor_norm_out(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    out: torch.Tensor,
+    alpha: float,
+    beta: float,
+    norm_type: int,
+) -> None:
+    """Blend the norm of each tensor into ``out``, shape ``[number of tensors]``.
+
+    ``norm_type`` 2: ``out = sqrt(alpha * out**2 + beta * norm**2)``; 0, the largest magnitude:
+    ``out = alpha * out + beta * norm``.
+    """
+    found = norms(tensor_lists[0], 2.0 if norm_type == 2 else float("inf")).to(out)
+    raise_flag(noop_flag, tensor_lists[0])
+    if norm_type == 2:
+        out.copy_((alpha * out.square() + beta * found.square()).sqrt())
+    else:
+        out.mul_(alpha).add_(found, alpha=beta)
+
+
+def update_scale_hysteresis(
+    current_scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> torch.Tensor:
+    """Move a dynamic loss scale, which backs off only at the ``hysteresis``-th overflow. The host does not wait.
+
+    Args:
+        current_scale: fp32, one element; changed in place and returned.
+        growth_tracker: int32, one element: clean steps since the scale last changed; changed in place.
+        hysteresis_tracker: int32, one element: overflows left until the scale backs off; changed in place.
+        found_inf: fp32, one element: above 0 where this step overflowed.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` clean steps.
+        backoff_factor: the scale is multiplied by this when it backs off.
+        growth_interval: see ``growth_factor``.
+        hysteresis: what ``hysteresis_tracker`` is set to after a clean step.
+    """
+    found = found_inf > 0
+    hysteresis_tracker.sub_(found.to(hysteresis_tracker.dtype))
+    backs_off = found & (hysteresis_tracker <= 0)
+    clean = growth_tracker + 1
+    grows = ~found & (clean == growth_interval)
+    grown = (current_scale.double() * growth_factor).to(current_scale.dtype)
+    smaller = (current_scale.double() * backoff_factor).to(current_scale.dtype)
+    # Apex's kernel is compiled to have no denormal numbers: it backs off to zero.
+    smaller = torch.where(smaller < torch.finfo(smaller.dtype).smallest_normal, torch.zeros_like(smaller), smaller)
+    kept = torch.where(grows & torch.isfinite(grown), grown, current_scale)
+    current_scale.copy_(torch.where(backs_off, smaller, kept))
+    growth_tracker.copy_(torch.where(found | grows, torch.zeros_like(clean), clean))
+    hysteresis_tracker.copy_(torch.where(found, hysteresis_tracker, torch.full_like(hysteresis_tracker, hysteresis)))
+    return current_scale
+
+
+def _norms_of(
+    flag: torch.Tensor, tensor_lists: Lists, order: float, per_tensor: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    each = norms(tensor_lists[0], order)
+    whole, parts = _both(each, order, per_tensor)
+    flag.masked_fill_(~torch.isfinite(whole).all().to(flag.device), 1)
+    return whole, parts
+
+
+def _both(each: torch.Tensor, order: float, per_tensor: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return whole_norm(each, order), each if per_tensor else each.new_empty(0)

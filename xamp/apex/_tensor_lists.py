@@ -1,0 +1,65 @@
+"""What the functions of ``amp_C`` share: lists in fp32, numbers from tensors, writes that a flag prevents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Lists", "floats", "norms", "number", "raise_flag", "store", "whole_norm"]
+
+Lists = Sequence[Sequence[torch.Tensor]]
+
+_LOWER = (torch.float16, torch.bfloat16)
+
+
+def floats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors, those of 16 bits as copies in fp32. Others are the very same, detached."""
+    return [t.detach().float() if t.dtype in _LOWER else t.detach() for t in tensors]
+
+
+def number(value: Any) -> Any:
+    """Return ``value`` as what a foreach operator takes: a Python number, or a tensor without dimensions."""
+    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
+
+
+def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
+    """Return the norm of each tensor, computed in fp32 (fp64 for fp64), shape ``[len(tensors)]``."""
+    wide = [t.detach() for t in tensors]
+    if not wide:
+        return torch.zeros(0)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in wide) else torch.float32
+    filled = [t if t.numel() else t.new_zeros(1) for t in wide]
+    return torch.stack(list(torch._foreach_norm(filled, order, dtype=dtype)))
+
+
+def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
+    """Return the norm over all from the norms of the parts, shape ``[1]``, as the kernels return it."""
+    if not parts.numel():
+        return parts.new_zeros(1)
+    norm: torch.Tensor = torch.linalg.vector_norm(parts, order)
+    return norm.reshape(1)
+
+
+def raise_flag(flag: torch.Tensor, *values: Sequence[torch.Tensor]) -> None:
+    """Set ``flag`` to 1 if an element of ``values`` is inf or nan. The host does not wait."""
+    for tensors in values:
+        if len(tensors):
+            flag.masked_fill_(~torch.isfinite(norms(tensors, float("inf"))).all().to(flag.device), 1)
+
+
+def store(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], skip: torch.Tensor | None = None) -> None:
+    """Write ``values`` into ``targets``, in their dtypes.
+
+    Args:
+        targets: tensors of any floating dtype.
+        values: as many, of the same shapes.
+        skip: where this is not zero, on the device, the targets keep what they hold.
+    """
+    plain = [t.detach() for t in targets]
+    if skip is not None:
+        raised = skip.reshape(()) != 0
+        values = [torch.where(raised.to(t.device), t, v.to(t.dtype)) for t, v in zip(plain, values, strict=True)]
+    if plain:
+        torch._foreach_copy_(plain, list(values))

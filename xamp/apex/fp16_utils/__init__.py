@@ -1,0 +1,36 @@
+"""``apex.fp16_utils``: half precision by hand, as it was before ``apex.amp``. New scripts use ``xamp.initialize``."""
+
+from __future__ import annotations
+
+from xamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
+from xamp.apex.fp16_utils.fp16util import (
+    BN_convert_float,
+    FP16Model,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+from xamp.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = [
+    "BN_convert_float",
+    "DynamicLossScaler",
+    "FP16Model",
+    "FP16_Optimizer",
+    "LossScaler",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]

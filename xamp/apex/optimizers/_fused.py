@@ -1,0 +1,92 @@
+"""What Apex's fused optimizers have in common: how they clear gradients, sort tensors by dtype and load states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.errors import CheckpointError
+
+__all__ = ["FusedOptimizer"]
+
+
+class FusedOptimizer(Optimizer):
+    """An optimizer that steps lists of tensors, as Apex's do.
+
+    Attributes:
+        set_grad_none: what ``zero_grad()`` does where its caller does not say.
+        steps_in_fp32: the arithmetic is in fp32 whatever the dtype of a parameter, so a small ``eps`` counts.
+    """
+
+    set_grad_none = True
+    steps_in_fp32 = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Set the gradients to None or to zero; by default as ``set_grad_none`` says."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _with_gradients(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
+        """Yield the parameters of ``group`` that have a gradient, sorted into lists by dtype and device."""
+        found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead"
+                )
+            if not param.dtype.is_floating_point:
+                raise RuntimeError(f"{type(self).__name__} only support fp16 and fp32.")
+            found.setdefault((param.dtype, param.device), []).append(param)
+        yield from found.values()
+
+    @staticmethod
+    def _grads(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of parameters that have one."""
+        return [param.grad for param in params if param.grad is not None]
+
+    def _state_list(
+        self, params: Sequence[torch.Tensor], name: str, dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """Return the state ``name`` of each parameter; where there is none yet, zeros of ``dtype`` are made."""
+        for param in params:
+            state = self.state[param]
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        return [self.state[param][name] for param in params]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that this class or Apex's saved.
+
+        torch casts moments to the dtype of their parameter. Moments that were saved in fp32 stay fp32 here.
+
+        Raises:
+            CheckpointError: the state is of another optimizer.
+        """
+        self._check_state(state_dict)
+        super().load_state_dict(state_dict)
+        saved_ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved_ids, params, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and self.state[param][key].dtype != value.dtype:
+                    self.state[param][key] = value.detach().to(param.device, copy=True)
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state whose groups lack what a step reads."""
+        needed = {key for key in self.defaults if key not in ("lr", "max_grad_norm")}
+        for number, group in enumerate(state_dict.get("param_groups", ())):
+            if missing := sorted(needed - set(group)):
+                raise CheckpointError(
+                    f"{type(self).__name__}.load_state_dict: group {number} of the state has no {', '.join(missing)}. "
+                    f"It was saved by another optimizer; load it into that one, or start {type(self).__name__} anew."
+                )
