@@ -8,6 +8,7 @@ code is that of the command, or 2 where the emulation cannot be set up.
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     command = _command(args)
     if not command:
         return _refuse(f"no command given. Write it after --: xamp emulate {args.what} -- python train.py")
+    # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
+    os.environ["XAMP_EMULATED_START"] = "xamp.apex:install"
     emulate: _Run = pkgutil.resolve_name(known[name])
     try:
         return emulate(chip, args.devices, command)
