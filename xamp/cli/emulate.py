@@ -17,6 +17,7 @@ from xamp.errors import XampError
 
 __all__ = ["add_arguments", "run"]
 
+_START = "XAMP_EMULATED_START"  # what a Python of the command calls first
 _Run = Callable[[str, int, list[str]], int]
 
 
@@ -40,13 +41,15 @@ def run(args: argparse.Namespace) -> int:
     command = _command(args)
     if not command:
         return _refuse(f"no command given. Write it after --: xamp emulate {args.what} -- python train.py")
-    # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
-    os.environ["XAMP_EMULATED_START"] = "xamp.apex:install"
     emulate: _Run = pkgutil.resolve_name(known[name])
+    # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
+    os.environ[_START] = "xamp.apex:install"
     try:
         return emulate(chip, args.devices, command)
     except XampError as error:
         return _refuse(str(error))
+    finally:
+        del os.environ[_START]
 
 
 def _command(args: argparse.Namespace) -> list[str]:

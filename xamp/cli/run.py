@@ -9,6 +9,7 @@ the script; the exit code is the script's, or 2 where the device asked for is no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 
@@ -38,24 +39,36 @@ def run(args: argparse.Namespace) -> int:
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         return _refuse("no script given: xamp run train.py, or xamp run -m package.train")
+    with contextlib.ExitStack() as at_end:
+        if not args.own_process:
+            at_end.callback(_restore, dict(os.environ))
+        try:
+            _use(args.device)
+        except XampError as error:
+            return _refuse(str(error))
+        from xamp.run import script
+        from xamp.run.launch import Settings
+
+        settings = Settings(args.pretend_cuda, args.prefer)
+        module = args.module is not None
+        return script.run(words[0], words[1:], module=module, settings=settings, own_process=args.own_process)
+
+
+def _use(device: str | None) -> None:
+    """Make ``device`` the device in use, of child processes too, and check that it is there."""
     from xamp.registry.registry import require_torch
 
-    try:
-        require_torch("xamp run")
-        from xamp.registry.device_in_use import DEVICE_VARIABLE, device
+    require_torch("xamp run")
+    from xamp.registry import device_in_use
 
-        if args.device is not None:
-            os.environ[DEVICE_VARIABLE] = args.device
-        device()
-    except XampError as error:
-        return _refuse(str(error))
-    from xamp.run import script
-    from xamp.run.launch import Settings
+    if device is not None:
+        os.environ[device_in_use.DEVICE_VARIABLE] = device
+    device_in_use.device()
 
-    settings = Settings(args.pretend_cuda, args.prefer)
-    return script.run(
-        words[0], words[1:], module=args.module is not None, settings=settings, own_process=args.own_process
-    )
+
+def _restore(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _refuse(text: str) -> int:

@@ -143,7 +143,8 @@ _RULES = (
     ),
     _Rule(
         "RuntimeError",
-        r"(nll_loss|cross_entropy|index|scatter|gather|one_hot|embedding).*Int\b|expected scalar type Long but found Int|"
+        r"(nll_loss|cross_entropy|index|scatter|gather|one_hot|embedding).*Int\b|expected scalar type Long but"
+        r" found Int|"
         r"expected (a )?(dtype )?int64|Expected.*Long.*Int",
         "labels and indices in int32, a habit of Ascend scripts, are int64 elsewhere. Write .long()",
     ),

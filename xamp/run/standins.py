@@ -17,6 +17,7 @@ class StandIn(type):
     _xamp_target: Any
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """What a call of the class does."""
         if "_xamp_call" not in vars(cls):  # a subclass that the script made
             return super().__call__(*args, **kwargs)
         return vars(cls)["_xamp_call"].__func__(*args, **kwargs)

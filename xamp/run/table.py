@@ -1,8 +1,8 @@
 """What is redirected, as data: names of torch, how each is handled, and what to write in its place when porting.
 
 A row is an owner, its names and a handler: a function of ``handlers``, ``casts`` or ``ranks``. What is in no row of
-these tables is left as it is, and so is the truth that torch tells: ``is_available()``, ``device_count()``, ``is_cuda``,
-``type()``, ``torch.version.cuda``.
+these tables is left as it is, and so is the truth that torch tells: ``is_available()``, ``device_count()``,
+``is_cuda``, ``type()``, ``torch.version.cuda``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Runs at the start of every Python process of an emulated command, children included: its folder is on PYTHONPATH.
 
-It only installs import hooks, and calls what the command asks for at the start. ``emulation.importing`` then handles the import of torch_npu, by torch or by the user.
-Python runs only the first ``sitecustomize`` on the path, so this one runs the next.
+It installs import hooks, and calls what the command asks for at the start. ``emulation.importing`` then handles the
+import of torch_npu, by torch or by the user. Python runs only the first ``sitecustomize`` on the path, so this one runs
+the next.
 """
 
 from __future__ import annotations
