@@ -50,6 +50,9 @@ class _Served(ModuleType):
         else:
             setattr(self.__dict__["_xamp_target"], name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_xamp_target"], name)
+
     def __dir__(self) -> list[str]:
         return dir(self.__dict__["_xamp_target"])
 

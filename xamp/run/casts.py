@@ -81,7 +81,7 @@ def autocast_state(site: Site) -> Any:
         site.note()
         return original(target.type)
 
-    return like(original, state)
+    return like(original, state, site.label)
 
 
 def autocast_gpu_dtype(site: Site) -> Any:
@@ -94,7 +94,7 @@ def autocast_gpu_dtype(site: Site) -> Any:
         site.note()
         return torch.get_autocast_dtype(target.type)
 
-    return like(original, state)
+    return like(original, state, site.label)
 
 
 # ---------------------------------------------------------------- legacy types of tensors
@@ -157,4 +157,4 @@ def default_tensor_type(site: Site) -> Any:
         if not target.is_host:
             torch.set_default_device(target.type)
 
-    return like(original, set_default_tensor_type)
+    return like(original, set_default_tensor_type, site.label)

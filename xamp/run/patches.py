@@ -68,5 +68,6 @@ def clear_caches() -> None:
         clear = getattr(function, "cache_clear", None)
         if clear is not None:
             clear()
-    if "torch._dynamo" in sys.modules:
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.output_codes.seen:  # something was compiled
         torch._dynamo.reset()

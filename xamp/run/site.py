@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -64,16 +65,26 @@ class Site:
 
 def is_inside(depth: int = 2) -> bool:
     """Whether the caller of the function that calls this one is torch, a part of xamp, or a vendor's part of torch."""
-    name = sys._getframe(depth).f_globals.get("__name__", "")
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals.get("__name__") == "xamp.run.standins":
+        frame = frame.f_back
+    name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in ("torch", "xamp", "torch_npu")
 
 
 def like(original: Any, replacement: Callable[..., Any], label: str = "") -> Callable[..., Any]:
-    """Give a replacement the name and the place of the original, so that it is pickled by name."""
+    """Give a replacement the name and the place of the original, so that it is pickled by name.
+
+    Args:
+        original: what stood there.
+        replacement: what stands there now.
+        label: for a function of C, which does not say where it stands: its name as a script spells it.
+    """
     functools.update_wrapper(replacement, original)
     replacement.__dict__.pop("__wrapped__", None)
-    if not isinstance(getattr(original, "__module__", None), str):
-        replacement.__module__ = "torch"
     if label.startswith("Tensor."):
         replacement.__module__, replacement.__qualname__ = "torch", label
+    elif not isinstance(getattr(original, "__module__", None), str):
+        module, _, name = label.rpartition(".")
+        replacement.__module__, replacement.__qualname__ = module or "torch", name or replacement.__name__
     return replacement

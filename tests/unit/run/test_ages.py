@@ -40,7 +40,7 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "int32 labels": (lambda: functional.cross_entropy(torch.ones(2, 3), torch.ones(2, dtype=torch.int32)), ".long()"),
     "iterator.next": (lambda: iter(torch.utils.data.DataLoader([1])).next(), "next(iterator)"),  # type: ignore[attr-defined, arg-type, var-annotated]
     "weights_only": (_load_object, "weights_only=False"),
-    "no symeig": (lambda: torch.symeig, "torch.linalg.eigh"),  # type: ignore[attr-defined]
+    "symeig": (lambda: torch.symeig(torch.eye(2)), "took its place"),  # type: ignore[attr-defined]
     "no torch._six": (lambda: importlib.import_module("torch._six"), "math.inf"),
     "no rfft": (lambda: torch.rfft(torch.ones(2), 1), "torch.fft.rfft"),  # type: ignore[attr-defined]
     "no ffi": (lambda: importlib.import_module("torch.utils.ffi"), "cpp_extension"),
@@ -51,6 +51,7 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", AGED)
 def test_what_comes_from_age_is_told_as_that(case: str) -> None:
     code, says = AGED[case]

@@ -409,6 +409,7 @@ def test_modules_pickled_inside_load_outside() -> None:
     assert found.device == torch.device("cuda:0")
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_scripting_still_works(on_cpu: Report) -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, torch.zeros(2)]) + torch.ones_like(x).sum()
