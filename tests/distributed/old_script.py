@@ -27,16 +27,16 @@ plain = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatt
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1)).double()
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda(args.local_rank)
-model = nn.parallel.DistributedDataParallel(model, device_ids=[args.local_rank], output_device=args.local_rank)
+parallel = nn.parallel.DistributedDataParallel(model, device_ids=[args.local_rank], output_device=args.local_rank)
 batches = torch.randn(2, 5, 2, 2, 2, dtype=torch.double)
 for _ in range(2):
-    model.zero_grad()
-    model(batches[args.local_rank].cuda(non_blocking=True)).square().mean().backward()
+    parallel.zero_grad()
+    parallel(batches[args.local_rank].cuda(non_blocking=True)).square().mean().backward()
     plain.zero_grad()
     plain(batches.flatten(0, 1)).square().mean().backward()
-pairs = list(zip(model.module.parameters(), plain.parameters(), strict=True))
-buffers = list(zip(model.module.buffers(), plain.buffers(), strict=True))
-model.eval()
+pairs = list(zip(parallel.module.parameters(), plain.parameters(), strict=True))
+buffers = list(zip(parallel.module.buffers(), plain.buffers(), strict=True))
+parallel.eval()
 found = {
     "rank": dist.get_rank(),
     "world": dist.get_world_size(),
@@ -45,7 +45,7 @@ found = {
         float((a.grad - b.grad).abs().max()) for a, b in pairs if a.grad is not None and b.grad is not None
     ),
     "buffers": max(float((a - b).abs().max()) for a, b in buffers),
-    "evaluates": list(model(batches[0]).shape),
+    "evaluates": list(parallel(batches[0]).shape),
 }
 with open(f"{args.folder}/{args.local_rank}.json", "w") as file:
     json.dump(found, file)

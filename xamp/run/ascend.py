@@ -14,7 +14,7 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -259,8 +259,7 @@ def _profiler(ascend: Ascend) -> ModuleType:
 
 
 def _asked_by_xamp() -> bool:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_code.co_filename:
-        frame = frame.f_back  # type: ignore[assignment]
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
-    return str(name).partition(".")[0] == "xamp"
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "xamp"

@@ -164,6 +164,8 @@ class Prefetcher:
     def __init__(self, loader: Iterable[Any], stream: Any = None) -> None:
         self.loader = iter(loader)
         self.stream = accel.Stream() if stream is None else stream
+        self.next_input: Any = None
+        self.next_target: Any = None
         self.preload()
 
     def preload(self) -> None:

@@ -9,7 +9,7 @@ import multiprocessing.spawn
 import multiprocessing.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,29 +110,27 @@ def _with_rank(parser: Any, words: list[str], rank: str, report: Report) -> list
 class _Child:
     """Stands in what a parent sends to a new process: reading it starts the redirection there."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, start: Callable[[Settings], None], settings: Settings) -> None:
+        self.start, self.settings = start, settings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _start_in_child, (self.settings,)
+        return self.start, (self.settings,)
 
 
-def _start_in_child(settings: Settings) -> None:
-    """Start the redirection in a process that multiprocessing spawned, for its whole life."""
-    from xamp.run.redirect import Redirection
+def reach_children(patches: Patches, settings: Settings, report: Report, start: Callable[[Settings], None]) -> None:
+    """Redirect in the processes that the script starts by multiprocessing too, and collect what they counted.
 
-    redirection = Redirection(settings)
-    redirection.start()
-    multiprocessing.util.Finalize(None, redirection.report.leave, exitpriority=0)
-
-
-def reach_children(patches: Patches, settings: Settings, report: Report) -> None:
-    """Redirect in the processes that the script starts by multiprocessing too, and collect what they counted."""
+    Args:
+        patches: what is put in place.
+        settings: for the child processes.
+        report: of this process, which a forked one inherits.
+        start: called in a child process; it is found by name there.
+    """
     original = multiprocessing.spawn.get_preparation_data
 
     @functools.wraps(original)
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**original(name), "xamp_run": _Child(settings)}
+        return {**original(name), "xamp_run": _Child(start, settings)}
 
     patches.replace(multiprocessing.spawn, "get_preparation_data", get_preparation_data)
     multiprocessing.util.register_after_fork(report, _after_fork)

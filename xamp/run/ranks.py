@@ -176,7 +176,7 @@ class _Sum(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.contiguous().clone()
         torch.distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None

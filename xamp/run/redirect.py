@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import pkgutil
 import sys
@@ -20,7 +21,7 @@ from xamp.run.patches import Patches, clear_caches, prepare_torch
 from xamp.run.report import Report
 from xamp.run.site import Context, Site
 
-__all__ = ["Redirection", "redirected"]
+__all__ = ["Redirection", "redirected", "start_in_child"]
 
 _ALIASES = (
     *("torch", "torch.amp", "torch.serialization", "torch.distributed", "torch.distributed.distributed_c10d"),
@@ -99,7 +100,7 @@ class Redirection:
                 self._ascend, take_out = ascend.serve(context, self._patches)
                 stack.callback(take_out)
             launch.pass_local_rank(self._patches, self.report)
-            launch.reach_children(self._patches, self.settings, self.report)
+            launch.reach_children(self._patches, self.settings, self.report, start_in_child)
             clear_caches()
             self._stack = stack.pop_all()
 
@@ -111,6 +112,13 @@ class Redirection:
     def stop(self) -> None:
         """Take everything out."""
         self._stack.close()
+
+
+def start_in_child(settings: Settings) -> None:
+    """Start the redirection in a process that multiprocessing spawned, for its whole life."""
+    redirection = Redirection(settings)
+    redirection.start()
+    multiprocessing.util.Finalize(None, redirection.report.leave, exitpriority=0)
 
 
 def redirect_cuda(context: Context, patches: Patches) -> None:

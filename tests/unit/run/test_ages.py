@@ -38,7 +38,7 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "byte mask": (lambda: torch.ones(2).masked_fill(torch.ones(2, dtype=torch.uint8), 0.0), "mask.bool()"),
     "1 - mask": (lambda: 1 - (torch.ones(2) > 0), "~mask"),
     "int32 labels": (lambda: functional.cross_entropy(torch.ones(2, 3), torch.ones(2, dtype=torch.int32)), ".long()"),
-    "iterator.next": (lambda: iter(torch.utils.data.DataLoader([1])).next(), "next(iterator)"),  # type: ignore[attr-defined, arg-type, var-annotated]
+    "iterator.next": (lambda: iter(torch.utils.data.DataLoader([1])).next(), "next(iterator)"),  # type: ignore[attr-defined, arg-type]
     "weights_only": (_load_object, "weights_only=False"),
     "symeig": (lambda: torch.symeig(torch.eye(2)), "took its place"),  # type: ignore[attr-defined]
     "no torch._six": (lambda: importlib.import_module("torch._six"), "math.inf"),

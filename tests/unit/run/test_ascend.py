@@ -19,11 +19,15 @@ def on_cpu() -> Iterator[Report]:
         yield report
 
 
+def _npu(tensor: Any) -> Any:
+    return tensor.npu()
+
+
 def test_a_script_as_they_are_written(on_cpu: Report) -> None:
     import torch.npu  # type: ignore[import-not-found]
-    import torch_npu  # type: ignore[import-not-found]
-    from torch_npu.contrib import transfer_to_npu  # type: ignore[import-not-found]  # noqa: F401
-    from torch_npu.npu import amp  # type: ignore[import-not-found]
+    import torch_npu
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401
+    from torch_npu.npu import amp
 
     torch_npu.npu.set_compile_mode(jit_compile=False)
     torch.npu.config.allow_internal_format = False
@@ -35,7 +39,7 @@ def test_a_script_as_they_are_written(on_cpu: Report) -> None:
     optimizer, scaler = torch.optim.SGD([weight], lr=1.0), amp.GradScaler(init_scale=4.0, dynamic=False)
     for _ in range(2):
         with amp.autocast():
-            product = torch.mm(weight.view(1, 2), torch.ones(2, 1).npu())
+            product = torch.mm(weight.view(1, 2), _npu(torch.ones(2, 1)))
         assert product.dtype == torch.float16
         optimizer.zero_grad()
         scaler.scale(product.sum().float()).backward()

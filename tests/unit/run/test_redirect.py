@@ -26,6 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning", 
 
 Code = Callable[[], Any]
 
+cuda: Any = torch.cuda  # with the names that torch's types leave out
+ones: Callable[..., Any] = torch.ones
+linear: Callable[..., Any] = nn.Linear
+
+
+def npu() -> Any:
+    """``torch.npu``, which is there inside the block."""
+    return torch.npu
+
 
 @pytest.fixture
 def on_cpu() -> Iterator[Report]:
@@ -44,7 +53,7 @@ _CLASSES = (
 
 def _everything() -> dict[tuple[str, str], int]:
     """The identity of every attribute of every module of torch that is loaded, and of the classes that are changed."""
-    found = {}
+    found: dict[tuple[str, str], int] = {}
     owners: dict[str, Any] = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
     owners |= {f"class {owner.__name__}": owner for owner in _CLASSES}
     owners["spawn"] = multiprocessing.spawn
@@ -62,9 +71,9 @@ def _script() -> None:
     with amp.scale_loss(model(torch.ones(4, 3, device="cuda")).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    with torch.autocast("cuda"), torch.cuda.stream(torch.cuda.Stream()):
-        torch.mm(torch.ones(2, 2).npu(), torch.ones(2, 2))
-    import torch_npu  # type: ignore[import-not-found]  # noqa: F401
+    with torch.autocast("cuda"), cuda.stream(cuda.Stream()):
+        torch.mm(ones(2, 2).npu(), torch.ones(2, 2))
+    import torch_npu  # noqa: F401
 
     torch.ones(1, device=torch.device("npu:0"))
 
@@ -148,22 +157,16 @@ PLACED: dict[str, Code] = {
     "with device": lambda: _in(torch.device("cuda")),
     "pin_memory": lambda: torch.ones(2).pin_memory(),
     "generator": lambda: torch.rand(2, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda"),
-    "FloatTensor": lambda: torch.cuda.FloatTensor([1.0, 2.0]),
-    "FloatTensor(sizes)": lambda: torch.cuda.FloatTensor(2, 3).fill_(0),
+    "FloatTensor": lambda: cuda.FloatTensor([1.0, 2.0]),
+    "FloatTensor(sizes)": lambda: cuda.FloatTensor(2, 3).fill_(0),
     "type(str)": lambda: torch.ones(2).half().type("torch.cuda.FloatTensor"),
-    "type(type)": lambda: torch.ones(2).half().type(torch.cuda.FloatTensor),
-    "npu": lambda: torch.ones(2).npu(),
-    "npu(str)": lambda: (
-        nn.Linear(2, 1)
-        .npu(
-            "npu:2",
-        )
-        .weight
-    ),
+    "type(type)": lambda: torch.ones(2).half().type(cuda.FloatTensor),
+    "npu": lambda: ones(2).npu(),
+    "npu(str)": lambda: linear(2, 1).npu("npu:2").weight,
     "to(npu)": lambda: torch.ones(2).to("npu:1"),
     "zeros(npu)": lambda: torch.zeros(2, device="npu:0"),
     "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(2)]).cuda().data,
-    "storage": lambda: torch.tensor([1.0]).set_(torch.ones(2).untyped_storage().cuda()),
+    "storage": lambda: torch.tensor([1.0]).set_(ones(2).untyped_storage().cuda()),
 }
 
 
@@ -193,7 +196,8 @@ def test_tensors_saved_on_cuda_are_loaded(on_cpu: Report) -> None:
         torch.save(torch.arange(3.0), file)
     finally:
         torch.serialization.location_tag = saved
-    for location in (None, {"cuda:1": "cuda:0"}, lambda storage, _: None, "cuda:1"):
+    locations: Any = (None, {"cuda:1": "cuda:0"}, lambda storage, _: None, "cuda:1")
+    for location in locations:
         file.seek(0)
         assert torch.load(file, map_location=location).tolist() == [0.0, 1.0, 2.0]
 
@@ -207,45 +211,45 @@ def test_values_are_those_of_the_cpu(on_cpu: Report) -> None:
 # ---------------------------------------------------------------- names of torch.cuda
 
 ANSWERED: dict[str, tuple[Code, Any]] = {
-    "set_device": (lambda: torch.cuda.set_device("cuda:3"), None),
-    "set_device(index)": (lambda: torch.cuda.set_device(5), None),
-    "current_device": (lambda: torch.cuda.current_device(), 0),
-    "synchronize": (lambda: torch.cuda.synchronize(torch.device("cuda:0")), None),
-    "empty_cache": (lambda: torch.cuda.empty_cache(), None),
-    "rng": (lambda: torch.cuda.set_rng_state(torch.cuda.get_rng_state()), None),
-    "range_push": (lambda: torch.cuda.nvtx.range_push("x"), 0),
-    "range_pop": (lambda: torch.cuda.nvtx.range_pop(), 0),
-    "device": (lambda: torch.cuda.device("cuda:1").__enter__(), None),
-    "npu.set_device": (lambda: torch.npu.set_device("npu:1"), None),  # type: ignore[attr-defined]
-    "npu.synchronize": (lambda: torch.npu.synchronize(), None),  # type: ignore[attr-defined]
-    "npu.set_option": (lambda: torch.npu.set_option({"a": 1}), None),  # type: ignore[attr-defined]
+    "set_device": (lambda: cuda.set_device("cuda:3"), None),
+    "set_device(index)": (lambda: cuda.set_device(5), None),
+    "current_device": (lambda: cuda.current_device(), 0),
+    "synchronize": (lambda: cuda.synchronize(torch.device("cuda:0")), None),
+    "empty_cache": (lambda: cuda.empty_cache(), None),
+    "rng": (lambda: cuda.set_rng_state(cuda.get_rng_state()), None),
+    "range_push": (lambda: cuda.nvtx.range_push("x"), 0),
+    "range_pop": (lambda: cuda.nvtx.range_pop(), 0),
+    "device": (lambda: cuda.device("cuda:1").__enter__(), None),
+    "npu.set_device": (lambda: npu().set_device("npu:1"), None),
+    "npu.synchronize": (lambda: npu().synchronize(), None),
+    "npu.set_option": (lambda: npu().set_option({"a": 1}), None),
 }
 
 
 def test_functions_of_the_device_are_answered(on_cpu: Report) -> None:
     for name, (code, result) in ANSWERED.items():
         assert code() == result, name
-    assert torch.cuda.max_memory_allocated() > 0
+    assert cuda.max_memory_allocated() > 0
 
 
 def test_streams_and_events(on_cpu: Report) -> None:
-    stream = torch.cuda.Stream()
-    assert isinstance(stream, torch.cuda.Stream)
-    assert isinstance(torch.cuda.current_stream(), torch.cuda.Stream)
-    with torch.cuda.stream(stream):
+    stream = cuda.Stream()
+    assert isinstance(stream, cuda.Stream)
+    assert isinstance(cuda.current_stream(), cuda.Stream)
+    with cuda.stream(stream):
         value = torch.ones(2).cuda()
-    torch.cuda.current_stream().wait_stream(stream)
-    value.record_stream(torch.cuda.current_stream())
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()  # type: ignore[no-untyped-call]
-    end.record()  # type: ignore[no-untyped-call]
+    cuda.current_stream().wait_stream(stream)
+    value.record_stream(cuda.current_stream())
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start.record()
+    end.record()
     assert start.elapsed_time(end) >= 0
 
 
 def test_the_truth_is_told_and_counted(on_cpu: Report) -> None:
-    assert not torch.cuda.is_available()
-    assert torch.cuda.device_count() == 0
-    assert not torch.npu.is_available()  # type: ignore[attr-defined]
+    assert not cuda.is_available()
+    assert cuda.device_count() == 0
+    assert not npu().is_available()
     assert not torch.ones(1).cuda().is_cuda
     assert torch.ones(1).cuda().type() == "torch.FloatTensor"
     assert torch.version.cuda is None
@@ -257,29 +261,29 @@ def test_the_truth_is_told_and_counted(on_cpu: Report) -> None:
 def test_pretending_reaches_the_script_and_not_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with redirected("cpu", pretend_cuda=True) as report:
-        assert torch.cuda.is_available()
-        assert torch.cuda.device_count() == 1
+        assert cuda.is_available()
+        assert cuda.device_count() == 1
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-        assert torch.cuda.device_count() == 2
+        assert cuda.device_count() == 2
         assert torch.ones(1).is_cuda
         assert torch.ones(1).half().type() == "torch.cuda.HalfTensor"
         assert nn.DataParallel(nn.Linear(2, 1)).device_ids == []  # torch asked, and was told the truth
         assert not xamp.is_available()
         assert repr(torch.ones(1)) == "tensor([1.])"
-        assert torch.cuda.get_device_properties(0).total_memory > 0
+        assert cuda.get_device_properties(0).total_memory > 0
         pretended = {row.what for row in report.rows("pretended")}
     assert {"torch.cuda.is_available() -> True", "Tensor.is_cuda -> True"} <= pretended
     assert not torch.ones(1).is_cuda
 
 
 REFUSED: dict[str, Code] = {
-    "get_device_properties": lambda: torch.cuda.get_device_properties(0),
-    "get_device_capability": lambda: torch.cuda.get_device_capability(),
-    "CUDAGraph": lambda: torch.cuda.CUDAGraph(),
-    "graph": lambda: torch.cuda.graph(None),  # type: ignore[arg-type]
-    "make_graphed_callables": lambda: torch.cuda.make_graphed_callables(None, ()),  # type: ignore[type-var]
-    "cudart": lambda: torch.cuda.cudart(),  # type: ignore[no-untyped-call]
-    "utilization": lambda: torch.cuda.utilization(),
+    "get_device_properties": lambda: cuda.get_device_properties(0),
+    "get_device_capability": lambda: cuda.get_device_capability(),
+    "CUDAGraph": lambda: cuda.CUDAGraph(),
+    "graph": lambda: cuda.graph(None),
+    "make_graphed_callables": lambda: cuda.make_graphed_callables(None, ()),
+    "cudart": lambda: cuda.cudart(),
+    "utilization": lambda: cuda.utilization(),
 }
 
 
@@ -291,12 +295,12 @@ def test_what_nothing_can_answer_is_a_clear_error(name: str, on_cpu: Report) -> 
 
 
 def test_legacy_types_are_types(on_cpu: Report) -> None:
-    assert isinstance(torch.ones(1), (torch.cuda.HalfTensor, torch.cuda.FloatTensor))
-    assert not isinstance(torch.ones(1).half(), torch.cuda.FloatTensor)
-    assert torch.cuda.LongTensor([1, 2]).dtype == torch.int64
+    assert isinstance(torch.ones(1), (cuda.HalfTensor, cuda.FloatTensor))
+    assert not isinstance(torch.ones(1).half(), cuda.FloatTensor)
+    assert cuda.LongTensor([1, 2]).dtype == torch.int64
     before = torch.get_default_dtype()
     try:
-        torch.set_default_tensor_type("torch.cuda.DoubleTensor")  # type: ignore[no-untyped-call]
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
         assert torch.ones(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(before)
@@ -314,7 +318,7 @@ def test_device_objects_stay_what_they_are(on_cpu: Report) -> None:
 
 def test_autocast_is_that_of_cuda(on_cpu: Report) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)), torch.randn(3, 4)
-    for made in (torch.cuda.amp.autocast(), torch.autocast("cuda"), torch.amp.autocast("cuda", dtype=torch.float16)):
+    for made in (cuda.amp.autocast(), torch.autocast("cuda"), torch.amp.autocast("cuda", dtype=torch.float16)):
         with made:
             assert torch.is_autocast_enabled()
             hidden, out = model[0](x), model(x)
@@ -325,11 +329,11 @@ def test_autocast_is_that_of_cuda(on_cpu: Report) -> None:
     assert torch.equal(out, wanted)
     with torch.autocast("cuda", torch.bfloat16):
         assert model[0](x).dtype == torch.bfloat16
-        with torch.cuda.amp.autocast(enabled=False):
+        with cuda.amp.autocast(enabled=False):
             assert model[0](x).dtype == torch.float32
         assert model[0](x).dtype == torch.bfloat16
 
-    @torch.cuda.amp.autocast()
+    @cuda.amp.autocast()  # type: ignore[untyped-decorator]
     def decorated() -> torch.Tensor:
         result: torch.Tensor = model[0](x)
         return result
@@ -338,7 +342,7 @@ def test_autocast_is_that_of_cuda(on_cpu: Report) -> None:
 
 
 def test_the_scaler_scales(on_cpu: Report) -> None:
-    for scaler in (torch.cuda.amp.GradScaler(init_scale=8.0), torch.amp.GradScaler(init_scale=8.0)):
+    for scaler in (cuda.amp.GradScaler(init_scale=8.0), torch.amp.GradScaler(init_scale=8.0)):
         weight = torch.ones(2, requires_grad=True)
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scaler.scale(weight.sum()).backward()
@@ -352,11 +356,11 @@ def test_the_scaler_scales(on_cpu: Report) -> None:
 def test_custom_functions_follow_autocast(on_cpu: Report) -> None:
     class Square(torch.autograd.Function):
         @staticmethod
-        @torch.cuda.amp.custom_fwd(cast_inputs=torch.float32)
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        @cuda.amp.custom_fwd(cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x * x
 
-    with torch.cuda.amp.autocast():
+    with cuda.amp.autocast():
         assert Square.apply(torch.ones(2).half()).dtype == torch.float32  # type: ignore[no-untyped-call]
 
 
