@@ -60,6 +60,8 @@ def serve(context: Context, patches: Patches) -> tuple[Ascend | None, Callable[[
         return None, lambda: None
     ascend = Ascend(context, patches)
     patches.replace(torch, "npu", ascend.npu)
+    for name in ascend_modules.OPERATORS:  # the older spelling, torch.npu_one_hot
+        patches.replace(torch, name, getattr(ascend_modules, name))
     sys.meta_path.insert(0, ascend)
     return ascend, ascend.take_out
 
@@ -171,10 +173,13 @@ class Ascend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         amp.__dict__.update(autocast=autocast, GradScaler=_scaler(self._context.target.type))
         self.npu.__dict__["amp"] = amp
         contrib = _Module("torch_npu.contrib.module", self)
-        contrib.__dict__.update({name: getattr(ascend_modules, name) for name in ascend_modules.__all__})
+        contrib.__dict__.update(
+            {name: getattr(ascend_modules, name) for name in ascend_modules.__all__ if name != "OPERATORS"}
+        )
         optim = _Module("torch_npu.optim", self)
         root = _Module("torch_npu", self)
-        root.__dict__.update(npu=self.npu, __version__="0", npu_format_cast=lambda tensor, *_: tensor)
+        root.__dict__.update(npu=self.npu, __version__="0", __all__=[])
+        root.__dict__.update({name: getattr(ascend_modules, name) for name in ascend_modules.OPERATORS})
         transfer = _Module("torch_npu.contrib.transfer_to_npu", self)
         made = {
             "torch.npu": self.npu,

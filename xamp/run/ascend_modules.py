@@ -13,6 +13,7 @@ from xamp import accel
 from xamp.registry.device_in_use import device
 
 __all__ = [
+    "OPERATORS",
     "BiLSTM",
     "ChannelShuffle",
     "DropoutWithByteMask",
@@ -32,9 +33,47 @@ __all__ = [
     "Swish",
 ]
 
+OPERATORS = (
+    *("npu_dtype_cast", "npu_format_cast", "npu_one_hot", "npu_softmax_cross_entropy_with_logits", "npu_transpose"),
+)
+"""Operators of the card that scripts call in their losses; older scripts find them in torch itself."""
+
 Mish, SiLU, Swish = nn.Mish, nn.SiLU, nn.SiLU
 FastBatchNorm1d, FastBatchNorm2d, FastBatchNorm3d = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 FastSyncBatchNorm = nn.SyncBatchNorm
+
+
+def npu_one_hot(
+    input: torch.Tensor,
+    num_classes: int = -1,  # noqa: ARG001
+    depth: int = 1,
+    on_value: float = 1.0,
+    off_value: float = 0.0,
+) -> torch.Tensor:
+    """Rows of ``off_value`` with one ``on_value``: indices [N] -> fp32 [N, depth]."""
+    made = torch.full((*input.shape, depth), float(off_value), device=input.device)
+    return made.scatter_(-1, input.long().unsqueeze(-1), float(on_value))
+
+
+def npu_softmax_cross_entropy_with_logits(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of logits [N, C] and probabilities [N, C], for each row: [N], in the dtype of the logits."""
+    return -(functional.log_softmax(features.float(), -1) * labels.float()).sum(-1).to(features.dtype)
+
+
+def npu_format_cast(input: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The tensor itself: formats of memory are the card's."""
+    return input
+
+
+def npu_dtype_cast(input: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in another dtype."""
+    return input.to(dtype)
+
+
+def npu_transpose(input: torch.Tensor, perm: Any, require_contiguous: bool = True) -> torch.Tensor:
+    """The tensor with its dimensions in another order."""
+    permuted = input.permute(*perm)
+    return permuted.contiguous() if require_contiguous else permuted
 
 
 class DropoutWithByteMask(nn.Dropout):

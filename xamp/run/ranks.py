@@ -16,7 +16,7 @@ from xamp import accel
 from xamp.run.devices import Target
 from xamp.run.site import Site, like
 
-__all__ = ["init_group", "new_group", "sync_batch_norm", "wrap_ddp"]
+__all__ = ["accept_sync_batch_norm", "init_group", "new_group", "sync_batch_norm", "wrap_ddp"]
 
 _FOREIGN = ("nccl", "hccl")
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -112,6 +112,17 @@ def wrap_ddp(site: Site) -> Any:
         original(self, module, device_ids, output_device, *args, **kwargs)
 
     return like(original, __init__)
+
+
+def accept_sync_batch_norm(site: Site) -> Any:
+    """DDP's check that a model with SyncBatchNorm is on a GPU: on a CPU :func:`sync_batch_norm` serves."""
+    original = site.original
+
+    def _passing_sync_batchnorm_handle(self: Any, module: Any) -> None:
+        if self.device_type != "cpu":
+            original(self, module)
+
+    return like(original, _passing_sync_batchnorm_handle)
 
 
 def _mapped(target: Target, device: Any) -> Any:

@@ -107,6 +107,7 @@ ROWS = (
     Row("torch.distributed.distributed_c10d", ("new_group",), "new_group", "xamp.distributed_backend()"),
     Row("torch.distributed.device_mesh", ("init_device_mesh",), "type_argument", "xamp.device_type()"),
     Row("torch.nn.parallel:DistributedDataParallel", ("__init__",), "wrap_ddp", "leave device_ids out"),
+    Row("torch.nn.parallel:DistributedDataParallel", ("_passing_sync_batchnorm_handle",), "accept_sync_batch_norm", ""),
     Row("torch.nn:SyncBatchNorm", ("forward",), "sync_batch_norm", ""),
 )
 

@@ -82,6 +82,22 @@ def test_label_smoothing(on_cpu: Report) -> None:
     assert torch.allclose(loss.double(), functional.cross_entropy(logits.double(), wanted), atol=1e-6)
 
 
+def test_operators_of_losses(on_cpu: Report) -> None:
+    import torch_npu
+
+    logits, target = torch.randn(4, 5), torch.tensor([0, 4, 2, 2], dtype=torch.int32)
+    smooth = torch_npu.npu_one_hot(target, -1, 5, 0.9, 0.025)
+    assert smooth.sum(1).tolist() == pytest.approx([1.0] * 4)
+    assert smooth.argmax(1).tolist() == target.tolist()
+    losses = torch_npu.npu_softmax_cross_entropy_with_logits(logits.half(), smooth)
+    wanted = functional.cross_entropy(logits.half().double(), smooth.double(), reduction="none")
+    assert losses.dtype == torch.float16
+    assert torch.allclose(losses.double(), wanted, atol=2e-3)
+    spelled: Any = torch
+    assert spelled.npu_one_hot is torch_npu.npu_one_hot
+    assert torch_npu.npu_transpose(torch.ones(2, 3, 4), (2, 0, 1)).shape == (4, 2, 3)
+
+
 def test_channel_shuffle(on_cpu: Report) -> None:
     x1, x2 = torch.arange(2.0).view(1, 2, 1), torch.arange(2.0, 4.0).view(1, 2, 1)
     assert _contrib().ChannelShuffle(4, split_shuffle=False)(x1, x2).flatten().tolist() == [0.0, 2.0, 1.0, 3.0]
