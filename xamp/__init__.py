@@ -19,7 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xamp import accel
+    from xamp import accel, apex
     from xamp.casting.autocast import autocast
     from xamp.casting.custom_function import custom_bwd, custom_fwd
     from xamp.casting.exact_fp32 import exact_fp32
@@ -56,6 +56,7 @@ __path__.append(f"{__path__[0]}/pickled/from_0_1")
 
 _HOMES = {
     "accel": ("accel",),
+    "apex": ("apex",),
     "casting.autocast": ("autocast",),
     "casting.custom_function": ("custom_bwd", "custom_fwd"),
     "registry.device_in_use": ("device", "device_type", "distributed_backend", "is_available"),
@@ -86,8 +87,8 @@ _HOMES = {
         "XampError",
     ),
 }
-_MODULES = ("accel",)  # names that stand for the module itself
-_WITHOUT_TORCH = ("registry.registry", "errors")
+_MODULES = ("accel", "apex")  # names that stand for the module itself
+_WITHOUT_TORCH = ("apex", "registry.registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "XampError",
     "__version__",
     "accel",
+    "apex",
     "autocast",
     "available_backends",
     "clip_grad_norm_",

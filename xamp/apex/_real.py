@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.metadata
-import importlib.util
+import sys
 from pathlib import Path
 
 __all__ = ["Installed", "find"]
@@ -21,19 +22,18 @@ class Installed:
         has_amp: whether it contains ``apex.amp``; that may still fail to import, or not work on this torch.
         version: the version of its distribution; empty where none is known.
         says: a description of the package, one line.
+        is_apex: whether it is an Apex, of whatever version, and not another project of the same name.
     """
 
     has_amp: bool
     version: str
     says: str
+    is_apex: bool = True
 
 
 def find() -> Installed | None:
-    """The package that ``import apex`` would find; None where there is none."""
-    try:
-        spec = importlib.util.find_spec("apex")
-    except (ImportError, ValueError):
-        return None
+    """The package that ``import apex`` finds, or would find without :func:`xamp.apex.install`; None where none is."""
+    spec = _spec()
     if spec is None:
         return None
     folders = [Path(place) for place in spec.submodule_search_locations or ()]
@@ -50,7 +50,22 @@ def find() -> Installed | None:
         version,
         "another project of the same name (on PyPI `apex` is a toolkit for the Pyramid web framework), not NVIDIA's "
         "Apex: pip uninstall apex, and use `from xamp.apex import amp`",
+        is_apex=False,
     )
+
+
+def _spec() -> importlib.machinery.ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        if type(finder).__module__ == "xamp.apex._install":
+            continue
+        find_spec = getattr(finder, "find_spec", None)
+        try:
+            spec: importlib.machinery.ModuleSpec | None = find_spec and find_spec("apex", None, None)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None:
+            return spec
+    return None
 
 
 def _is_in(folder: Path, name: str) -> bool:

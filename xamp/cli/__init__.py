@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "xamp.cli.doctor",
     "emulate": "xamp.cli.emulate",
     "policy": "xamp.cli.policy",
+    "run": "xamp.cli.run",
 }
 
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2
+    args.own_process = argv is None  # else a caller goes on in this process when the command has ended
     try:
         code: int = args.run(args)
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ code is that of the command, or 2 where the emulation cannot be set up.
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from xamp.errors import XampError
 
 __all__ = ["add_arguments", "run"]
 
+_START = "XAMP_EMULATED_START"  # what a Python of the command calls first
 _Run = Callable[[str, int, list[str]], int]
 
 
@@ -40,10 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if not command:
         return _refuse(f"no command given. Write it after --: xamp emulate {args.what} -- python train.py")
     emulate: _Run = pkgutil.resolve_name(known[name])
+    # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
+    os.environ[_START] = "xamp.apex:install"
     try:
         return emulate(chip, args.devices, command)
     except XampError as error:
         return _refuse(str(error))
+    finally:
+        del os.environ[_START]
 
 
 def _command(args: argparse.Namespace) -> list[str]:

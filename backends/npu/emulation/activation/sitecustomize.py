@@ -1,7 +1,8 @@
 """Runs at the start of every Python process of an emulated command, children included: its folder is on PYTHONPATH.
 
-It only installs import hooks. ``emulation.importing`` then handles the import of torch_npu, by torch or by the user.
-Python runs only the first ``sitecustomize`` on the path, so this one runs the next.
+It installs import hooks, and calls what the command asks for at the start. ``emulation.importing`` then handles the
+import of torch_npu, by torch or by the user. Python runs only the first ``sitecustomize`` on the path, so this one runs
+the next.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -67,4 +69,6 @@ if os.environ.get("XAMP_EMULATED_PYTHON") == f"{sys.version_info.major}.{sys.ver
     sys.path.extend(folder for folder in os.environ["XAMP_EMULATED_PATH"].split(os.pathsep) if folder not in sys.path)
     sys.meta_path.insert(0, _Finder)
     sys.meta_path.append(_Packages)
+    for start in filter(None, os.environ.get("XAMP_EMULATED_START", "").split(",")):
+        pkgutil.resolve_name(start)()
 _run_next()

@@ -1,0 +1,36 @@
+"""An old script for two GPUs, unmodified under ``xamp run`` in two real processes on a CPU, as under torchrun."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from forked_ranks import Ranks
+
+HERE = Path(__file__).parent
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.parametrize("how", ["env", "tcp", "devices"])
+def test_an_old_script_trains_on_two_ranks(how: str, forked_ranks: Ranks, tmp_path: Path) -> None:
+    words = {"env": [], "tcp": [f"--dist-url=tcp://127.0.0.1:{_free_port()}"], "devices": ["--world=0"]}[how]
+    output = tmp_path / "output.txt"
+    forked_ranks.run(HERE / "run_rank.py", str(HERE / "old_script.py"), *words, str(tmp_path), output=output)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (found["rank"], found["world"], found["backend"]) == (rank, 2, "gloo")
+        assert found["gradients"] < 1e-12
+        assert found["buffers"] < 1e-12
+        assert found["evaluates"] == [5, 1]
+    said = output.read_text()
+    assert said.count("xamp run: redirected to cpu") == 1  # rank 0 reports
+    assert "--local_rank from LOCAL_RANK" in said
+    assert "DistributedDataParallel(device_ids=...)" in said
+    assert "SyncBatchNorm on a CPU" in said

@@ -1,0 +1,134 @@
+"""``import apex`` of an unmodified script, with and without another package of that name."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import xamp.apex
+from xamp.apex import _install, _modules
+from xamp.errors import PolicyError
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    xamp.apex.install()
+    yield
+    xamp.apex.uninstall()
+
+
+def _package(folder: Path, *files: str) -> Path:
+    for name in ("__init__.py", *files):
+        path = folder / "apex" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"WHO = {name!r}\n")
+    return folder
+
+
+def test_names_are_those_of_xamp(installed: None) -> None:
+    import apex  # type: ignore[import-not-found]
+    from apex import amp
+    from apex.amp import initialize  # type: ignore[import-not-found]
+
+    assert apex.amp.initialize is initialize is amp.initialize is xamp.apex.amp.initialize
+    assert importlib.import_module("apex.amp") is apex.amp is amp
+    assert apex.__path__ == []
+
+
+def test_what_a_script_sets_is_set_in_xamp(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = importlib.import_module("apex.amp")
+    monkeypatch.setattr(served, "scale_loss", "mine")
+    assert xamp.apex.amp.scale_loss == "mine"  # type: ignore[comparison-overlap]
+
+
+def test_uninstall_leaves_no_trace() -> None:
+    modules, finders = {*sys.modules}, list(sys.meta_path)
+    xamp.apex.install()
+    xamp.apex.install()
+    importlib.import_module("apex.amp")
+    xamp.apex.uninstall()
+    assert _install.is_installed()
+    xamp.apex.uninstall()
+    xamp.apex.uninstall()
+    assert sys.meta_path == finders
+    assert not {name for name in {*sys.modules} - modules if name.startswith("apex")}
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("apex")
+
+
+@pytest.mark.parametrize("name", _modules.LEFT_OUT)
+def test_what_is_left_out_says_what_to_use(name: str, installed: None) -> None:
+    with pytest.raises(ImportError, match=r"not part of xamp: (use|write) ") as caught:
+        importlib.import_module(name)
+    assert caught.value.name == name
+
+
+def test_unknown_names_are_missing_modules(installed: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"apex\.nonsense"):
+        importlib.import_module("apex.nonsense")
+
+
+CASES = {
+    "real": (("amp/__init__.py",), "real", False, "the installed an Apex|an Apex with apex.amp is used"),
+    "real, asked": (("amp/__init__.py",), "xamp", True, "as asked for"),
+    "real without amp": (("optimizers/__init__.py",), "real", False, "no apex.amp"),
+    "impostor": (("interfaces.py",), "real", True, "Pyramid"),
+    "impostor, asked": (("interfaces.py",), "xamp", True, "Pyramid"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_package_of_that_name(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, prefer, answered, says = CASES[case]
+    xamp.apex.install(prefer)
+    monkeypatch.syspath_prepend(_package(tmp_path, *files))  # after install, as a script's own folder is
+    try:
+        with caplog.at_level(logging.WARNING, "xamp"):
+            found = importlib.import_module("apex")
+        assert hasattr(found, "WHO") is not answered
+        assert pytest.raises is not None
+        assert len(caplog.messages) == 1
+        assert any(part in caplog.text for part in says.split("|"))
+    finally:
+        xamp.apex.uninstall()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+            del sys.modules[name]
+
+
+def test_a_real_one_that_was_imported_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_package(tmp_path, "amp/__init__.py"))
+    real = importlib.import_module("apex.amp")
+    try:
+        xamp.apex.install("xamp")
+        assert importlib.import_module("apex.amp") is not real
+        xamp.apex.uninstall()
+        assert importlib.import_module("apex.amp") is real
+    finally:
+        for name in ("apex", "apex.amp"):
+            del sys.modules[name]
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(PolicyError, match=r"install\(prefer='mine'\): must be one of 'real', 'xamp'"):
+        xamp.apex.install("mine")
+    assert not _install.is_installed()
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import xamp; xamp.apex.install()\n"
+        "for text in ('from xamp.apex import amp', 'from apex import amp', 'xamp.apex.amp'):\n"
+        "    try: exec(text)\n"
+        "    except xamp.BackendUnavailable as error: print('pip install' in str(error), 'apex' in str(error))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 6, done.stdout + done.stderr

@@ -1,0 +1,88 @@
+"""Faults that old scripts meet today, raised for real, are explained; faults of other kinds are not."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from xamp.run import ages
+
+
+class _Old(torch.autograd.Function):
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        return x
+
+
+def _load_object() -> None:
+    file = io.BytesIO()
+    torch.save({"args": collections.Counter("a"), "f": ages.explain}, file)
+    file.seek(0)
+    torch.load(file)
+
+
+AGED: dict[str, tuple[Callable[[], Any], str]] = {
+    "full of int": (
+        lambda: functional.binary_cross_entropy_with_logits(torch.zeros(2), torch.full((2,), 1)),
+        "torch.full",
+    ),
+    "view": (lambda: torch.ones(4, 6).t()[:2].view(-1), "reshape"),
+    "data[0]": (lambda: torch.ones(2).sum().data[0], "loss.item()"),
+    "legacy function": (lambda: _Old()(torch.ones(1)), "static methods"),  # type: ignore[no-untyped-call]
+    "byte mask": (lambda: torch.ones(2).masked_fill(torch.ones(2, dtype=torch.uint8), 0.0), "mask.bool()"),
+    "1 - mask": (lambda: 1 - (torch.ones(2) > 0), "~mask"),
+    "int32 labels": (lambda: functional.cross_entropy(torch.ones(2, 3), torch.ones(2, dtype=torch.int32)), ".long()"),
+    "iterator.next": (lambda: iter(torch.utils.data.DataLoader([1])).next(), "next(iterator)"),  # type: ignore[attr-defined, arg-type]
+    "weights_only": (_load_object, "weights_only=False"),
+    "symeig": (lambda: torch.symeig(torch.eye(2)), "took its place"),  # type: ignore[attr-defined]
+    "no torch._six": (lambda: importlib.import_module("torch._six"), "math.inf"),
+    "no rfft": (lambda: torch.rfft(torch.ones(2), 1), "torch.fft.rfft"),  # type: ignore[attr-defined]
+    "no ffi": (lambda: importlib.import_module("torch.utils.ffi"), "cpp_extension"),
+    "no Iterable": (lambda: collections.Iterable, "collections.abc.Iterable"),  # type: ignore[attr-defined]
+    "async": (lambda: torch.nn.Linear(1, 1).cuda(**{"async": True}), "non_blocking=True"),
+    "python 2": (lambda: compile("print 'x'", "x", "exec"), "Python 2"),
+    "reduction": (lambda: functional.mse_loss(torch.ones(1), torch.ones(1), reduction="elementwise"), "reduction"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("case", AGED)
+def test_what_comes_from_age_is_told_as_that(case: str) -> None:
+    code, says = AGED[case]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        code()
+    explained = ages.explain(caught.value)
+    assert any(line.startswith("the script's age: ") and says in line for line in explained), (caught.value, explained)
+
+
+OTHERS: dict[str, BaseException] = {
+    "shape": RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    "key": KeyError("weight"),
+    "attribute": AttributeError("module 'torch' has no attribute 'zeroes'"),
+    "import": ModuleNotFoundError("No module named 'mypackage'"),
+    "value": ValueError("Expected more than 1 value per channel"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_faults_are_left_alone(case: str) -> None:
+    assert ages.explain(OTHERS[case]) == []
+
+
+@pytest.mark.parametrize("name", [name for name in ages.REMOVED if name.startswith("torch.")])
+def test_names_told_as_removed_are_gone(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = hasattr(importlib.import_module(module), attribute)
+    except ImportError:
+        found = False
+    if not found:
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
+    assert not found, f"{name} is there"

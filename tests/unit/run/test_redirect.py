@@ -1,0 +1,421 @@
+"""What a script asks of CUDA is answered by the CPU inside the block, and after it torch is as it was."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import multiprocessing.spawn
+import os
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xamp
+from xamp.errors import BackendUnavailable, UnsupportedPolicy
+from xamp.run.redirect import redirected
+from xamp.run.report import Report
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning", "ignore:TypedStorage:UserWarning")
+
+Code = Callable[[], Any]
+
+cuda: Any = torch.cuda  # with the names that torch's types leave out
+ones: Callable[..., Any] = torch.ones
+linear: Callable[..., Any] = nn.Linear
+
+
+def npu() -> Any:
+    """``torch.npu``, which is there inside the block."""
+    return torch.npu
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[Report]:
+    with redirected("cpu") as report:
+        yield report
+
+
+# ---------------------------------------------------------------- nothing is left behind
+
+_CLASSES = (
+    *(torch.Tensor, torch._C.TensorBase, nn.Module, nn.SyncBatchNorm, torch.UntypedStorage, torch.storage._StorageBase),
+    *(torch.TypedStorage, torch.autocast, torch.amp.GradScaler, torch.nn.parallel.DistributedDataParallel),
+    *(torch.utils.data.DataLoader, argparse.ArgumentParser),
+)
+
+
+def _everything() -> dict[tuple[str, str], int]:
+    """The identity of every attribute of every module of torch that is loaded, and of the classes that are changed."""
+    found: dict[tuple[str, str], int] = {}
+    owners: dict[str, Any] = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    owners |= {f"class {owner.__name__}": owner for owner in _CLASSES}
+    owners["spawn"] = multiprocessing.spawn
+    for place, owner in owners.items():
+        if isinstance(owner, (types.ModuleType, type)):
+            found |= {(place, name): id(value) for name, value in vars(owner).items() if name != "__warningregistry__"}
+    return found
+
+
+def _script() -> None:
+    from apex import amp  # type: ignore[import-not-found]
+
+    model = nn.Linear(3, 2).cuda()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(4, 3, device="cuda")).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    with torch.autocast("cuda"), cuda.stream(cuda.Stream()):
+        torch.mm(ones(2, 2).npu(), torch.ones(2, 2))
+    import torch_npu  # noqa: F401
+
+    torch.ones(1, device=torch.device("npu:0"))
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
+@pytest.mark.parametrize("pretend", [False, True], ids=["", "pretend"])
+def test_torch_is_identical_afterwards(fails: bool, pretend: bool) -> None:
+    with redirected("cpu"):  # what torch loads on demand is loaded
+        _script()
+    before, modules, finders, environment = _everything(), {*sys.modules}, list(sys.meta_path), dict(os.environ)
+
+    def run() -> None:
+        with redirected("cpu", pretend_cuda=pretend):
+            _script()
+            if fails:
+                raise KeyError("the script's")
+
+    if fails:
+        with pytest.raises(KeyError):
+            run()
+    else:
+        run()
+    after = _everything()
+    assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == set()
+    assert {*sys.modules} == modules
+    assert sys.meta_path == finders
+    assert dict(os.environ) == environment
+
+
+def test_an_unknown_device_changes_nothing() -> None:
+    before = _everything()
+    with pytest.raises(BackendUnavailable, match="abacus"), redirected("abacus"):
+        pytest.fail("entered")  # pragma: no cover
+    assert _everything() == before
+
+
+def test_a_replaced_function_is_restored_even_if_the_script_replaced_it_too() -> None:
+    before = vars(torch)["zeros"]
+    with redirected("cpu"):
+        torch.zeros = None  # type: ignore[assignment]
+    assert torch.zeros is before
+
+
+# ---------------------------------------------------------------- placing
+
+_FILE = io.BytesIO()
+torch.save({"w": torch.arange(3.0)}, _FILE)
+
+
+def _loaded(location: Any) -> Any:
+    _FILE.seek(0)
+    return torch.load(_FILE, map_location=location)["w"]
+
+
+PLACED: dict[str, Code] = {
+    "Tensor.cuda()": lambda: torch.ones(2).cuda(),
+    "Tensor.cuda(1)": lambda: torch.ones(2).cuda(1, non_blocking=True),
+    "Tensor.cuda(device=)": lambda: torch.ones(2).cuda(device=torch.device("cuda:3")),
+    "Tensor.to": lambda: torch.ones(2).to("cuda"),
+    "Tensor.to(device, dtype)": lambda: torch.ones(2).to(torch.device("cuda", 1), torch.float16).float(),
+    "Tensor.to(index)": lambda: torch.ones(2).to(0),
+    "Tensor.to(device=)": lambda: torch.ones(2).to(device="cuda:1", non_blocking=True),
+    "Module.cuda()": lambda: nn.Linear(2, 1).cuda(0).weight,
+    "Module.to": lambda: nn.Linear(2, 1).to("cuda:0").weight,
+    "Module(device=)": lambda: nn.Linear(2, 1, device="cuda").weight,
+    "Module.to_empty": lambda: nn.Linear(2, 1, device="meta").to_empty(device="cuda").weight,
+    "zeros": lambda: torch.zeros(2, device="cuda"),
+    "tensor": lambda: torch.tensor([1.0], device="cuda:0"),
+    "as_tensor": lambda: torch.as_tensor([1.0], device=torch.device("cuda")),
+    "randn_like": lambda: torch.randn_like(torch.ones(2), device="cuda"),
+    "pinned": lambda: torch.empty(2, pin_memory=True),
+    "eye(device=index)": lambda: torch.eye(2, device=0),
+    "new_zeros": lambda: torch.ones(2).new_zeros(3, device="cuda"),
+    "new_tensor": lambda: torch.ones(2).new_tensor([1.0], device="cuda:1"),
+    "fftfreq": lambda: torch.fft.fftfreq(3, device="cuda"),
+    "load(str)": lambda: _loaded("cuda"),
+    "load(device)": lambda: _loaded(torch.device("cuda:0")),
+    "load(dict)": lambda: _loaded({"cpu": "cuda:0"}),
+    "load(storage.cuda)": lambda: _loaded(lambda storage, _: storage.cuda(0)),
+    "load(None)": lambda: _loaded(lambda _, __: None),
+    "with device": lambda: _in(torch.device("cuda")),
+    "pin_memory": lambda: torch.ones(2).pin_memory(),
+    "generator": lambda: torch.rand(2, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda"),
+    "FloatTensor": lambda: cuda.FloatTensor([1.0, 2.0]),
+    "FloatTensor(sizes)": lambda: cuda.FloatTensor(2, 3).fill_(0),
+    "type(str)": lambda: torch.ones(2).half().type("torch.cuda.FloatTensor"),
+    "type(type)": lambda: torch.ones(2).half().type(cuda.FloatTensor),
+    "npu": lambda: ones(2).npu(),
+    "npu(str)": lambda: linear(2, 1).npu("npu:2").weight,
+    "to(npu)": lambda: torch.ones(2).to("npu:1"),
+    "zeros(npu)": lambda: torch.zeros(2, device="npu:0"),
+    "packed": lambda: nn.utils.rnn.pack_sequence([torch.ones(2)]).cuda().data,
+    "storage": lambda: torch.tensor([1.0]).set_(ones(2).untyped_storage().cuda()),
+}
+
+
+def _in(device: torch.device) -> torch.Tensor:
+    with device:
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize("how", PLACED)
+def test_requests_for_another_device_land_on_the_one_in_use(how: str, on_cpu: Report) -> None:
+    found = PLACED[how]()
+    assert (found.device.type, found.dtype) == ("cpu", torch.float32)
+    assert how == "load(None)" or sum(row.count for row in on_cpu.rows("redirected")) >= 1
+
+
+@pytest.mark.parametrize("how", ["Tensor.cuda()", "zeros", "Module(device=)"])
+def test_without_the_block_they_fail(how: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+        PLACED[how]()
+
+
+def test_tensors_saved_on_cuda_are_loaded(on_cpu: Report) -> None:
+    saved = torch.serialization.location_tag
+    torch.serialization.location_tag = lambda _: "cuda:1"  # type: ignore[assignment]
+    try:
+        file = io.BytesIO()
+        torch.save(torch.arange(3.0), file)
+    finally:
+        torch.serialization.location_tag = saved
+    locations: Any = (None, {"cuda:1": "cuda:0"}, lambda storage, _: None, "cuda:1")
+    for location in locations:
+        file.seek(0)
+        assert torch.load(file, map_location=location).tolist() == [0.0, 1.0, 2.0]
+
+
+def test_values_are_those_of_the_cpu(on_cpu: Report) -> None:
+    torch.manual_seed(7)
+    drawn = torch.rand(3, device="cuda")
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
+# ---------------------------------------------------------------- names of torch.cuda
+
+ANSWERED: dict[str, tuple[Code, Any]] = {
+    "set_device": (lambda: cuda.set_device("cuda:3"), None),
+    "set_device(index)": (lambda: cuda.set_device(5), None),
+    "current_device": (lambda: cuda.current_device(), 0),
+    "synchronize": (lambda: cuda.synchronize(torch.device("cuda:0")), None),
+    "empty_cache": (lambda: cuda.empty_cache(), None),
+    "rng": (lambda: cuda.set_rng_state(cuda.get_rng_state()), None),
+    "range_push": (lambda: cuda.nvtx.range_push("x"), 0),
+    "range_pop": (lambda: cuda.nvtx.range_pop(), 0),
+    "device": (lambda: cuda.device("cuda:1").__enter__(), None),
+    "npu.set_device": (lambda: npu().set_device("npu:1"), None),
+    "npu.synchronize": (lambda: npu().synchronize(), None),
+    "npu.set_option": (lambda: npu().set_option({"a": 1}), None),
+}
+
+
+def test_functions_of_the_device_are_answered(on_cpu: Report) -> None:
+    for name, (code, result) in ANSWERED.items():
+        assert code() == result, name
+    assert cuda.max_memory_allocated() > 0
+
+
+def test_streams_and_events(on_cpu: Report) -> None:
+    stream = cuda.Stream()
+    assert isinstance(stream, cuda.Stream)
+    assert isinstance(cuda.current_stream(), cuda.Stream)
+    with cuda.stream(stream):
+        value = torch.ones(2).cuda()
+    cuda.current_stream().wait_stream(stream)
+    value.record_stream(cuda.current_stream())
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) >= 0
+
+
+def test_the_truth_is_told_and_counted(on_cpu: Report) -> None:
+    assert not cuda.is_available()
+    assert cuda.device_count() == 0
+    assert not npu().is_available()
+    assert not torch.ones(1).cuda().is_cuda
+    assert torch.ones(1).cuda().type() == "torch.FloatTensor"
+    assert torch.version.cuda is None
+    told = [(row.what, row.count) for row in on_cpu.rows("told")]
+    assert ("torch.cuda.is_available() -> False", 1) in told
+    assert ("torch.cuda.device_count() -> 0", 1) in told
+
+
+def test_pretending_reaches_the_script_and_not_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with redirected("cpu", pretend_cuda=True) as report:
+        assert cuda.is_available()
+        assert cuda.device_count() == 1
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert cuda.device_count() == 2
+        assert torch.ones(1).is_cuda
+        assert torch.ones(1).half().type() == "torch.cuda.HalfTensor"
+        assert nn.DataParallel(nn.Linear(2, 1)).device_ids == []  # torch asked, and was told the truth
+        assert not xamp.is_available()
+        assert repr(torch.ones(1)) == "tensor([1.])"
+        assert cuda.get_device_properties(0).total_memory > 0
+        pretended = {row.what for row in report.rows("pretended")}
+    assert {"torch.cuda.is_available() -> True", "Tensor.is_cuda -> True"} <= pretended
+    assert not torch.ones(1).is_cuda
+
+
+REFUSED: dict[str, Code] = {
+    "get_device_properties": lambda: cuda.get_device_properties(0),
+    "get_device_capability": lambda: cuda.get_device_capability(),
+    "CUDAGraph": lambda: cuda.CUDAGraph(),
+    "graph": lambda: cuda.graph(None),
+    "make_graphed_callables": lambda: cuda.make_graphed_callables(None, ()),
+    "cudart": lambda: cuda.cudart(),
+    "utilization": lambda: cuda.utilization(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_nothing_can_answer_is_a_clear_error(name: str, on_cpu: Report) -> None:
+    with pytest.raises(UnsupportedPolicy, match=rf"torch\.cuda\.{name}\(\).*'cpu'.*cannot be redirected: \w+"):
+        REFUSED[name]()
+    assert [row.what for row in on_cpu.rows("refused")] == [f"torch.cuda.{name}()"]
+
+
+def test_legacy_types_are_types(on_cpu: Report) -> None:
+    assert isinstance(torch.ones(1), (cuda.HalfTensor, cuda.FloatTensor))
+    assert not isinstance(torch.ones(1).half(), cuda.FloatTensor)
+    assert cuda.LongTensor([1, 2]).dtype == torch.int64
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.ones(1).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_device_objects_stay_what_they_are(on_cpu: Report) -> None:
+    device = torch.device("cuda", 1)
+    assert (device.type, device.index) == ("cuda", 1)
+    assert isinstance(device, torch.device)
+    assert pickle.loads(pickle.dumps(device)) == device
+
+
+# ---------------------------------------------------------------- autocast
+
+
+def test_autocast_is_that_of_cuda(on_cpu: Report) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)), torch.randn(3, 4)
+    for made in (cuda.amp.autocast(), torch.autocast("cuda"), torch.amp.autocast("cuda", dtype=torch.float16)):
+        with made:
+            assert torch.is_autocast_enabled()
+            hidden, out = model[0](x), model(x)
+        assert not torch.is_autocast_enabled()
+        assert (hidden.dtype, out.dtype) == (torch.float16, torch.float32)
+    with xamp.autocast():
+        wanted = model(x)
+    assert torch.equal(out, wanted)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert model[0](x).dtype == torch.bfloat16
+        with cuda.amp.autocast(enabled=False):
+            assert model[0](x).dtype == torch.float32
+        assert model[0](x).dtype == torch.bfloat16
+
+    @cuda.amp.autocast()  # type: ignore[untyped-decorator]
+    def decorated() -> torch.Tensor:
+        result: torch.Tensor = model[0](x)
+        return result
+
+    assert decorated().dtype == torch.float16
+
+
+def test_the_scaler_scales(on_cpu: Report) -> None:
+    for scaler in (cuda.amp.GradScaler(init_scale=8.0), torch.amp.GradScaler(init_scale=8.0)):
+        weight = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight.sum()).backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [8.0, 8.0]
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.tolist() == [0.0, 0.0]
+
+
+def test_custom_functions_follow_autocast(on_cpu: Report) -> None:
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @cuda.amp.custom_fwd(cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * x
+
+    with cuda.amp.autocast():
+        assert Square.apply(torch.ones(2).half()).dtype == torch.float32  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------- threads, workers, pickles
+
+
+def test_threads_are_redirected_too(on_cpu: Report) -> None:
+    found: list[torch.device] = []
+    thread = threading.Thread(target=lambda: found.append(torch.ones(1).cuda().device))
+    thread.start()
+    thread.join()
+    assert found == [torch.device("cpu")]
+
+
+class _Moves(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index), device="cuda")
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning", "ignore:'pin_memory':UserWarning")
+def test_workers_of_a_loader_are_redirected_too(context: str, on_cpu: Report) -> None:
+    loader = torch.utils.data.DataLoader(
+        _Moves(),
+        batch_size=2,
+        num_workers=1,
+        multiprocessing_context=context,
+        pin_memory=True,
+        pin_memory_device="cuda",
+    )
+    assert [batch[:, 0].tolist() for batch in loader] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+class _Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.device = torch.zeros, torch.device("cuda:0")
+
+
+def test_modules_pickled_inside_load_outside() -> None:
+    with redirected("cpu"):
+        file = io.BytesIO()
+        torch.save(_Keeps().cuda(), file)
+    file.seek(0)
+    found = torch.load(file, weights_only=False)
+    assert found.make is torch.zeros
+    assert found.device == torch.device("cuda:0")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_scripting_still_works(on_cpu: Report) -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, torch.zeros(2)]) + torch.ones_like(x).sum()
+
+    assert torch.jit.script(twice)(torch.ones(2)).tolist() == [3.0, 3.0, 2.0, 2.0]

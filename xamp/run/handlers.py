@@ -1,0 +1,195 @@
+"""Handlers for placing data: ``.cuda()``, device arguments, ``torch.load``. Each makes what takes a name's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xamp.run.devices import Target
+from xamp.run.site import Site, like
+from xamp.run.standins import stand_in
+
+__all__ = [
+    "device_argument",
+    "generator",
+    "grad_scaler",
+    "load",
+    "loader",
+    "move",
+    "move_module",
+    "move_storage",
+    "pin",
+    "type_argument",
+]
+
+
+def move(site: Site) -> Any:
+    """``Tensor.cuda``, ``Tensor.npu``."""
+    to, target = torch._C.TensorBase.to, site.target
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        site.note()
+        return to(self, _place(target, device), non_blocking=non_blocking, **kwargs)
+
+    return like(site.original or torch.Tensor.cuda, cuda)
+
+
+def move_module(site: Site) -> Any:
+    """``Module.cuda``, ``Module.npu``."""
+    to, target = torch._C.TensorBase.to, site.target
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        site.note()
+        place = _place(target, device)
+        return self._apply(lambda tensor: to(tensor, place, non_blocking=non_blocking))
+
+    return like(site.original or torch.nn.Module.cuda, cuda)
+
+
+def move_storage(site: Site) -> Any:
+    """``UntypedStorage.cuda``, ``TypedStorage.cuda``, also inside of a ``map_location``."""
+    target = site.target
+
+    def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+        site.note()
+        place = _place(target, device)
+        return self.cpu() if target.is_host else self.to(device=place, non_blocking=non_blocking)
+
+    return like(site.original or torch.UntypedStorage.cuda, cuda)
+
+
+def _place(target: Target, device: Any) -> torch.device:
+    if device is None or device is True:
+        return target.at(None)
+    if target.is_foreign(device):
+        return target.map(device)
+    return torch.device(device)  # a device of the type in use, or an error of torch's
+
+
+# ---------------------------------------------------------------- device arguments
+
+_KEYS = ("device", "map_location", "device_id", "device_type")
+
+
+def device_argument(site: Site) -> Any:
+    """A function that takes a device, by position or as ``device=``."""
+    return _with_device(site, lambda value: site.target.map(value))
+
+
+def type_argument(site: Site) -> Any:
+    """A function that takes a device type as text."""
+    return _with_device(site, lambda value: site.target.map(value).type)
+
+
+def _with_device(site: Site, convert: Callable[[Any], Any]) -> Any:
+    target, original = site.target, site.original
+    by_index = site.label.endswith((".to", ".to_empty", ".set_default_device"))
+    host = target.is_host
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for key in _KEYS:
+            value = kwargs.get(key)
+            if value is not None and target.is_foreign(value):
+                site.named(value, key)
+                kwargs[key] = convert(value)
+        if host and kwargs.get("pin_memory"):
+            site.note(f"{site.label}(pin_memory=True)", port="pin_memory=xamp.is_available()")
+            del kwargs["pin_memory"]
+        for position, value in enumerate(args):
+            named = isinstance(value, (str, torch.device)) or (by_index and type(value) is int)
+            if named and target.is_foreign(value):
+                site.named(value)
+                args = (*args[:position], convert(value), *args[position + 1 :])
+        return original(*args, **kwargs)
+
+    return like(original, function, site.label)
+
+
+def grad_scaler(site: Site) -> Any:
+    """``torch.amp.GradScaler.__init__``, whose device is ``"cuda"`` where none is given."""
+    original, target = site.original, site.target
+
+    def __init__(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+        if target.is_foreign(device):
+            site.note("GradScaler()")
+            device = target.type
+        original(self, device, *args, **kwargs)
+
+    return like(original, __init__)
+
+
+def generator(site: Site) -> Any:
+    """``torch.Generator``, a class of C."""
+    original, target = site.original, site.target
+
+    def call(device: Any = "cpu") -> Any:
+        if target.is_foreign(device):
+            site.named(device, "device")
+            device = target.map(device)
+        return original(device=device)
+
+    return stand_in(original, call)
+
+
+def loader(site: Site) -> Any:
+    """``DataLoader.__init__`` with ``pin_memory_device``."""
+    original, target = site.original, site.target
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        value = kwargs.get("pin_memory_device")
+        if value and target.is_foreign(value):
+            site.note(f"DataLoader(pin_memory_device={value!r})", port="leave pin_memory_device out")
+            kwargs["pin_memory_device"] = "" if target.is_host else target.type
+        original(self, *args, **kwargs)
+
+    return like(original, __init__)
+
+
+def pin(site: Site) -> Any:
+    """``Tensor.pin_memory``, which needs an accelerator."""
+    original, target = site.original, site.target
+
+    def pin_memory(self: Any, device: Any = None) -> Any:
+        if target.is_host:
+            site.note()
+            return self
+        return original(self) if device is None or target.is_foreign(device) else original(self, device)
+
+    return like(original, pin_memory, site.label)
+
+
+def load(site: Site) -> Any:
+    """``torch.load``: ``map_location`` in each of its forms, and files of tensors that were saved on another device."""
+    original, target = site.original, site.target
+
+    def restore(storage: Any, tag: Any) -> Any:
+        if not target.is_foreign(tag):
+            return None
+        site.note(f"torch.load() of tensors saved on {tag!r}")
+        return torch.serialization.default_restore_location(storage, str(target.map(tag)))
+
+    def location(wanted: Any) -> Any:
+        if wanted is None:
+            return restore
+        if isinstance(wanted, dict):
+            return lambda storage, tag: _restored(storage, wanted.get(tag, tag))
+        if callable(wanted) and not isinstance(wanted, torch.device):
+            return lambda storage, tag: _or(wanted(storage, tag), lambda: restore(storage, tag))
+        if target.is_foreign(wanted):
+            site.named(wanted, "map_location")
+            return target.map(wanted)
+        return wanted
+
+    def _restored(storage: Any, tag: Any) -> Any:
+        return _or(restore(storage, tag), lambda: torch.serialization.default_restore_location(storage, tag))
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(f, location(map_location), *args, **kwargs)
+
+    return like(original, load)
+
+
+def _or(found: Any, other: Callable[[], Any]) -> Any:
+    return other() if found is None else found

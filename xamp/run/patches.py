@@ -1,0 +1,73 @@
+"""Puts values in the place of attributes, and restores every one of them in reverse order."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from xamp.casting.script import forget_script, tell_script
+
+__all__ = ["Patches", "clear_caches", "prepare_torch"]
+
+_ABSENT = object()
+
+
+class Patches:
+    """The attributes that were replaced. :meth:`undo` restores them, also where the script set them itself since."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[Any, str, Any, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any, *, script: bool = False) -> None:
+        """Put ``value`` in the place of ``owner.name``.
+
+        Args:
+            owner: a module or a class.
+            name: the attribute; it need not exist.
+            value: what to put there.
+            script: whether TorchScript shall go on compiling the original.
+        """
+        # The owner's own attribute, not one that a class inherits or that a module's __getattr__ finds.
+        before = vars(owner).get(name, _ABSENT)
+        if script:
+            tell_script(getattr(owner, name), value)
+        setattr(owner, name, value)
+        self._done.append((owner, name, before, value if script else None))
+
+    def undo(self) -> None:
+        """Restore everything."""
+        while self._done:
+            owner, name, before, told = self._done.pop()
+            if told is not None:
+                forget_script(told)
+            if before is not _ABSENT:
+                setattr(owner, name, before)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+def prepare_torch() -> None:
+    """Fill the tables that torch makes once, by looking up names: they must not keep what is replaced later."""
+    importlib.import_module("torch.utils._device")._device_constructors()
+    with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
+        rules = importlib.import_module("torch._dynamo.trace_rules")
+        rules.get_torch_obj_rule_map()
+        rules.get_tensor_method()
+    with contextlib.suppress(Exception):
+        unpickler = importlib.import_module("torch._weights_only_unpickler")
+        unpickler._get_allowed_globals()
+
+
+def clear_caches() -> None:
+    """Clear what torch remembers of the functions that stood in a place."""
+    for function in vars(torch.overrides).values():
+        clear = getattr(function, "cache_clear", None)
+        if clear is not None:
+            clear()
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.output_codes.seen:  # something was compiled
+        torch._dynamo.reset()

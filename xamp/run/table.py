@@ -1,0 +1,186 @@
+"""What is redirected, as data: names of torch, how each is handled, and what to write in its place when porting.
+
+A row is an owner, its names and a handler: a function of ``handlers``, ``casts`` or ``ranks``. What is in no row of
+these tables is left as it is, and so is the truth that torch tells: ``is_available()``, ``device_count()``,
+``is_cuda``, ``type()``, ``torch.version.cuda``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ANSWERED", "ASKED", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
+
+
+class Row(NamedTuple):
+    """Names of one owner that are handled alike.
+
+    Attributes:
+        owner: the module or class, ``"module"`` or ``"module:Class"``, as ``pkgutil.resolve_name`` takes it.
+        names: its attributes.
+        handler: the function that makes what is put in their place.
+        port: what to write in a port.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    handler: str
+    port: str = ""
+
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_quantized",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "new")
+_DEVICE = "device=xamp.device()"
+
+ROWS = (
+    Row("torch:Tensor", ("cuda",), "move", ".to(xamp.device())"),
+    Row("torch.nn:Module", ("cuda",), "move_module", ".to(xamp.device())"),
+    Row("torch.storage:_StorageBase", ("cuda",), "move_storage", "map_location=xamp.device()"),
+    Row("torch.storage:TypedStorage", ("cuda",), "move_storage", "map_location=xamp.device()"),
+    Row("torch:Tensor", ("to",), "device_argument", ".to(xamp.device())"),
+    Row("torch.nn:Module", ("to", "to_empty"), "device_argument", ".to(xamp.device())"),
+    Row("torch.storage:_StorageBase", ("to",), "device_argument", _DEVICE),
+    Row("torch.storage:TypedStorage", ("to",), "device_argument", _DEVICE),
+    Row("torch:Tensor", _NEW, "device_argument", _DEVICE),
+    Row("torch", _FACTORIES, "device_argument", _DEVICE),
+    Row("torch.fft", ("fftfreq", "rfftfreq"), "device_argument", _DEVICE),
+    Row("torch.nested", ("nested_tensor", "as_nested_tensor"), "device_argument", _DEVICE),
+    Row("torch", ("set_default_device",), "device_argument", "torch.set_default_device(xamp.device())"),
+    Row("torch.utils._device:DeviceContext", ("__init__",), "device_argument", "with xamp.device():"),
+    Row("torch:Tensor", ("type",), "tensor_type_argument", ".to(xamp.device(), dtype)"),
+    Row("torch", ("set_default_tensor_type",), "default_tensor_type", "torch.set_default_device(xamp.device())"),
+    Row("torch:Tensor", ("pin_memory",), "pin", "x if xamp.device_type() == 'cpu' else x.pin_memory()"),
+    Row("torch.serialization", ("load",), "load", "map_location=xamp.device()"),
+    Row("torch.jit", ("load",), "device_argument", "map_location=xamp.device()"),
+    Row("torch", ("Generator",), "generator", "torch.Generator(device=xamp.device())"),
+    Row("torch.amp.autocast_mode:autocast", ("__init__",), "autocast", "xamp.autocast()"),
+    Row("torch.amp.autocast_mode:autocast", ("__enter__",), "enter_autocast"),
+    Row("torch.amp.autocast_mode:autocast", ("__exit__",), "leave_autocast"),
+    Row("torch.amp.autocast_mode", ("custom_fwd", "custom_bwd"), "type_argument", "xamp.custom_fwd, xamp.custom_bwd"),
+    Row("torch", ("is_autocast_enabled", "get_autocast_dtype"), "autocast_state", "device_type=xamp.device_type()"),
+    Row("torch", ("get_autocast_gpu_dtype",), "autocast_gpu_dtype", "torch.get_autocast_dtype(xamp.device_type())"),
+    Row("torch.amp.grad_scaler:GradScaler", ("__init__",), "grad_scaler", "xamp.GradScaler()"),
+    Row("torch.utils.data:DataLoader", ("__init__",), "loader", ""),
+    Row("torch.distributed.distributed_c10d", ("init_process_group",), "init_group", "xamp.distributed_backend()"),
+    Row("torch.distributed.distributed_c10d", ("new_group",), "new_group", "xamp.distributed_backend()"),
+    Row("torch.distributed.device_mesh", ("init_device_mesh",), "type_argument", "xamp.device_type()"),
+    Row("torch.nn.parallel:DistributedDataParallel", ("__init__",), "wrap_ddp", "leave device_ids out"),
+    Row("torch.nn.parallel:DistributedDataParallel", ("_passing_sync_batchnorm_handle",), "accept_sync_batch_norm", ""),
+    Row("torch.nn:SyncBatchNorm", ("forward",), "sync_batch_norm", ""),
+)
+
+_RANDOM = (
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+)
+_MEMORY = (
+    "empty_cache",
+    "max_memory_allocated",
+    "max_memory_cached",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_cached",
+    "memory_reserved",
+    "memory_snapshot",
+    "memory_stats",
+    "memory_summary",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+)
+ANSWERED = {
+    "functions": (
+        *("set_device", "current_device", "synchronize", "ipc_collect", "init", "is_current_stream_capturing"),
+        *("stream", "current_stream", "default_stream", "set_stream", "get_device_name"),
+        *_RANDOM,
+        *_MEMORY,
+    ),
+    "classes": ("Stream", "Event", "StreamContext", "device", "device_of"),
+    "nvtx": ("mark", "range", "range_end", "range_pop", "range_push", "range_start"),
+}
+"""Names of torch.cuda (or torch.npu) that :mod:`xamp.accel` answers; ``nvtx`` are those of torch.cuda.nvtx."""
+
+ASKED = ("is_available", "device_count", "is_bf16_supported")
+"""Questions that are answered truthfully, unless the user asks to pretend."""
+
+_PROPERTIES = "what the device is like is no question for a stand-in; a port asks xamp.accel.{name}()"
+_GRAPHS = "CUDA graphs are captured and replayed by CUDA only; take them out, or guard them by xamp.device_type()"
+_ONLY_CUDA = "only a CUDA driver knows; take it out, or guard it by xamp.device_type()"
+REFUSED = {
+    **dict.fromkeys(
+        ("get_device_properties", "get_device_capability", "get_arch_list", "get_gencode_flags"), _PROPERTIES
+    ),
+    **dict.fromkeys(("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"), _GRAPHS),
+    **dict.fromkeys(
+        ("utilization", "temperature", "power_draw", "clock_rate", "memory_usage", "list_gpu_processes"), _ONLY_CUDA
+    ),
+    **dict.fromkeys(("caching_allocator_alloc", "caching_allocator_delete", "MemPool", "use_mem_pool"), _ONLY_CUDA),
+    "cudart": "start and stop a profile with torch.profiler.profile(); wait with xamp.accel.synchronize()",
+}
+"""Names of torch.cuda that nothing can answer on another device, and what to do."""
+
+TENSOR_TYPES = {
+    "FloatTensor": "float32",
+    "DoubleTensor": "float64",
+    "HalfTensor": "float16",
+    "BFloat16Tensor": "bfloat16",
+    "ByteTensor": "uint8",
+    "CharTensor": "int8",
+    "ShortTensor": "int16",
+    "IntTensor": "int32",
+    "LongTensor": "int64",
+    "BoolTensor": "bool",
+}
+"""Legacy types of tensors, and their dtypes."""
