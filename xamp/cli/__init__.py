@@ -20,6 +20,7 @@ _COMMANDS = {
     "doctor": "xamp.cli.doctor",
     "emulate": "xamp.cli.emulate",
     "policy": "xamp.cli.policy",
+    "port": "xamp.cli.port",
 }
 
 

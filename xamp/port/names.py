@@ -43,7 +43,7 @@ def _moves(work: Work, use: Node) -> bool:
 def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     """Rename a chain of names where a table says so."""
     parent = work.parent(node)
-    if kind(parent) == "Attribute" and parent.value is node or work.is_claimed(node):
+    if (kind(parent) == "Attribute" and parent.value is node) or work.is_claimed(node):
         return
     ref = work.resolve(node)
     found = work.target(ref.path) if ref else None
