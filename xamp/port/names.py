@@ -47,12 +47,12 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
         return
     ref = work.resolve(node)
     found = work.target(ref.path) if ref else None
-    if ref is None or found is None:
+    if ref is None or found is None or not ref.bindings:  # a star import is dealt with as a whole
         return
     rule, target, start = found
     if target.imports_only or work.is_kept(rule, node) or work.is_taken(node):
         return
-    base = ref.bindings[0].path if ref.bindings else None
+    base = ref.bindings[0].path
     moved = work.target(base) if base else None
     is_moved = moved is not None and moved[2] == base and moved[1].new is not None
     if target.new is None:
@@ -65,9 +65,8 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     if any(binding in renamed for binding in ref.bindings):
         _write(work, node, ref, start, target.new)
         work.say(rule, node, target.grade, target.note)
-    elif base == ref.path and (is_moved or not ref.bindings):
-        if not ref.bindings:
-            work.say(rule, node, Grade.NOTED, f"{ref.root.value} comes from a star import; see that it is xamp's")
+    elif base == ref.path and is_moved:
+        return  # the import says it all
     elif is_moved and moved is not None and f"{moved[1].new}{ref.path[len(str(base)) :]}" == new:
         if not ref.certain and not _all_move(work, ref):
             work.say(
@@ -75,8 +74,6 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
             )
         else:
             work.say(rule, node, Grade.CERTAIN)
-    elif not ref.bindings:
-        work.say(rule, node, Grade.NOTED, f"{ref.root.value} comes from a star import; see that it is xamp's")
     elif not ref.certain:
         work.say(
             rule, node, Grade.NOTED, f"{ref.root.value} is bound in other ways too; where it is torch's, write {new}"
