@@ -22,7 +22,15 @@ _SAME_IN_XAMP = {
 }
 _ACCEL = {
     *("set_device", "is_available", "device_count", "synchronize", "empty_cache", "manual_seed_all", "manual_seed"),
-    *("max_memory_allocated", "current_device", "Stream", "stream", "memory_reserved", "current_stream", "get_rng_state"),
+    *(
+        "max_memory_allocated",
+        "current_device",
+        "Stream",
+        "stream",
+        "memory_reserved",
+        "current_stream",
+        "get_rng_state",
+    ),
     *("set_rng_state", "is_bf16_supported", "memory_cached", "Event", "memory_allocated", "get_device_name"),
     *("get_device_properties", "get_device_capability", "reset_peak_memory_stats", "reset_max_memory_allocated"),
     *("get_rng_state_all", "set_rng_state_all", "max_memory_reserved", "max_memory_cached", "mem_get_info", "seed_all"),
@@ -174,7 +182,9 @@ def _text_arguments(file: _File, node: ast.Call) -> Iterator[Place]:
         for word in node.keywords:
             flag = str(node.args[0].value)
             if word.arg == "default" and isinstance(word.value, ast.Constant):
-                if (flag == "--device" and _is_device(word.value)) or ("backend" in flag and word.value.value == "nccl"):
+                if (flag == "--device" and _is_device(word.value)) or (
+                    "backend" in flag and word.value.value == "nccl"
+                ):
                     yield Place("option", word.value.lineno)
 
 

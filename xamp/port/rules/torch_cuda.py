@@ -11,13 +11,77 @@ from xamp.port.work import Work
 __all__ = ["HOMES", "RULES"]
 
 HOMES = ("torch.cuda", "torch.npu", "torch_npu.npu")
-_FUNCTIONS = ["current_device", "device_count", "get_device_name", "get_device_properties", "get_device_capability", "get_arch_list", "can_device_access_peer", "init", "is_initialized", "ipc_collect", "set_device", "device", "device_of", "synchronize", "empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats", "memory_summary", "memory_snapshot", "mem_get_info", "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats", "set_per_process_memory_fraction", "OutOfMemoryError", "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all", "is_bf16_supported", "is_tf32_supported", "Event", "Stream", "StreamContext", "stream", "current_stream", "default_stream", "set_stream", "is_current_stream_capturing"]
+_FUNCTIONS = [
+    "current_device",
+    "device_count",
+    "get_device_name",
+    "get_device_properties",
+    "get_device_capability",
+    "get_arch_list",
+    "can_device_access_peer",
+    "init",
+    "is_initialized",
+    "ipc_collect",
+    "set_device",
+    "device",
+    "device_of",
+    "synchronize",
+    "empty_cache",
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "memory_stats",
+    "memory_summary",
+    "memory_snapshot",
+    "mem_get_info",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+    "set_per_process_memory_fraction",
+    "OutOfMemoryError",
+    "get_rng_state",
+    "get_rng_state_all",
+    "initial_seed",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_rng_state",
+    "set_rng_state_all",
+    "is_bf16_supported",
+    "is_tf32_supported",
+    "Event",
+    "Stream",
+    "StreamContext",
+    "stream",
+    "current_stream",
+    "default_stream",
+    "set_stream",
+    "is_current_stream_capturing",
+]
 _OLD = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
 _TENSORS = ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
 _MEMORY = [name for name in _FUNCTIONS if "mem" in name or name == "empty_cache"]
 _RANDOM = [name for name in _FUNCTIONS if "rng" in name or "seed" in name]
 _NVTX = ("range_push", "range_pop", "range", "mark", "range_start", "range_end")
-_ELSEWHERE = ["utilization", "temperature", "power_draw", "clock_rate", "memory_usage", "list_gpu_processes", "host_memory_stats", "default_generators", "get_sync_debug_mode", "set_sync_debug_mode", "get_allocator_backend", "get_device_index", "get_gencode_flags", "current_blas_handle"]
+_ELSEWHERE = [
+    "utilization",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "memory_usage",
+    "list_gpu_processes",
+    "host_memory_stats",
+    "default_generators",
+    "get_sync_debug_mode",
+    "set_sync_debug_mode",
+    "get_allocator_backend",
+    "get_device_index",
+    "get_gencode_flags",
+    "current_blas_handle",
+]
 _HINTS = {
     "cudart": "the CUDA runtime is CUDA's only; torch.profiler starts and stops a profile on every device",
     "CUDAGraph": "graphs are CUDA's only; put them behind a test of the device",
