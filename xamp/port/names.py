@@ -45,14 +45,14 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     parent = work.parent(node)
     if (kind(parent) == "Attribute" and parent.value is node) or work.is_claimed(node):
         return
-    ref = work.resolve(node)
+    ref = _known(work, work.resolve(node))
     found = work.target(ref.path) if ref else None
     if ref is None or found is None or not ref.bindings:  # a star import is dealt with as a whole
         return
     rule, target, start = found
     if target.imports_only or work.is_kept(rule, node) or work.is_taken(node):
         return
-    base = ref.bindings[0].path
+    base = next(each.path for each in ref.bindings if each.path and ref.path.startswith(each.path))
     moved = work.target(base) if base else None
     is_moved = moved is not None and moved[2] == base and moved[1].new is not None
     if target.new is None:
@@ -81,6 +81,22 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     else:
         _write(work, node, ref, start, target.new)
         work.say(rule, node, target.grade, target.note)
+
+
+def _known(work: Work, ref: Ref | None) -> Ref | None:
+    """Of a name that several imports bind, such as one of Apex and one of torch, the meaning that has a counterpart."""
+    if ref is None or ref.certain:
+        return ref
+    rest = (
+        ref.path[len(next(each.path for each in ref.bindings if each.path and ref.path.startswith(each.path))) :]
+        if ref.bindings
+        else ""
+    )
+    for binding in ref.bindings:
+        found = work.target(f"{binding.path}{rest}") if binding.path else None
+        if found is not None and found[1].new is not None:
+            return ref._replace(path=f"{binding.path}{rest}")
+    return ref
 
 
 def _all_move(work: Work, ref: Ref) -> bool:

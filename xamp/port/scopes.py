@@ -175,8 +175,8 @@ class Scopes:
     def _evaluated(self, what: str, node: Node) -> list[Node]:
         """The children in which names stand for values."""
         if what in ("Import", "ImportFrom"):
-            return [child for child in node.children if kind(child) == "ImportAlias"]
-        return [] if what in ("ImportAlias", "Global", "Nonlocal") else list(node.children)
+            return [child for child in self.source.children(node) if kind(child) == "ImportAlias"]
+        return [] if what in ("ImportAlias", "Global", "Nonlocal") else self.source.children(node)
 
     def _place(self, what: str, node: Node, child: Node, scope: Scope, inner: Scope) -> Scope:
         """The scope of a child: decorators, defaults and bases are evaluated around a function or class."""

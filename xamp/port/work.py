@@ -174,18 +174,18 @@ class Work:
 
     def result(self, extra: Iterable[tuple[int, int, str]] = ()) -> bytes:
         """The file with all edits; ``extra`` come from the care of imports."""
-        edits = list(self._edits)
-        for start, end, new in extra:
-            edits.append((start, end, -len(edits) - 1, new.encode("utf-8")))
+        edits = [(start, 2 + (end > start), order, end, new) for start, end, order, new in self._edits]
+        for start, end, text in extra:
+            edits.append((start, 0 if start == end else 3, len(edits), end, text.encode("utf-8")))
         data, newline = self.source.data, self.source.newline
         for at, texts in self._todos.items():
             indent = re.match(rb"[ \t\f]*", data[at:])
             space = indent[0] if indent else b""
             comment = b"".join(space + b"# TODO(xamp): " + text.encode() + newline for text in texts)
-            edits.append((at, at, -1_000_000, comment))
-        edits.sort(key=lambda edit: (edit[0], edit[2] >= 0, edit[1] > edit[0], edit[2]))
+            edits.append((at, 1, 0, at, comment))
+        edits.sort(key=lambda edit: edit[:3])
         out, done = [], 0
-        for start, end, _, new in edits:
+        for start, _, _, end, new in edits:
             if start < done:
                 continue
             out += [data[done:start], new]

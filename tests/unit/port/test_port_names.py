@@ -84,7 +84,7 @@ CHANGED = {
     ),
     "a match": (
         "match kind:\n    case 'cuda':\n        x = x.cuda()\n",
-        "import xamp\nmatch kind:\n    case 'cuda':\n        x = x.to(xamp.device())\n",
+        "import xamp\nmatch kind:\n    # TODO(xamp): does this text name a device? Then write xamp.device_type()\n    case 'cuda':\n        x = x.to(xamp.device())\n",
     ),
 }
 

@@ -149,6 +149,7 @@ class Initialize(Rule):
             tail = end - (len(work.code(node.args[-1]).encode()) - len(last.encode()))
             comma = last.endswith(",")
             work.splice(tail, tail, ' level="O1"' if comma else ', level="O1"')
+            work.say(self, node, Grade.CERTAIN)
 
     def _leave_out(self, call: Any, arg: Any, work: Work) -> None:
         start, end = work.source.span(arg)

@@ -141,7 +141,11 @@ class Method(Rule):
 
     def _value(self, node: Any, work: Work) -> None:
         parent = work.parent(node)
-        if node.attr.value not in _METHODS or (kind(parent) == "Call" and parent.func is node):
+        if (
+            work.is_kept(self, node)
+            or node.attr.value not in _METHODS
+            or (kind(parent) == "Call" and parent.func is node)
+        ):
             return
         if kind(parent) not in ("IfExp", "AssignTarget", "Assign", "Arg", "Return") or work.path(node):
             return

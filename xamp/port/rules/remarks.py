@@ -119,6 +119,8 @@ class Helpers(Rule):
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
+        if work.is_kept(self, node):
+            return
         if kind(node) == "ImportFrom" and (node.relative or node.module is None or kind(node.names) == "ImportStar"):
             return
         start = f"{dotted(node.module)}." if kind(node) == "ImportFrom" else ""
