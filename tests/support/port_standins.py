@@ -66,8 +66,9 @@ class _Recorder:
         if self._path.endswith(("device_count", "current_device")):
             self._log.append(self._path)
             return 2
-        shown = {name: value for name, value in sorted(named.items())}
-        self._log.append(f"{self._path} {args!r} {shown!r}")
+        shown = {name: value for name, value in sorted(named.items()) if (name, value) != ("dtype", None)}
+        given = tuple(getattr(arg, "__name__", arg) for arg in args)
+        self._log.append(f"{self._path} {given!r} {shown!r}")
         return args[0] if self._path.endswith("float_function") else _Recorder(self._log, f"{self._path}()")
 
     def __enter__(self) -> _Recorder:
@@ -187,6 +188,8 @@ def record(text: str) -> list[str]:
     modules = _modules(log)
 
     def load(name: str, values: Any = None, inside: Any = None, wanted: Any = (), level: int = 0) -> Any:
+        if name == "__future__":
+            return __import__(name, fromlist=["annotations"])
         if name not in modules:
             raise ImportError(name)
         return modules[name] if wanted else modules[name.partition(".")[0]]

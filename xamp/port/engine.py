@@ -20,7 +20,7 @@ __all__ = ["Ported", "port_bytes", "port_text"]
 # A file without any of these words has nothing to port, and is not parsed.
 _WORDS = re.compile(
     rb"cuda|npu|apex|nccl|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|CUDA_VISIBLE|deepspeed|"
-    rb"lightning|accelerate|horovod|cpp_extension|pin_memory",
+    rb"lightning|accelerate|horovod|cpp_extension|pin_memory|amp_C",
 )
 
 

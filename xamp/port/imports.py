@@ -132,6 +132,10 @@ def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, s
             parts.new.setdefault("", []).append("import torch")
         elif root in _ROOTS:
             _import_root(work, alias, root, written, parts)
+        elif found is not None and found[1].new is not None:
+            work.say(found[0], alias, found[1].grade, found[1].note)
+            home, _, last = found[1].new.rpartition(".")
+            parts.new.setdefault(home, []).append(last if last == path else f"{last} as {path}")
         else:
             parts.kept.append(written)
             if found is not None and found[1].grade is not Grade.NEUTRAL:

@@ -245,12 +245,11 @@ def _refuse_too_deep(text: str) -> None:
 
 
 def _reason(error: Any, data: bytes) -> str:
-    where = f"line {error.raw_line}, column {error.raw_column + 1}"
+    found = re.search(r"error at (\d+):\d+: (.*)", str(error.message))
+    line, why = (int(found[1]), found[2]) if found else (error.raw_line, str(error.message).splitlines()[0])
     if _PYTHON_2.search(data):
-        return (
-            f"{where}: no Python 3; it looks like Python 2. Convert it first (python -m lib2to3, or 2to3), then port."
-        )
-    return f"{where}: no Python 3 that can be read: {str(error.message).splitlines()[0]}"
+        return f"line {line}: no Python 3; it looks like Python 2. Convert it first (2to3), then port."
+    return f"line {line}: no Python 3 that can be read: {why}"
 
 
 def _spans(wrapper: Any) -> Any:

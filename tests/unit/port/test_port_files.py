@@ -128,8 +128,8 @@ def test_bytes_that_are_not_edited_stay(script: Path, data: bytes, wanted: bytes
     [
         (b"import torch\nprint 'cuda'\n", "it looks like Python 2. Convert it first"),
         (b"x = x.cuda(async=True)\n", "it looks like Python 2. Convert it first"),
-        (b"def f(:\n    x.cuda()\n", "line 1, column 7: no Python 3 that can be read"),
-        (b"# \xff\xfe cuda\n", "the file is not utf-8"),
+        (b"x = x.cuda()\nif x\n    y = 1\n", "line 3: no Python 3 that can be read: expected"),
+        (b"# \xff\xfe cuda\n", "missing encoding declaration. Declare the right one in the first line"),
         (b"# coding: klingon\nx.cuda()\n", "unknown encoding: klingon"),
         ("x.cuda()".encode("utf-16"), "the file has null bytes"),
         (b"x.cuda(" + b"(" * 5000 + b")" * 5001, "nested too deeply"),
@@ -204,7 +204,7 @@ def test_many_files_are_ported_in_processes(script: Path, capsys: Output) -> Non
 
 
 def test_reports_say_the_place(script: Path) -> None:
-    script.write_text(BEFORE + "import torch\n\ttorch".replace("\n\ttorch", "") + UNSUPPORTED.partition("\n")[2])
+    script.write_text(BEFORE + "torch.cuda.cudart()\n")
     assert main(["port", "train.py", "--report", "out.json"]) == 1
     (file,) = json.loads(Path("out.json").read_text())["files"]
     found = {row["rule"]: row for row in file["findings"] if row["grade"] != "neutral"}
@@ -282,7 +282,8 @@ def test_amp_is_added_to_a_script_without(script: Path) -> None:
 def test_a_rule_is_explained(capsys: Output) -> None:
     assert main(["port", "--explain", "device-method"]) == 0
     out = capsys.readouterr().out
-    assert "- x = x.cuda()\n+ x = x.to(xamp.device())" in out.replace("+ import xamp\n", "")
+    assert "- x = x.cuda()\n" in out
+    assert "+ x = x.to(xamp.device())\n" in out
     assert main(["port", "--explain", "all"]) == 0
     assert capsys.readouterr().out.count("\n") > 15
     assert main(["port", "--explain", "device-metod"]) == 2

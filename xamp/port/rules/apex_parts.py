@@ -8,70 +8,90 @@ from xamp.port.rule import Example, Grade, Rule, Target
 
 __all__ = ["RULES"]
 
+_NORMS = (
+    *("FusedLayerNorm", "MixedFusedLayerNorm", "FusedRMSNorm", "MixedFusedRMSNorm", "manual_rms_norm"),
+    *("fused_layer_norm", "fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"),
+    *("fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
+)
+_HALVES = (
+    *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads", "tofp16"),
+    *("master_params_to_model_params", "to_python_float", "clip_grad_norm", "convert_module", "convert_network"),
+    "FP16Model",
+)
+_FUSED = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedMixedPrecisionLamb")
+_ASCEND = (
+    *("NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb"),
+    *("NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD"),
+)
+# By module of Apex: the names in the module of xamp.apex that has the same name.
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "parallel": (
-        "DistributedDataParallel",
-        "Reducer",
-        "SyncBatchNorm",
-        "convert_syncbn_model",
-        "create_syncbn_process_group",
-        "LARC",
+        *("DistributedDataParallel", "Reducer", "ReduceOp", "SyncBatchNorm", "LARC"),
+        *("convert_syncbn_model", "create_syncbn_process_group"),
     ),
-    "optimizers": (
-        "FusedAdam",
-        "FusedSGD",
-        "FusedLAMB",
-        "FusedNovoGrad",
-        "FusedAdagrad",
-        "FusedMixedPrecisionLamb",
-    ),
-    "normalization": ("FusedLayerNorm", "MixedFusedLayerNorm", "FusedRMSNorm", "MixedFusedRMSNorm"),
+    "optimizers": (*_FUSED, *_ASCEND, "Lamb", "FP16_Optimizer"),
+    "normalization": _NORMS,
     "multi_tensor_apply": ("MultiTensorApply", "multi_tensor_applier"),
-    "fp16_utils": (
-        "BN_convert_float",
-        "network_to_half",
-        "prep_param_lists",
-        "model_grads_to_master_grads",
-        "master_params_to_model_params",
-        "tofp16",
-        "to_python_float",
-        "clip_grad_norm",
-        "convert_module",
-        "convert_network",
-        "FP16Model",
-        "FP16_Optimizer",
-        "LossScaler",
-        "DynamicLossScaler",
-    ),
-    "mlp": ("MLP", "mlp"),
+    "fp16_utils": (*_HALVES, "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
+    "mlp": ("MLP", "mlp_function"),
+    "fused_dense": ("FusedDense", "FusedDenseGeluDense", "fused_dense_function", "fused_dense_gelu_dense_function"),
+    "pyprof": ("init", "nvtx", "wrap"),
+    "contrib.clip_grad": ("clip_grad_norm_",),
+    "contrib.xentropy": ("SoftmaxCrossEntropyLoss",),
+    "contrib.optimizers": ("FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"),
 }
-_FILES = {
-    "parallel": {"distributed": ("DistributedDataParallel", "Reducer"), "LARC": ("LARC",)},
+# Files of a module from which scripts import its names.
+_FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "parallel": {
+        "distributed": ("DistributedDataParallel", "Reducer"),
+        "LARC": ("LARC",),
+        "sync_batchnorm": ("SyncBatchNorm",),
+        "optimized_sync_batchnorm": ("SyncBatchNorm",),
+    },
     "optimizers": {
         "fused_adam": ("FusedAdam",),
         "fused_sgd": ("FusedSGD",),
         "fused_lamb": ("FusedLAMB",),
         "fused_novograd": ("FusedNovoGrad",),
         "fused_adagrad": ("FusedAdagrad",),
+        "fused_mixed_precision_lamb": ("FusedMixedPrecisionLamb",),
     },
-    "normalization": {"fused_layer_norm": _PARTS["normalization"]},
+    "normalization": {"fused_layer_norm": _NORMS},
+    "multi_tensor_apply": {"multi_tensor_apply": ("MultiTensorApply",)},
     "fp16_utils": {
         "fp16_optimizer": ("FP16_Optimizer",),
-        "fp16util": _PARTS["fp16_utils"][:11],
+        "fp16util": _HALVES,
         "loss_scaler": ("LossScaler", "DynamicLossScaler"),
     },
+    "mlp": {"mlp": ("MLP",)},
+    "contrib.clip_grad": {"clip_grad": ("clip_grad_norm_",)},
+    "contrib.xentropy": {"softmax_xentropy": ("SoftmaxCrossEntropyLoss",)},
+    "contrib.optimizers": {
+        "fp16_optimizer": ("FP16_Optimizer",),
+        "fused_adam": ("FusedAdam",),
+        "fused_lamb": ("FusedLAMB",),
+        "fused_sgd": ("FusedSGD",),
+    },
 }
-_OPTIMIZERS = {
-    "NpuFusedAdam": "torch.optim.Adam",
-    "NpuFusedAdamW": "torch.optim.AdamW",
-    "NpuFusedSGD": "torch.optim.SGD",
-    "NpuFusedAdadelta": "torch.optim.Adadelta",
-    "NpuFusedRMSprop": "torch.optim.RMSprop",
+# What xamp.apex leaves out, and what takes its place.
+_LEFT_OUT = {
+    "RNN": "use torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
+    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "transformer": "use torch.distributed.tensor.parallel and torch.distributed.pipelining",
+    "contrib.combine_tensors": "use torch._utils._flatten_dense_tensors",
+    "contrib.group_norm": "use torch.nn.GroupNorm",
+    "contrib.layer_norm": "use torch.nn.LayerNorm",
+    "contrib.multihead_attn": "use torch.nn.MultiheadAttention",
+    "contrib.fmha": "use torch.nn.functional.scaled_dot_product_attention",
+    "contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
+    "contrib.groupbn": "use torch.nn.SyncBatchNorm with a process_group",
+    "contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
+    "contrib.transducer": "use torchaudio.functional.rnnt_loss",
 }
 
 
 def _table() -> dict[str, Target]:
-    table: dict[str, Target] = {}
+    table: dict[str, Target] = {"apex.contrib": Target("xamp.apex.contrib", is_module=True)}
     for part, names in _PARTS.items():
         missing = f"xamp.apex.{part} does not have this name of apex.{part}"
         table[f"apex.{part}"] = Target(f"xamp.apex.{part}", is_module=True, text=missing)
@@ -80,13 +100,17 @@ def _table() -> dict[str, Target]:
             if file not in names:
                 table[f"apex.{part}.{file}"] = Target(None, Grade.UNSUPPORTED, missing, is_module=True)
             table.update({f"apex.{part}.{file}.{name}": Target(f"xamp.apex.{part}.{name}") for name in inside})
-    return table
+    for part, instead in _LEFT_OUT.items():
+        text = f"xamp does not have apex.{part}: {instead}"
+        table[f"apex.{part}"] = Target(None, Grade.UNSUPPORTED, text, is_module=True)
+    return table | {name: Target(f"xamp.apex.{name}") for name in ("amp_C", "apex_C")}
 
 
 class Parts(Rule):
-    """`apex.parallel`, `optimizers`, `normalization`, `multi_tensor_apply`, `fp16_utils` and `mlp` are in `xamp.apex`.
+    """The rest of Apex is `xamp.apex`: `parallel`, `optimizers`, `normalization`, `fp16_utils` and others.
 
-    Names stay, so that only the import changes.
+    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has. What xamp leaves
+    out is reported, with what to use in its place.
     """
 
     name = "apex-parts"
@@ -100,6 +124,11 @@ class Parts(Rule):
         Example(
             "import apex\nmodel = apex.parallel.convert_syncbn_model(model)\n",
             "import xamp.apex.parallel\nmodel = xamp.apex.parallel.convert_syncbn_model(model)\n",
+        ),
+        Example("from apex.optimizers import NpuFusedSGD\n", "from xamp.apex.optimizers import NpuFusedSGD\n"),
+        Example(
+            "import amp_C\nf = amp_C.multi_tensor_l2norm\n",
+            "from xamp.apex import amp_C\nf = amp_C.multi_tensor_l2norm\n",
         ),
         Example("from apex.fp16_utils import *\n", "from xamp.apex.fp16_utils import *\n"),
         Example(
@@ -115,36 +144,11 @@ class Parts(Rule):
             "import apex.reparameterization\napex.reparameterization.apply_weight_norm(model)\n",
             "# TODO(xamp): some names of apex have no counterpart in xamp; see the notes below\n"
             "import apex.reparameterization\n"
-            "# TODO(xamp): xamp has no counterpart of this part of Apex\n"
+            "# TODO(xamp): xamp does not have apex.reparameterization: use torch.nn.utils.parametrizations.weight_norm\n"
             "apex.reparameterization.apply_weight_norm(model)\n",
         ),
     )
     unchanged = ("from mylib.apex import parallel\nparallel.DistributedDataParallel(model)\n",)
 
 
-class NpuOptimizers(Rule):
-    """Ascend's fused optimizers are torch's: `xamp.initialize` switches to the fused form where the device has one."""
-
-    name = "npu-optimizers"
-    grade = Grade.NOTED
-    met = 0
-    names = {
-        f"apex.optimizers.{old}": Target(
-            new,
-            Grade.NOTED,
-            f"{old} only exists on Ascend; {new} is the same rule, fused by xamp.initialize where that works",
-        )
-        for old, new in _OPTIMIZERS.items()
-    }
-    examples = (
-        Example(
-            "from apex.optimizers import NpuFusedSGD\nopt = NpuFusedSGD(model.parameters(), lr=0.1)\n",
-            "# TODO(xamp): NpuFusedSGD only exists on Ascend; torch.optim.SGD is the same rule, fused by xamp.initialize "
-            "where that works\n"
-            "from torch.optim import SGD as NpuFusedSGD\nopt = NpuFusedSGD(model.parameters(), lr=0.1)\n",
-        ),
-    )
-    unchanged = ("from mine import NpuFusedSGD\n",)
-
-
-RULES = (NpuOptimizers(), Parts())
+RULES = (Parts(),)

@@ -19,8 +19,6 @@ _HELPERS = {
     "timm.scheduler.NativeScaler": "timm's scaler runs torch.cuda.amp; xamp.GradScaler has the methods that it wraps",
     "fairscale.optim.grad_scaler": "fairscale's scaler is CUDA's; xamp.GradScaler takes sharded parameters",
     "torch.distributed.fsdp.sharded_grad_scaler": "this scaler is CUDA's; xamp.GradScaler takes sharded parameters",
-    "amp_C": "a CUDA extension of Apex; xamp.apex.multi_tensor_apply has the functions that scripts used",
-    "apex_C": "a CUDA extension of Apex; xamp.apex needs none",
     "torch.utils.cpp_extension": "an extension that is built for one device needs a build for each other one",
 }
 _FRAMEWORKS = {
