@@ -1,7 +1,7 @@
 """What a script says of CUDA, Apex and Ascend, found by Python's own parser; shares no code with ``xamp.port``.
 
-It resolves names by the imports of the whole file, as a reader would who counts by hand, and not by scope. It says which
-places a port must rewrite for certain, what a port has left, and what a port must not have touched.
+It resolves names by the imports of the whole file, as a reader would who counts by hand, and not by scope. It says
+which places a port must rewrite for certain, what a port has left, and what a port must not have touched.
 """
 
 from __future__ import annotations
@@ -111,9 +111,8 @@ def _names(file: _File) -> Iterator[Place]:
             yield Place("torch.cuda.amp name", node.lineno)
         elif head == "apex.amp" and last in _SAME_IN_XAMP and "apex" in ast.unparse(node):
             yield Place("apex.amp name", node.lineno)
-        elif any(head == f"apex.{part}" and last in names for part, names in _APEX_PARTS.items()):
-            if ast.unparse(node).startswith("apex."):
-                yield Place("apex class", node.lineno)
+        elif last in _APEX_PARTS.get(head.removeprefix("apex."), ()) and ast.unparse(node).startswith("apex."):
+            yield Place("apex class", node.lineno)
 
 
 def _imports(file: _File) -> Iterator[Place]:
@@ -123,9 +122,8 @@ def _imports(file: _File) -> Iterator[Place]:
         for alias in node.names:
             path = f"{node.module}.{alias.name}"
             part = node.module.removeprefix("apex.")
-            if path in ("apex.amp", "torch.cuda.amp") or (node.module == "torch.cuda.amp" and alias.name in _AMP):
-                yield Place("import", node.lineno)
-            elif node.module.startswith("apex.") and alias.name in _APEX_PARTS.get(part, set()):
+            native = node.module == "torch.cuda.amp" and alias.name in _AMP
+            if path in ("apex.amp", "torch.cuda.amp") or native or alias.name in _APEX_PARTS.get(part, ()):
                 yield Place("import", node.lineno)
 
 
@@ -181,11 +179,10 @@ def _text_arguments(file: _File, node: ast.Call) -> Iterator[Place]:
     elif name == "add_argument" and node.args and isinstance(node.args[0], ast.Constant):
         for word in node.keywords:
             flag = str(node.args[0].value)
-            if word.arg == "default" and isinstance(word.value, ast.Constant):
-                if (flag == "--device" and _is_device(word.value)) or (
-                    "backend" in flag and word.value.value == "nccl"
-                ):
-                    yield Place("option", word.value.lineno)
+            if word.arg != "default" or not isinstance(word.value, ast.Constant):
+                continue
+            if (flag == "--device" and _is_device(word.value)) or ("backend" in flag and word.value.value == "nccl"):
+                yield Place("option", word.value.lineno)
 
 
 def leftovers(text: str) -> list[Place]:

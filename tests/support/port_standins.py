@@ -1,7 +1,7 @@
 """Stand-ins of torch, Apex and xamp that write down what a script asks of them.
 
-A script and its port, each executed on them, must leave the same record: a tensor that goes to a device, an optimizer step,
-a scaled loss. They play a machine with CUDA devices, where ``xamp.device_type()`` is ``"cuda"``.
+A script and its port, each executed on them, must leave the same record: a tensor that goes to a device, an optimizer
+step, a scaled loss. They play a machine with CUDA devices, where ``xamp.device_type()`` is ``"cuda"``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 __all__ = ["record"]
 
 _MODULES = (
-    "torch torch.cuda torch.cuda.amp torch.amp torch.distributed torch.nn torch.backends torch.npu torch.npu.amp torch_npu "
-    "torch_npu.npu torch_npu.npu.amp apex apex.amp apex.parallel apex.optimizers xamp xamp.accel xamp.apex "
-    "xamp.apex.parallel xamp.apex.optimizers argparse"
-).split()
+    *("torch", "torch.cuda", "torch.cuda.amp", "torch.amp", "torch.distributed", "torch.nn", "torch.backends"),
+    *("torch.npu", "torch.npu.amp", "torch_npu", "torch_npu.npu", "torch_npu.npu.amp", "argparse"),
+    *("apex", "apex.amp", "apex.parallel", "apex.optimizers"),
+    *("xamp", "xamp.accel", "xamp.apex", "xamp.apex.parallel", "xamp.apex.optimizers"),
+)
 _PORTED = {
     "initialize",
     "scale_loss",

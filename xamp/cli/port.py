@@ -105,7 +105,8 @@ def _write(files: Any, outcomes: Sequence[Outcome], force: bool) -> int:
     changed = [outcome for outcome in outcomes if outcome.is_changed]
     if not force and (dirty := [outcome.path for outcome in changed if files.is_dirty(outcome.path)]):
         raise StateError(
-            f"--write: {', '.join(dirty[:5])}{' and more' if len(dirty) > 5 else ''} would be rewritten and git does not "
+            f"--write: {', '.join(dirty[:5])}{' and more' if len(dirty) > 5 else ''} would be rewritten and "
+            f"git does not "
             "have the present state. Nothing is written. Commit first, or give --force."
         )
     failed = 0

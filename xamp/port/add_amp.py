@@ -36,7 +36,7 @@ class AddAmp:
         if self._has_amp(work):
             return
         made = [found for node in work.source.nodes if (found := self._optimizer(work, node)) is not None]
-        backwards = [node for node in work.source.nodes if self._is_backward(work, node)]
+        backwards = [node for node in work.source.nodes if _is_backward(node)]
         for line, model, optimizer in made:
             self._initialize(work, line, model, optimizer)
         names = {optimizer for _, _, optimizer in made}
@@ -87,12 +87,6 @@ class AddAmp:
         work.splice(below, below, text)
         work.say(self.rule, line, Grade.CERTAIN)
 
-    def _is_backward(self, work: Work, node: Node) -> bool:
-        if kind(node) != "SimpleStatementLine" or len(node.body) != 1 or kind(node.body[0]) != "Expr":
-            return False
-        call = node.body[0].value
-        return bool(kind(call) == "Call" and kind(call.func) == "Attribute" and call.func.attr.value == "backward")
-
     def _scale(self, work: Work, line: Any, names: set[str]) -> None:
         call = line.body[0].value
         loss = call.func.value
@@ -104,7 +98,7 @@ class AddAmp:
         start, _ = work.source.span(line)
         indent = work.source.data[work.source.line_start(start) : start].decode()
         unit = work.source.tree.default_indent
-        low, high = work.source.span(loss)
+        _, high = work.source.span(loss)
         open_low = work.source.span(call)[0]  # parentheses of the loss included
         dot = work.source.data.index(b".", high)
         text = work.source.data[open_low:dot].decode().strip()
@@ -126,3 +120,10 @@ class AddAmp:
             if inside and (owner in names or "optim" in owner.lower()) and work.source.span(node)[0] > end:
                 found.append(owner)
         return found[0] if found and len(set(found)) == 1 else None
+
+
+def _is_backward(node: Node) -> bool:
+    if kind(node) != "SimpleStatementLine" or len(node.body) != 1 or kind(node.body[0]) != "Expr":
+        return False
+    call = node.body[0].value
+    return bool(kind(call) == "Call" and kind(call.func) == "Attribute" and call.func.attr.value == "backward")

@@ -108,9 +108,8 @@ def _below(folder: str, exclude: Sequence[str], entered: set[tuple[int, int]], t
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _below(entry.path, exclude, entered, top)
-        elif entry.is_file() or (entry.is_symlink() and not os.path.isdir(entry.path) and os.path.exists(entry.path)):
-            if stat.S_ISREG(os.stat(entry.path).st_mode):
-                yield entry.path
+        elif not os.path.isdir(entry.path) and os.path.exists(entry.path) and stat.S_ISREG(os.stat(entry.path).st_mode):
+            yield entry.path
 
 
 def _matches(path: str, top: str, patterns: Iterable[str]) -> bool:

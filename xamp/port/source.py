@@ -1,7 +1,7 @@
 """A source file: its bytes, its syntax tree, and where each node stands.
 
-Everything works on the file's text as UTF-8 bytes. Nodes are LibCST's. Code asks for their class by name (:func:`kind`),
-so that only this module imports LibCST, and only when a file is parsed.
+Everything works on the file's text as UTF-8 bytes. Nodes are LibCST's. Code asks for their class by name
+(:func:`kind`), so that only this module imports LibCST, and only when a file is parsed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Source:
         self._starts = [0, *(m.end() for m in re.finditer(rb"\r\n|\r|\n", self.data))]
         if len(self._starts) > LIMIT_LINES:
             raise Unreadable(
-                f"the file has {len(self._starts):,} lines; the porter takes up to {LIMIT_LINES:,}. Split it, or exclude it."
+                f"the file has {len(self._starts):,} lines; the porter takes up to {LIMIT_LINES:,}. Split it, or "
+                f"exclude it."
             )
         crlf, lf = self.data.count(b"\r\n"), self.data.count(b"\n")
         self.newline = b"\r\n" if crlf * 2 > lf else b"\n" if lf else b"\r" if b"\r" in self.data else b"\n"
@@ -118,7 +119,7 @@ class Source:
         """The nodes in a node, in the order of the text; without spaces, commas and brackets."""
         return self._children[node]
 
-    def parent(self, node: Node) -> Node | None:
+    def parent(self, node: Node) -> Node:
         """The node around ``node``; None for the module."""
         return self._parents.get(node)
 

@@ -52,7 +52,7 @@ class Work:
         """The text of a node."""
         return self.source.code(node)
 
-    def parent(self, node: Node) -> Node | None:
+    def parent(self, node: Node) -> Node:
         """The node around it."""
         return self.source.parent(node)
 

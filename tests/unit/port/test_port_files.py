@@ -224,7 +224,7 @@ def test_reports_say_the_place(script: Path) -> None:
 
 
 def test_a_notebook_is_ported_as_one_file(script: Path) -> None:
-    cells = [
+    cells: list[dict[str, Any]] = [
         {"cell_type": "markdown", "metadata": {}, "source": ["x.cuda()"]},
         {
             "cell_type": "code",
@@ -264,7 +264,8 @@ def test_a_notebook_is_ported_as_one_file(script: Path) -> None:
 def test_amp_is_added_to_a_script_without(script: Path) -> None:
     script.write_text(
         "import torch\n\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for x in data:\n    loss = model(x).mean()\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+        "for x in data:\n    loss = model(x).mean()\n    optimizer.zero_grad()\n    loss.backward()\n"
+        "    optimizer.step()\n"
     )
     assert main(["port", "--write", "--add-amp", "O1", "train.py"]) == 0
     text = script.read_text()
@@ -272,7 +273,8 @@ def test_amp_is_added_to_a_script_without(script: Path) -> None:
         "import torch\nimport xamp\n\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         'model, optimizer = xamp.initialize(model, optimizer, level="O1")\n'
         "for x in data:\n    loss = model(x).mean()\n    optimizer.zero_grad()\n"
-        "    with xamp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n    optimizer.step()\n"
+        "    with xamp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+        "    optimizer.step()\n"
     )
     assert main(["port", "--write", "--add-amp", "O1", "train.py"]) == 0
     assert script.read_text() == text

@@ -50,7 +50,8 @@ CHANGED = {
         "if old:\n    import xamp as amp\nelse:\n    import xamp as amp\namp.autocast()\n",
     ),
     "after the docstring and the future": (
-        '"""About cuda."""\nfrom __future__ import annotations\n\nimport os\n\ndef f(x, device="cuda"):\n    return x\n',
+        '"""About cuda."""\nfrom __future__ import annotations\n\nimport os\n\n'
+        'def f(x, device="cuda"):\n    return x\n',
         '"""About cuda."""\nfrom __future__ import annotations\n\nimport os\nimport xamp\n\n'
         "def f(x, device=xamp.device_type()):\n    return x\n",
     ),
@@ -84,7 +85,8 @@ CHANGED = {
     ),
     "a match": (
         "match kind:\n    case 'cuda':\n        x = x.cuda()\n",
-        "import xamp\nmatch kind:\n    # TODO(xamp): does this text name a device? Then write xamp.device_type()\n    case 'cuda':\n        x = x.to(xamp.device())\n",
+        "import xamp\nmatch kind:\n    # TODO(xamp): does this text name a device? Then write "
+        "xamp.device_type()\n    case 'cuda':\n        x = x.to(xamp.device())\n",
     ),
 }
 

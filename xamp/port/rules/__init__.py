@@ -50,7 +50,8 @@ def load() -> list[Rule]:
             rules = list(given() if callable(given) else given)
         except Exception as error:
             raise PolicyError(
-                f"entry point {point.name!r} of {GROUP} ({point.value}) cannot be loaded: {error!r}. Mend that package, or "
+                f"entry point {point.name!r} of {GROUP} ({point.value}) cannot be loaded: {error!r}. Mend that "
+                f"package, or "
                 "uninstall it."
             ) from error
         if not all(isinstance(rule, Rule) for rule in rules):

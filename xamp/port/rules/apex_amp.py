@@ -24,7 +24,8 @@ _SAME = (
     "disable_casts",
 )
 _SCALE = (
-    "private state of Apex; xamp.loss_scale(loss_id=0) reads the loss scale, and xamp.apex.amp has _amp_state for models "
+    "private state of Apex; xamp.loss_scale(loss_id=0) reads the loss scale, and xamp.apex.amp has "
+    "_amp_state for models "
     "that its own initialize made"
 )
 _HINTS = (
@@ -47,8 +48,9 @@ _POSITIONS = ("models", "optimizers", "enabled", "level")
 class Names(Rule):
     """The functions of `apex.amp` are those of `xamp`.
 
-    `from apex import amp` becomes `import xamp`, and each `amp.x` becomes `xamp.x`. Where the name `amp` is also used as
-    a value, or the import stands in a `try`, an `if` or a function, it becomes `import xamp as amp`, and the uses stay.
+    `from apex import amp` becomes `import xamp`, and each `amp.x` becomes `xamp.x`. Where the name `amp` is also used
+    as a value, or the import stands in a `try`, an `if` or a function, it becomes `import xamp as amp`, and the uses
+    stay.
     """
 
     name = "apex-amp"
@@ -82,8 +84,10 @@ class Names(Rule):
             "import xamp\n\n\n@xamp.float_function\ndef f(x):\n    return x\n",
         ),
         Example(
-            "def main(fp16):\n    if fp16:\n        from apex import amp\n        amp.register_half_function(torch, 'einsum')\n",
-            "def main(fp16):\n    if fp16:\n        import xamp as amp\n        amp.register_half_function(torch, 'einsum')\n",
+            "def main(fp16):\n    if fp16:\n        from apex import amp\n"
+            "        amp.register_half_function(torch, 'einsum')\n",
+            "def main(fp16):\n    if fp16:\n        import xamp as amp\n"
+            "        amp.register_half_function(torch, 'einsum')\n",
         ),
         Example(
             "from apex.amp import scale_loss as scaling, initialize\n",

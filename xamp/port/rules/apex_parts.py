@@ -109,8 +109,8 @@ def _table() -> dict[str, Target]:
 class Parts(Rule):
     """The rest of Apex is `xamp.apex`: `parallel`, `optimizers`, `normalization`, `fp16_utils` and others.
 
-    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has. What xamp leaves
-    out is reported, with what to use in its place.
+    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has. What xamp
+    leaves out is reported, with what to use in its place.
     """
 
     name = "apex-parts"
@@ -136,7 +136,8 @@ class Parts(Rule):
             "from xamp.apex.normalization import FusedLayerNorm as LayerNorm\n",
         ),
         Example(
-            "from apex import amp, optimizers\nopt = optimizers.FusedAdam(params)\nmodel = amp.initialize(model, opt_level='O2')\n",
+            "from apex import amp, optimizers\nopt = optimizers.FusedAdam(params)\n"
+            "model = amp.initialize(model, opt_level='O2')\n",
             "from xamp.apex import optimizers\nimport xamp\nopt = optimizers.FusedAdam(params)\n"
             "model = xamp.initialize(model, level='O2')\n",
         ),
@@ -144,7 +145,8 @@ class Parts(Rule):
             "import apex.reparameterization\napex.reparameterization.apply_weight_norm(model)\n",
             "# TODO(xamp): some names of apex have no counterpart in xamp; see the notes below\n"
             "import apex.reparameterization\n"
-            "# TODO(xamp): xamp does not have apex.reparameterization: use torch.nn.utils.parametrizations.weight_norm\n"
+            "# TODO(xamp): xamp does not have apex.reparameterization: use "
+            "torch.nn.utils.parametrizations.weight_norm\n"
             "apex.reparameterization.apply_weight_norm(model)\n",
         ),
     )

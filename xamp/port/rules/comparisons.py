@@ -77,7 +77,10 @@ class Compare(Rule):
 
 
 class IsCuda(Rule):
-    """`x.is_cuda` becomes `(x.device.type != "cpu")`: is it on an accelerator? With a note: what follows may be CUDA's only."""
+    """`x.is_cuda` becomes `(x.device.type != 'cpu')`, is it on an accelerator, with a note.
+
+    What follows may be for CUDA only.
+    """
 
     name = "is-cuda"
     grade = Grade.NOTED
@@ -86,7 +89,8 @@ class IsCuda(Rule):
     examples = (
         Example(
             "if not x.is_cuda:\n    pass\n",
-            "# TODO(xamp): was .is_cuda; see that what follows is not for CUDA only\nif not (x.device.type != 'cpu'):\n    pass\n",
+            "# TODO(xamp): was .is_cuda; see that what follows is not for CUDA only\n"
+            "if not (x.device.type != 'cpu'):\n    pass\n",
         ),
     )
     unchanged = ("is_cuda = 1\nx.is_cuda = True\n",)

@@ -52,8 +52,8 @@ def is_index(work: Work, node: Node) -> bool | None:
 class Method(Rule):
     """`x.cuda()` becomes `x.to(xamp.device())`, an index goes along, and so do the other arguments.
 
-    A class of the file that has a method `cuda` of its own keeps it. Where an argument may be a device, not an index, the
-    call is rewritten to `.to(argument)`, with a note.
+    A class of the file that has a method `cuda` of its own keeps it. Where an argument may be a device, not an index,
+    the call is rewritten to `.to(argument)`, with a note.
     """
 
     name = "device-method"
@@ -67,7 +67,8 @@ class Method(Rule):
         ),
         Example(
             "loss = nn.CrossEntropyLoss().cuda(device=args.gpu)\nx = x.cuda('cuda:1', True)\n",
-            "import xamp\nloss = nn.CrossEntropyLoss().to(xamp.device(args.gpu))\nx = x.to(xamp.device(1), non_blocking=True)\n",
+            "import xamp\nloss = nn.CrossEntropyLoss().to(xamp.device(args.gpu))\n"
+            "x = x.to(xamp.device(1), non_blocking=True)\n",
         ),
         Example("x = x.npu(non_blocking=True)\n", "import xamp\nx = x.to(xamp.device(), non_blocking=True)\n"),
         Example(

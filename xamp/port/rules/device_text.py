@@ -43,8 +43,8 @@ def place_of(work: Work, node: Node) -> tuple[str, str]:
 
     Returns:
         ``("call", callee)``, ``("keyword", name)``, ``("default", parameter)``, ``("assign", target)``,
-        ``("return", function)``, ``("key", "")``, ``("compare", "")``, ``("element", "")``, ``("value", key)`` of a dict, ``("option",
-        flag)`` for ``default=`` of an option of argparse, or ``("other", class)``.
+        ``("return", function)``, ``("key", "")``, ``("compare", "")``, ``("element", "")``, ``("value", key)`` of a
+        dict, ``("option", flag)`` for ``default=`` of an option of argparse, or ``("other", class)``.
     """
     inner, parent = node, work.parent(node)
     while kind(parent) in ("IfExp", "BooleanOperation") and not (kind(parent) == "IfExp" and parent.test is inner):
@@ -112,9 +112,9 @@ def is_device_place(work: Work, node: Node) -> bool | None:
 class Text(Rule):
     """A text that names the device becomes `xamp.device_type()`, or `xamp.device()` where torch takes a device.
 
-    It must stand where a device stands: `.to(...)`, `device=...`, a parameter, variable or option called `device`, or one
-    that is chosen by `torch.cuda.is_available()`. Keys of dicts, help texts and messages are never touched. Where it cannot
-    be told what the text is for, it stays, with a note.
+    It must stand where a device stands: `.to(...)`, `device=...`, a parameter, variable or option called `device`, or
+    one that is chosen by `torch.cuda.is_available()`. Keys of dicts, help texts and messages are never touched. Where
+    it cannot be told what the text is for, it stays, with a note.
     """
 
     name = "device-text"
@@ -122,7 +122,8 @@ class Text(Rule):
     kinds = ("SimpleString", "IfExp")
     examples = (
         Example(
-            "import torch\nx = torch.zeros(3, device='cuda')\nnet.to('cuda:1')\n\n\ndef f(x, device='cuda'):\n    return x\n",
+            "import torch\nx = torch.zeros(3, device='cuda')\nnet.to('cuda:1')\n\n\n"
+            "def f(x, device='cuda'):\n    return x\n",
             "import torch\nimport xamp\nx = torch.zeros(3, device=xamp.device())\nnet.to(xamp.device(1))\n\n\n"
             "def f(x, device=xamp.device_type()):\n    return x\n",
         ),

@@ -33,7 +33,8 @@ class MapLocation(Rule):
         ),
     )
     unchanged = (
-        "import torch\nc = torch.load(p, map_location='cpu')\nd = torch.load(p, map_location=lambda storage, loc: storage)\n",
+        "import torch\nc = torch.load(p, map_location='cpu')\n"
+        "d = torch.load(p, map_location=lambda storage, loc: storage)\n",
         "import torch\nc = torch.load(p)\n",
     )
 

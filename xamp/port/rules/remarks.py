@@ -101,7 +101,10 @@ class Flags(Rule):
 
 
 class Helpers(Rule):
-    """Scalers and extensions of other libraries: a note at the import. Frameworks that own precision: a line in the report."""
+    """Scalers and extensions of other libraries get a note at the import.
+
+    Frameworks that own the switch for precision get a line in the report.
+    """
 
     name = "other-libraries"
     grade = Grade.NOTED

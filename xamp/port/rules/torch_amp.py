@@ -59,7 +59,7 @@ def names_the_device(work: Work, use: Node) -> bool:
 
 
 class Calls(Rule):
-    """`torch.amp.autocast("cuda", ...)`, `torch.autocast`, `torch.amp.GradScaler("cuda")` and `custom_fwd` drop the device.
+    """`torch.amp.autocast("cuda")`, `torch.autocast`, `torch.amp.GradScaler("cuda")` and `custom_fwd` drop the device.
 
     A call with a device that only the run knows, such as `device_type=device.type`, runs everywhere and stays.
     """
@@ -77,7 +77,8 @@ class Calls(Rule):
             "scaler = xamp.GradScaler(enabled=use_amp)\n",
         ),
         Example(
-            "from torch.amp import GradScaler, autocast\nscaler = GradScaler('cuda')\nwith autocast('cuda'):\n    y = model(x)\n",
+            "from torch.amp import GradScaler, autocast\nscaler = GradScaler('cuda')\n"
+            "with autocast('cuda'):\n    y = model(x)\n",
             "from xamp import GradScaler, autocast\nscaler = GradScaler()\nwith autocast():\n    y = model(x)\n",
         ),
     )

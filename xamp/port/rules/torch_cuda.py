@@ -123,8 +123,8 @@ class Names(Rule):
     """`torch.cuda.x(...)` becomes `xamp.accel.x(...)`: the same names, for the device in use.
 
     On a CPU each does what makes sense there (docs/porting-names.md). `torch.cuda.is_available` becomes
-    `xamp.is_available`: is there an accelerator? Tensor types such as `torch.cuda.FloatTensor` are there too. The same for
-    `torch.npu` and `torch_npu.npu`.
+    `xamp.is_available`: is there an accelerator? Tensor types such as `torch.cuda.FloatTensor` are there too. The
+    same for `torch.npu` and `torch_npu.npu`.
     """
 
     name = "torch-cuda"
@@ -202,13 +202,9 @@ class Probes(Rule):
             return
         owner = node.args[0].value
         path = work.path(owner)
-        if (
-            path in ("torch.cuda.amp", "torch.npu.amp")
-            and len(node.args) > 1
-            and text_of(node.args[1].value) is not None
-        ):
-            if work.target(f"{path}.{text_of(node.args[1].value)}") is not None:
-                return  # the name of the module is replaced like any other
+        name = text_of(node.args[1].value) if len(node.args) > 1 else None
+        if path in ("torch.cuda.amp", "torch.npu.amp") and f"{path}.{name}" in work.table:
+            return  # the name of the module is replaced like any other
         if path in HOMES and not work.is_kept(self, node):
             work.claim(owner)
             work.say(self, node, Grade.NOTED, "a name is looked up by its text; xamp.accel has the names of torch.cuda")

@@ -22,8 +22,8 @@ def is_choice(work: Work, node: Node) -> bool:
 class Device(Rule):
     """`torch.device("cuda")` becomes `xamp.device()`; an index goes along.
 
-    So does the idiom `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text is
-    replaced, and `torch.device(args.device)` stays.
+    So does the idiom `torch.device("cuda" if torch.cuda.is_available() else "cpu")`. In all other forms only the text
+    is replaced, and `torch.device(args.device)` stays.
     """
 
     name = "torch-device"
@@ -31,7 +31,8 @@ class Device(Rule):
     kinds = ("Call",)
     examples = (
         Example(
-            "import torch\na = torch.device('cuda')\nb = torch.device('cuda', args.local_rank)\nc = torch.device('cuda:1')\n",
+            "import torch\na = torch.device('cuda')\nb = torch.device('cuda', args.local_rank)\n"
+            "c = torch.device('cuda:1')\n",
             "import torch\nimport xamp\na = xamp.device()\nb = xamp.device(args.local_rank)\nc = xamp.device(1)\n",
         ),
         Example(
