@@ -13,10 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-
-if TYPE_CHECKING:
-    from xamp.port.work import Work
+from typing import Any, ClassVar, NamedTuple
 
 __all__ = ["Example", "Finding", "Grade", "Rule", "Target"]
 
@@ -111,5 +108,5 @@ class Rule:
     examples: ClassVar[tuple[Example, ...]] = ()
     unchanged: ClassVar[tuple[str, ...]] = ()
 
-    def look(self, node: Any, work: Work) -> None:
-        """Look at a node, and say to ``work`` what is to be done about it."""
+    def look(self, node: Any, work: Any) -> None:
+        """Look at a node, and say to ``work``, an :class:`xamp.port.work.Work`, what is to be done about it."""

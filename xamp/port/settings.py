@@ -59,7 +59,7 @@ def _table(path: str) -> Settings:
         if not right or isinstance(value, bool):
             wanted = "a number from 0" if key == "jobs" else "a list of texts"
             raise PolicyError(f"{path}: [tool.xamp.port] {key} = {value!r} must be {wanted}.")
-    values = {key: value if key == "jobs" else tuple(value) for key, value in found.items()}
+    values: dict[str, Any] = {key: value if key == "jobs" else tuple(value) for key, value in found.items()}
     return Settings(**values, path=path)
 
 

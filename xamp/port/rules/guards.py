@@ -37,8 +37,8 @@ class Found(Rule):
         if text is None or (text != "apex" and not text.startswith("apex.")) or work.is_kept(self, node):
             return
         arg = work.parent(node)
-        call = work.parent(arg) if kind(arg) == "Arg" else None
-        if kind(call) == "Call":
+        call = work.parent(arg)
+        if kind(arg) == "Arg" and kind(call) == "Call":
             callee = work.code(call.func).rpartition(".")[2]
             if callee in ("find_spec", "import_module", "__import__", "find_loader", "require", "get_distribution"):
                 work.say(self, node, Grade.NOTED, _ASKS)
