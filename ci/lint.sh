@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, the rule that the core names no device, and the page of settings, which is made from the code.
+# Style, types, the rule that the core names no device, and the pages that are made from the code.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
@@ -22,3 +22,5 @@ say "device names in the core"
 "$py" ci/device_names.py
 say "docs/settings.md"
 "$py" ci/settings_page.py --check
+say "docs/porting.md"
+"$py" ci/porting_page.py --check

@@ -21,6 +21,7 @@ _COMMANDS = {
     "emulate": "xamp.cli.emulate",
     "policy": "xamp.cli.policy",
     "run": "xamp.cli.run",
+    "port": "xamp.cli.port",
 }
 
 

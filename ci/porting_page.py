@@ -1,0 +1,214 @@
+"""Writes docs/porting.md: how to port, each rule of ``xamp port`` with before and after, and tables to port by hand.
+
+Rules, their texts and examples are read from ``xamp/port/rules``; the tests run the same examples. What stands here is
+the text around them and the tables. With ``--check`` nothing is written: it fails where the page is not what would be.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from xamp.port.explain import about, change, in_order
+from xamp.port.rule import Rule
+from xamp.port.rules import built_in
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "porting.md"
+COMMAND = ".venv/bin/python ci/porting_page.py"
+
+HEAD = f"""# Port a script
+
+`xamp port` rewrites training scripts that name CUDA, Apex or Ascend. What comes out runs on every device. It renames
+and never restructures; lines without an edit stay as they are, byte by byte. Nothing of a script is executed or
+imported.
+
+    pip install xamp[port]
+    xamp port train.py                      # print what would change
+    xamp port --write src/                  # change it
+    xamp port --check src/                  # exit code 1 where something is to port: for CI
+
+This page is made by `{COMMAND}`.
+
+## From a GPU to an NPU, and back
+
+A script for NVIDIA GPUs, with Apex:
+
+```python
+import torch
+from apex import amp
+
+torch.cuda.set_device(args.local_rank)
+torch.distributed.init_process_group(backend="nccl")
+model = Net().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+for x, y in loader:
+    x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+    loss = criterion(model(x), y)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+```
+
+`xamp port --write train.py` makes of it:
+
+```python
+import torch
+import xamp
+
+xamp.accel.set_device(args.local_rank)
+torch.distributed.init_process_group(backend=xamp.distributed_backend())
+model = Net().to(xamp.device())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = xamp.initialize(model, optimizer, level="O2")
+for x, y in loader:
+    x, y = x.to(xamp.device(), non_blocking=True), y.to(xamp.device(), non_blocking=True)
+    loss = criterion(model(x), y)
+    optimizer.zero_grad()
+    with xamp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+```
+
+1. Commit the script, so that `--write` has something to go back to. Run `xamp port train.py` and read the diff.
+2. `xamp port --write train.py`. Each comment `TODO(xamp)` marks what is left to do by hand; `--report port.html` lists
+   them.
+3. Run it on the machine that it was written for: `python train.py`. The losses must be the ones from before.
+4. Run it on the CPU: `XAMP_DEVICE=cpu python train.py`, with little data. This finds texts that still name a device.
+5. Run it on the NPU. xamp's backend imports `torch_npu`; the script does not. `xamp doctor` says what is there.
+6. Keep it so: `xamp port --check` in CI, or the pre-commit hook `xamp-port`.
+
+The way back is the same script: nothing in it names a device any more. A script that was ported to Ascend by hand
+(`import torch_npu`, `.npu()`, `"hccl"`, `combine_grad=True`) is ported in the same way, and then runs on GPUs again.
+A script without mixed precision gets it by `xamp port --write --add-amp O1 train.py`.
+
+## What it does not do
+
+- It does not follow values through functions and files. A name that is imported decides; a parameter called `amp` is
+left alone, and works, because xamp has the names.
+- It does not change what a script measures, how it is launched, or YAML and shell files.
+- Frameworks that own the switch for precision (Lightning, accelerate, DeepSpeed) are told of and left alone.
+- The line `if device.type == "cuda":` asks for an accelerator: it stays false on a CPU.
+
+## Grades
+
+| grade | what happens |
+|---|---|
+| certain | rewritten, nothing is said |
+| neutral | runs everywhere as it stands |
+| noted | rewritten or kept, with a comment `TODO(xamp)` or a line in the report |
+| unsupported | left as it is, with a comment; exit code 1 |
+
+A comment `# xamp: ignore` on a line, or `# xamp: ignore[RULE]`, keeps it from being touched.
+
+## Options and settings
+
+`xamp port --help` has all. Settings of a project stand in its pyproject.toml:
+
+```toml
+[tool.xamp.port]
+include = ["*.py"]
+exclude = ["third_party", "tests/data"]
+jobs = 4
+```
+
+For pre-commit:
+
+```yaml
+- repo: <the address of xamp>
+  hooks:
+    - id: xamp-port
+```
+
+Another package adds rules by the entry-point group `xamp.port_rules`. The entry point leads to a list of
+`xamp.port.Rule` objects; `xamp/port/rule.py` says what a rule is.
+
+"""
+
+TABLES = """## By hand
+
+For whom a codemod is too much, or who ports what it does not see.
+
+### From Apex
+
+| Apex | xamp |
+|---|---|
+| `from apex import amp` | `import xamp as amp`, or `from xamp.apex import amp` for Apex's rules to the letter |
+| `amp.initialize(model, opt, opt_level="O1")` | `xamp.initialize(model, opt, level="O1")` |
+| `amp.scale_loss`, `master_params`, `state_dict`, `load_state_dict` | the same names in `xamp` |
+| `amp._amp_state.loss_scalers[0].loss_scale()` | `xamp.loss_scale()` |
+| `apex.parallel`, `optimizers`, `normalization`, `fp16_utils`, ... | `xamp.apex.parallel`, ... |
+
+### From torch.cuda.amp
+
+| torch.cuda.amp | xamp |
+|---|---|
+| `autocast(enabled)`, `GradScaler(...)` | `xamp.autocast(enabled)`, `xamp.GradScaler(...)`, with the same methods |
+| `custom_fwd`, `custom_bwd` | `xamp.custom_fwd`, `xamp.custom_bwd` |
+
+### From torch.amp
+
+| torch.amp | xamp |
+|---|---|
+| `torch.autocast("cuda", dtype=d)` | `xamp.autocast(dtype=d)` |
+| `torch.amp.GradScaler("cuda")` | `xamp.GradScaler()` |
+| `torch.autocast(device_type=device.type)` | stays |
+
+### From torch_npu
+
+| torch_npu | xamp |
+|---|---|
+| `import torch_npu` | nothing: the backend imports it |
+| `x.npu()`, `"npu:0"` | `x.to(xamp.device())`, `xamp.device(0)` |
+| `torch.npu.x(...)`, `torch_npu.npu.x(...)` | `xamp.accel.x(...)` |
+| `"hccl"` | `xamp.distributed_backend()` |
+| `amp.initialize(..., combine_grad=True)` | leave it out |
+| `NpuFusedSGD`, ... | `xamp.apex.optimizers.NpuFusedSGD`, or `torch.optim.SGD`, which `initialize` makes fused |
+| `from torch_npu.contrib import transfer_to_npu` | delete the line |
+
+### From accelerate and Lightning
+
+| there | xamp |
+|---|---|
+| `Accelerator(mixed_precision="fp16")`, `Trainer(precision="16-mixed")` | level O1 |
+| `Accelerator(mixed_precision="bf16")`, `Trainer(precision="bf16-mixed")` | level O4 |
+| `Trainer(precision="16-true")` | level O3 |
+| `Trainer(precision="bf16-true")` | level O5, which keeps fp32 masters |
+| `accelerator.backward(loss)` | `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()` |
+| `accelerator.clip_grad_norm_(model.parameters(), 1.0)` | `xamp.clip_grad_norm_(optimizer, 1.0)` |
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "".join(
+        (HEAD, TABLES, "## Rules\n\nIn the order in which real scripts need them.\n", *rules(in_order(built_in())))
+    )
+
+
+def rules(found: Sequence[Rule]) -> Iterator[str]:
+    """A section for each rule."""
+    for rule in found:
+        yield f"\n### {rule.name}\n\n{rule.grade.value.capitalize()}. {about(rule)}\n"
+        for example in rule.examples:
+            yield f"\n```diff\n{change(*example).rstrip()}\n```\n"
+        if rule.unchanged:
+            yield "\nIt leaves alone:\n\n```python\n" + "\n".join(text.rstrip() for text in rule.unchanged) + "\n```\n"
+
+
+def main(words: Sequence[str]) -> int:
+    """Writes the page, or checks it; returns the exit status."""
+    made = page()
+    if "--check" not in words:
+        PAGE.write_text(made, encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != made:
+        print(f"docs/porting.md is not what the rules say. Run: {COMMAND}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

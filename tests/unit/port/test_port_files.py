@@ -1,0 +1,338 @@
+"""Modes of the command, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libcst")  # the extra xamp[port]
+
+from xamp.cli import main
+from xamp.errors import StateError
+from xamp.port import files
+from xamp.port.rule import Rule
+
+BEFORE = "import torch\nx = torch.zeros(3).cuda()\n"
+AFTER = "import torch\nimport xamp\nx = torch.zeros(3).to(xamp.device())\n"
+UNSUPPORTED = "import torch\ntorch.cuda.cudart()\n"
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(BEFORE, encoding="utf-8")
+    return path
+
+
+def git(folder: Path, *words: str) -> None:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_diff_is_the_default(script: Path, capsys: Output) -> None:
+    assert main(["port", "train.py"]) == 0
+    out = capsys.readouterr().out
+    assert out == (
+        "--- a/train.py\n+++ b/train.py\n@@ -1,2 +1,3 @@\n import torch\n-x = torch.zeros(3).cuda()\n"
+        "+import xamp\n+x = torch.zeros(3).to(xamp.device())\n"
+    )
+    assert script.read_text() == BEFORE
+
+
+def test_write_keeps_the_mode_and_writes_once(script: Path) -> None:
+    script.chmod(0o754)
+    assert main(["port", "--write", "train.py"]) == 0
+    assert script.read_text() == AFTER
+    assert stat.S_IMODE(script.stat().st_mode) == 0o754
+    assert main(["port", "--check", "train.py"]) == 0
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+def test_check_fails_where_something_is_to_port(script: Path, capsys: Output) -> None:
+    assert main(["port", "--check", "train.py"]) == 1
+    assert "would port train.py" in capsys.readouterr().out
+    script.write_text(UNSUPPORTED)
+    assert main(["port", "train.py"]) == 1
+    error = capsys.readouterr().err
+    assert "train.py:2: unsupported: the CUDA runtime is CUDA's only" in error
+    assert "    torch.cuda.cudart()\n    ^^^^^^^^^^^^^^^^^" in error
+
+
+def test_what_git_does_not_have_is_not_written_over(script: Path, capsys: Output) -> None:
+    git(script.parent, "init", "-q")
+    assert main(["port", "--write", "train.py"]) == 2
+    assert "--write: train.py would be rewritten and git does not have the present state" in capsys.readouterr().err
+    assert script.read_text() == BEFORE
+    git(script.parent, "add", "train.py")
+    git(script.parent, "commit", "-qm", "x")
+    assert main(["port", "--write", "train.py"]) == 0
+    script.write_text(BEFORE)
+    assert main(["port", "--write", "--force", "train.py"]) == 0
+    assert script.read_text() == AFTER
+
+
+def test_a_file_that_changed_meanwhile_is_left(script: Path) -> None:
+    outcome = files.port_file("train.py")
+    script.write_text(BEFORE + "y = 1\n")
+    with pytest.raises(StateError, match="has changed while it was being ported; it is left as it is"):
+        files.write(outcome)
+    assert script.read_text() == BEFORE + "y = 1\n"
+
+
+def test_a_link_stays_a_link(script: Path) -> None:
+    os.symlink("train.py", script.parent / "link.py")
+    assert main(["port", "--write", "link.py"]) == 0
+    assert (script.parent / "link.py").is_symlink()
+    assert script.read_text() == AFTER
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (codecs.BOM_UTF8 + BEFORE.encode(), codecs.BOM_UTF8 + AFTER.encode()),
+        (BEFORE.replace("\n", "\r\n").encode(), AFTER.replace("\n", "\r\n").encode()),
+        (BEFORE.rstrip("\n").encode(), AFTER.rstrip("\n").encode()),
+        (
+            b"# coding: gbk\n# \xc4\xe3\xba\xc3\n" + BEFORE.encode(),
+            b"# coding: gbk\n# \xc4\xe3\xba\xc3\n" + AFTER.encode(),
+        ),
+        (
+            b"# -*- coding: latin-1 -*-\n# \xe9\n" + BEFORE.encode(),
+            b"# -*- coding: latin-1 -*-\n# \xe9\n" + AFTER.encode(),
+        ),
+        (b"\x0c\n" + BEFORE.encode(), b"\x0c\n" + AFTER.encode()),
+        (
+            (BEFORE + "if x:\n\ty = x.cuda() \t # a\n").encode(),
+            (AFTER + "if x:\n\ty = x.to(xamp.device()) \t # a\n").encode(),
+        ),
+    ],
+    ids=["bom", "crlf", "no final newline", "gbk", "latin-1", "form feed", "tabs"],
+)
+def test_bytes_that_are_not_edited_stay(script: Path, data: bytes, wanted: bytes) -> None:
+    script.write_bytes(data)
+    assert main(["port", "--write", "train.py"]) == 0
+    assert script.read_bytes() == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"import torch\nprint 'cuda'\n", "it looks like Python 2. Convert it first"),
+        (b"x = x.cuda(async=True)\n", "it looks like Python 2. Convert it first"),
+        (b"x = x.cuda()\nif x\n    y = 1\n", "line 3: no Python 3 that can be read: expected"),
+        (b"# \xff\xfe cuda\n", "missing encoding declaration. Declare the right one in the first line"),
+        (b"# coding: klingon\nx.cuda()\n", "unknown encoding: klingon"),
+        ("x.cuda()".encode("utf-16"), "the file has null bytes"),
+        (b"x.cuda(" + b"(" * 5000 + b")" * 5001, "nested too deeply"),
+        (b"x = y.cuda()" + b"+ 1" * 40000, "nested too deeply"),
+    ],
+    ids=["print", "async", "syntax", "bytes", "coding", "utf-16", "brackets", "sum"],
+)
+def test_what_cannot_be_read_is_told(script: Path, capsys: Output, data: bytes, message: str) -> None:
+    script.write_bytes(data)
+    assert main(["port", "--write", "train.py"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.endswith("1 files: 0 ported, 1 not readable.\n")
+    assert script.read_bytes() == data
+
+
+def test_loops_of_links_and_odd_names_end(script: Path, capsys: Output) -> None:
+    top = script.parent
+    os.symlink(".", top / "loop")
+    os.symlink("nowhere.py", top / "broken.py")
+    os.mkfifo(top / "pipe.py")
+    odd = ["new\nline.py", "-write.py", " .py", os.fsdecode(b"\xff.py"), "\u202eyp.py", "[a].py"]
+    for name in odd:
+        (top / name).write_text(BEFORE)
+    (top / "__pycache__").mkdir()
+    (top / "__pycache__" / "cached.py").write_text(BEFORE)
+    assert main(["port", ".", "--report", "out.json", "--write"]) == 0
+    assert "7 files: 7 ported, 0 not readable." in capsys.readouterr().err
+    assert all((top / name).read_text() == AFTER for name in odd)
+    assert len(json.loads((top / "out.json").read_text())["files"]) == 7
+    assert main(["port", "nowhere.py"]) == 2
+    assert main(["port", "broken.py"]) == 2
+    assert "a link that leads nowhere" in capsys.readouterr().err
+    assert main(["port", "pipe.py"]) == 1
+    assert "pipe.py: is no regular file" in capsys.readouterr().err
+
+
+def test_patterns_choose_files(script: Path, capsys: Output) -> None:
+    for name in ("a/x.py", "a/b/y.py", "tests/z.py"):
+        path = script.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(BEFORE)
+    assert main(["port", ".", "--check", "--exclude", "tests", "--exclude", "a/b"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["would port ./a/x.py", "would port ./train.py"]
+    assert main(["port", ".", "--check", "--include", "y.py"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["would port ./a/b/y.py"]
+    (script.parent / "pyproject.toml").write_text('[tool.xamp.port]\nexclude = ["a", "tests"]\njobs = 1\n')
+    assert main(["port", ".", "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["would port ./train.py"]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("excluded = []", "has no 'excluded'; there are exclude, include, jobs"),
+        ("exclude = 'a'", "exclude = 'a' must be a list of texts"),
+        ("jobs = -1", "jobs = -1 must be a number from 0"),
+        ("jobs = ", "no TOML"),
+    ],
+)
+def test_wrong_settings_are_told(script: Path, capsys: Output, table: str, message: str) -> None:
+    (script.parent / "pyproject.toml").write_text(f"[tool.xamp.port]\n{table}\n")
+    assert main(["port", "train.py"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_many_files_are_ported_in_processes(script: Path, capsys: Output) -> None:
+    for number in range(20):
+        (script.parent / f"m{number:02}.py").write_text(BEFORE)
+    assert main(["port", ".", "--check", "--jobs", "2"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 21
+
+
+def test_reports_say_the_place(script: Path) -> None:
+    script.write_text(BEFORE + "torch.cuda.cudart()\n")
+    assert main(["port", "train.py", "--report", "out.json"]) == 1
+    (file,) = json.loads(Path("out.json").read_text())["files"]
+    found = {row["rule"]: row for row in file["findings"] if row["grade"] != "neutral"}
+    assert file["counts"] == {"certain": 1, "neutral": 0, "noted": 0, "unsupported": 1}
+    assert (found["device-method"]["line"], found["device-method"]["column"]) == (2, 5)
+    assert found["torch-cuda"]["excerpt"].splitlines()[1] == "    ^^^^^^^^^^^^^^^^^"
+    assert main(["port", "train.py", "--report", "out.sarif"]) == 1
+    run: dict[str, Any] = json.loads(Path("out.sarif").read_text())["runs"][0]
+    assert {result["level"] for result in run["results"]} == {"note", "error"}
+    region = run["results"][0]["locations"][0]["physicalLocation"]["region"]
+    assert region == {"startLine": 2, "startColumn": 5, "endColumn": 26}
+    assert main(["port", "train.py", "--report", "out.html"]) == 1
+    page = Path("out.html").read_text()
+    assert '<span class="del">-x = torch.zeros(3).cuda()</span>' in page
+    assert "the CUDA runtime is CUDA&#x27;s only" in page
+    assert main(["port", "train.py", "--report", "out.txt"]) == 2
+
+
+def test_a_notebook_is_ported_as_one_file(script: Path) -> None:
+    cells: list[dict[str, Any]] = [
+        {"cell_type": "markdown", "metadata": {}, "source": ["x.cuda()"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [{"text": "cuda"}],
+            "source": ["%matplotlib inline\n", "import torch"],
+        },
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": "%%bash\nnvidia-smi # cuda"},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "source": ["for i in x:\n", "    !echo {i}\n", "torch.cuda.empty_cache()"],
+        },
+    ]
+    book = {"cells": cells, "metadata": {"é": 1}, "nbformat": 4, "nbformat_minor": 5}
+    path = script.parent / "a.ipynb"
+    path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert main(["port", "--write", "a.ipynb"]) == 1
+    assert path.read_text(encoding="utf-8").splitlines() == before  # a loop whose body is a line for IPython only
+    cells[3]["source"] = ["!echo {i}\n", "torch.cuda.empty_cache()"]
+    path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    before = path.read_text(encoding="utf-8").splitlines()
+    assert main(["port", "--write", "a.ipynb"]) == 0
+    after = path.read_text(encoding="utf-8").splitlines()
+    assert [line for line in after if line not in before] == [
+        '    "import torch\\n",',
+        '    "import xamp"',
+        '    "xamp.accel.empty_cache()"',
+    ]
+    assert json.loads("\n".join(after))["cells"][3]["source"] == ["!echo {i}\n", "xamp.accel.empty_cache()"]
+    path.write_text("{}")
+    assert main(["port", "a.ipynb"]) == 1
+
+
+def test_amp_is_added_to_a_script_without(script: Path) -> None:
+    script.write_text(
+        "import torch\n\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for x in data:\n    loss = model(x).mean()\n    optimizer.zero_grad()\n    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert main(["port", "--write", "--add-amp", "O1", "train.py"]) == 0
+    text = script.read_text()
+    assert text == (
+        "import torch\nimport xamp\n\nmodel = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        'model, optimizer = xamp.initialize(model, optimizer, level="O1")\n'
+        "for x in data:\n    loss = model(x).mean()\n    optimizer.zero_grad()\n"
+        "    with xamp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert main(["port", "--write", "--add-amp", "O1", "train.py"]) == 0
+    assert script.read_text() == text
+    assert main(["port", "--add-amp", "O9", "train.py"]) == 2
+
+
+def test_a_rule_is_explained(capsys: Output) -> None:
+    assert main(["port", "--explain", "device-method"]) == 0
+    out = capsys.readouterr().out
+    assert "- x = x.cuda()\n" in out
+    assert "+ x = x.to(xamp.device())\n" in out
+    assert main(["port", "--explain", "all"]) == 0
+    assert capsys.readouterr().out.count("\n") > 15
+    assert main(["port", "--explain", "device-metod"]) == 2
+    assert "Did you mean 'device-method'?" in capsys.readouterr().err
+
+
+class Shout(Rule):
+    """Calls of `whisper` are shouted."""
+
+    name = "shout"
+    kinds = ("Call",)
+
+    def look(self, node: Any, work: Any) -> None:
+        if work.code(node.func) == "whisper":
+            work.replace(node.func, "SHOUT")
+
+
+class _Point:
+    name, value = "shout", "somewhere:RULES"
+
+    def __init__(self, rules: Any) -> None:
+        self.rules = rules
+
+    def load(self) -> Any:
+        if isinstance(self.rules, Exception):
+            raise self.rules
+        return self.rules
+
+
+def test_another_package_adds_rules(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    from xamp.port import engine, rules
+
+    script.write_text("cuda = whisper(1)\n")
+    for given, wanted in (([Shout()], 0), ([1], 2), (ImportError("no such thing"), 2)):
+        monkeypatch.setattr(rules, "entry_points", lambda group, given=given: [_Point(given)])
+        engine._loaded.cache_clear()
+        assert main(["port", "train.py"]) == wanted
+    engine._loaded.cache_clear()
+    out, error = capsys.readouterr()
+    assert "+cuda = SHOUT(1)" in out
+    assert "entry point 'shout' of xamp.port_rules must lead to a list" in error
+    assert "no such thing" in error
+
+
+def test_without_libcst_the_cure_is_told(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["port", "train.py"]) == 2
+    assert "pip install xamp[port]" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Names are resolved by scope: what binds a name decides, not how it is spelt."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("libcst")  # the extra xamp[port]
+
+from xamp.port.engine import port_text
+from xamp.port.rule import Grade
+
+SAME = {
+    "a parameter": "import torch\ndef f(torch):\n    torch.cuda.synchronize()\n",
+    "a parameter of a lambda": "import torch\nf = lambda torch: torch.cuda.synchronize()\n",
+    "a loop variable": "from apex import amp\nfor amp in range(3):\n    print(amp)\n".replace(
+        "from apex import amp\n", ""
+    ),
+    "a class of its own": "class apex:\n    pass\napex.amp.initialize(1)\n",
+    "a comprehension's variable": "import torch\nx = [torch.cuda.f for torch in y]\n",
+    "a relative import": "from .apex import amp\nfrom . import apex\namp.initialize(1)\napex.amp.initialize(1)\n",
+    "nested attribute": "self.torch.cuda.synchronize()\n",
+}
+CHANGED = {
+    "in a function": (
+        "def f():\n    import torch\n    torch.cuda.synchronize()\n",
+        "import xamp\ndef f():\n    import torch\n    xamp.accel.synchronize()\n",
+    ),
+    "an alias": (
+        "import torch as th\nth.cuda.synchronize()\n",
+        "import torch as th\nimport xamp\nxamp.accel.synchronize()\n",
+    ),
+    "a default, where the parameter has the same name": (
+        "from apex import amp\ndef f(amp=amp):\n    amp.initialize(1, opt_level='O1')\n",
+        "import xamp as amp\ndef f(amp=amp):\n    amp.initialize(1, opt_level='O1')\n",
+    ),
+    "a global": (
+        "def f():\n    global amp\n    from apex import amp\n\ndef g():\n    return amp.state_dict()\n",
+        "def f():\n    global amp\n    import xamp as amp\n\ndef g():\n    return amp.state_dict()\n",
+    ),
+    "a class's attribute does not hide it from methods": (
+        "import torch\nclass A:\n    torch = 1\n    def f(self):\n        torch.cuda.synchronize()\n",
+        "import torch\nimport xamp\nclass A:\n    torch = 1\n    def f(self):\n        xamp.accel.synchronize()\n",
+    ),
+    "apex in one function, and the name elsewhere": (
+        "def f():\n    from apex import amp\n    amp.state_dict()\ndef g(amp):\n    amp.state_dict()\n",
+        "def f():\n    import xamp as amp\n    amp.state_dict()\ndef g(amp):\n    amp.state_dict()\n",
+    ),
+    "both backends": (
+        "if old:\n    from apex import amp\nelse:\n    from torch.cuda import amp\namp.autocast()\n",
+        "if old:\n    import xamp as amp\nelse:\n    import xamp as amp\namp.autocast()\n",
+    ),
+    "after the docstring and the future": (
+        '"""About cuda."""\nfrom __future__ import annotations\n\nimport os\n\n'
+        'def f(x, device="cuda"):\n    return x\n',
+        '"""About cuda."""\nfrom __future__ import annotations\n\nimport os\nimport xamp\n\n'
+        "def f(x, device=xamp.device_type()):\n    return x\n",
+    ),
+    "a shebang and a coding line": (
+        "#!/usr/bin/env python\n# coding: utf-8\nx = x.cuda()\n",
+        "#!/usr/bin/env python\n# coding: utf-8\nimport xamp\nx = x.to(xamp.device())\n",
+    ),
+    "a decorated first statement": (
+        "@decorated\ndef f(x):\n    return x.cuda()\n",
+        "import xamp\n@decorated\ndef f(x):\n    return x.to(xamp.device())\n",
+    ),
+    "the script has xamp": (
+        "import xamp\nx = x.cuda()\n",
+        "import xamp\nx = x.to(xamp.device())\n",
+    ),
+    "the script has another xamp": (
+        "xamp = 3\nx = x.cuda()\n",
+        "import xamp as _xamp\nxamp = 3\nx = x.to(_xamp.device())\n",
+    ),
+    "semicolons": (
+        "import torch; from apex import amp; amp.state_dict(); torch.cuda.synchronize()\n",
+        "import torch; pass; xamp.state_dict(); xamp.accel.synchronize()\n",
+    ),
+    "one line bodies": (
+        "if a: x = x.cuda()\nelse: x = x.cuda(0)\n",
+        "import xamp\nif a: x = x.to(xamp.device())\nelse: x = x.to(xamp.device(0))\n",
+    ),
+    "over several lines": (
+        "x = (x\n     .cuda(  # here\n         non_blocking=True,\n     ))\n",
+        "import xamp\nx = (x\n     .to(  # here\n         xamp.device(), non_blocking=True,\n     ))\n",
+    ),
+    "a match": (
+        "match kind:\n    case 'cuda':\n        x = x.cuda()\n",
+        "import xamp\nmatch kind:\n    # TODO(xamp): does this text name a device? Then write "
+        "xamp.device_type()\n    case 'cuda':\n        x = x.to(xamp.device())\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_other_things_of_the_same_name_stay(what: str) -> None:
+    assert port_text(SAME[what]).text == SAME[what]
+
+
+@pytest.mark.parametrize("what", [what for what in CHANGED if what != "semicolons"])
+def test_names_are_found_in_their_scope(what: str) -> None:
+    before, after = CHANGED[what]
+    assert port_text(before).text == after
+    assert port_text(after).text == after
+
+
+def test_semicolons_keep_their_line() -> None:
+    ported = port_text(CHANGED["semicolons"][0]).text
+    compile(ported, "ported", "exec")
+    assert "apex" not in ported
+    assert ported.index("import xamp") < ported.index("xamp.state_dict()")
+    assert port_text(ported).text == ported
+
+
+def test_notes_of_one_kind_are_one_comment() -> None:
+    text = "import torch\na = torch.nn.DataParallel(a)\nb = torch.nn.DataParallel(b)\n"
+    ported = port_text(text)
+    assert ported.text.count("TODO(xamp)") == 1
+    assert ported.count(Grade.NOTED) == 2
+
+
+def test_every_unsupported_place_has_its_comment() -> None:
+    text = "from apex import amp\na = amp._amp_state\nif a:\n    b = amp._amp_state\n"
+    ported = port_text(text)
+    assert ported.text.count("TODO(xamp)") == ported.count(Grade.UNSUPPORTED) == 2

@@ -1,0 +1,100 @@
+"""Ports the text of one file. Nothing of it is executed or imported."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xamp.port import names
+from xamp.port.imports import rewrite_imports
+from xamp.port.rule import Finding, Grade, Rule
+from xamp.port.rules import load
+from xamp.port.source import Source, decode, kind
+from xamp.port.work import Work
+
+__all__ = ["Ported", "port_bytes", "port_text"]
+
+# A file without any of these words has nothing to port, and is not parsed.
+_WORDS = re.compile(
+    rb"cuda|npu|apex|nccl|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|CUDA_VISIBLE|deepspeed|"
+    rb"lightning|accelerate|horovod|cpp_extension|pin_memory|amp_C",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ported:
+    """What came of a file.
+
+    Attributes:
+        text: the file after porting.
+        changed: whether it differs from before.
+        findings: what rules said, in the order of lines.
+    """
+
+    text: str
+    changed: bool
+    findings: tuple[Finding, ...] = ()
+
+    def count(self, grade: Grade) -> int:
+        """The number of findings of a grade."""
+        return sum(finding.grade is grade for finding in self.findings)
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> tuple[Rule, ...]:
+    return tuple(load())
+
+
+def port_text(text: str, rules: Sequence[Rule] | None = None, last: Callable[[Work], Any] | None = None) -> Ported:
+    """Port a Python file.
+
+    Args:
+        text: the file, without a byte order mark.
+        rules: the rules; None: xamp's, and those of installed packages.
+        last: looks at the file after the rules, and may edit too (``--add-amp``).
+
+    Raises:
+        Unreadable: the text is not Python 3.
+        MissingLibCST: LibCST is not installed.
+        PolicyError: a rule of another package cannot be loaded.
+    """
+    rules = _loaded() if rules is None else rules
+    if last is None and not _WORDS.search(text.encode("utf-8", "surrogatepass")):
+        return Ported(text, False)
+    source = Source(text)
+    work = Work(source, rules)
+    by_kind: dict[str, list[Rule]] = {}
+    for rule in rules:
+        for each in rule.kinds:
+            by_kind.setdefault(each, []).append(rule)
+    renamed = names.choose_forms(work)
+    for node in source.nodes:
+        what = kind(node)
+        for rule in by_kind.get(what, ()):
+            rule.look(node, work)
+        if what in ("Name", "Attribute") and work.scopes.knows(node):
+            names.rename(work, node, renamed)
+    if last is not None:
+        last(work)
+    extra = rewrite_imports(work, renamed)
+    new = work.result(extra).decode("utf-8")
+    findings = sorted(work.findings, key=lambda each: (each.line, each.column))
+    return Ported(new, new != text, tuple(findings))
+
+
+def port_bytes(
+    data: bytes, rules: Sequence[Rule] | None = None, last: Callable[[Work], Any] | None = None
+) -> tuple[bytes, Ported]:
+    """Port a file as it is on the disk; keep its encoding, byte order mark and line endings.
+
+    Raises:
+        Unreadable: the bytes are not Python 3 in their encoding.
+        MissingLibCST: LibCST is not installed.
+    """
+    text, encoding, mark = decode(data)
+    ported = port_text(text, rules, last)
+    new = ported.text.encode(encoding)
+    return (data[:3] if mark else b"") + new if ported.changed else data, ported

@@ -1,0 +1,274 @@
+"""Import statements: rewritten by the rules' tables, dropped where nothing needs them, and ``import xamp`` added."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from xamp.port.rule import Grade, Rule, Target
+from xamp.port.scopes import Binding, dotted
+from xamp.port.source import Node, kind
+from xamp.port.work import Work
+
+__all__ = ["is_plain", "rewrite_imports"]
+
+_ROOTS = ("apex", "torch_npu")  # packages that a port no longer needs
+
+
+@dataclasses.dataclass
+class _Parts:
+    """What becomes of the names of one statement."""
+
+    kept: list[str] = dataclasses.field(default_factory=list)
+    new: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # module -> names, or "" -> whole statements
+    dropped: int = 0
+    plain: int = 0  # names that `import xamp` at the top takes the place of
+
+
+def is_plain(work: Work, alias: Node) -> bool:
+    """Whether an import stands at the top level of the module, under no condition."""
+    line = work.parent(work.parent(alias))
+    return kind(line) == "SimpleStatementLine" and kind(work.parent(line)) == "Module"
+
+
+def rewrite_imports(work: Work, renamed: set[Binding]) -> list[tuple[int, int, str]]:
+    """Edits of all import statements; findings go into ``work``."""
+    edits: list[tuple[int, int, str]] = []
+    plain: list[Node] = []
+    for node in work.source.nodes:
+        if kind(node) == "ImportFrom" and not node.relative and node.module is not None:
+            edits += _import_from(work, node, renamed, plain)
+        elif kind(node) == "Import":
+            edits += _import(work, node, plain)
+    return edits + _import_xamp(work, plain)
+
+
+def _bindings(work: Work, alias: Node) -> list[Binding]:
+    name = alias.asname.name.value if alias.asname is not None else dotted(alias.name).partition(".")[0]
+    return [each for each in work.scopes.is_bound(name) if each.node is alias]
+
+
+def _find(work: Work, path: str) -> tuple[Rule, Target] | None:
+    found = work.target(path)
+    return (found[0], found[1]) if found is not None and found[2] == path else None
+
+
+def _import_from(work: Work, node: Node, renamed: set[Binding], plain: list[Node]) -> list[tuple[int, int, str]]:
+    module = dotted(node.module)
+    if kind(node.names) == "ImportStar":
+        return _star(work, node, module)
+    parts = _Parts()
+    simple = True  # only the module's name changes
+    modules = set()
+    for alias in node.names:
+        name = alias.name.value
+        local = alias.asname.name.value if alias.asname is not None else name
+        found = _find(work, f"{module}.{name}")
+        if found is None or work.is_kept(found[0], node) or _stays(work, alias, f"{module}.{name}"):
+            parts.kept.append(work.code(alias).rstrip(", \t"))
+            continue
+        rule, target = found
+        if target.new is None:
+            parts.kept.append(work.code(alias).rstrip(", \t"))
+            if target.grade is not Grade.NEUTRAL:
+                work.say(rule, alias, target.grade, target.note)
+            continue
+        work.say(rule, alias, target.grade, target.note)
+        if any(binding in renamed for binding in _bindings(work, alias)):
+            parts.plain += 1
+            continue
+        home, _, last = target.new.rpartition(".")
+        modules.add(home)
+        simple = simple and last == name and bool(home)
+        if home:
+            parts.new.setdefault(home, []).append(last if last == local else f"{last} as {local}")
+        else:
+            parts.new.setdefault("", []).append(f"import {last}" if last == local else f"import {last} as {local}")
+    if not parts.new and not parts.plain:
+        return []
+    if simple and not parts.kept and not parts.plain and len(modules) == 1:
+        return [(*work.source.span(node.module), modules.pop())]
+    return _statement(work, node, f"from {module} import", parts, plain)
+
+
+def _stays(work: Work, alias: Node, path: str) -> bool:
+    """Whether the name is torch.amp's and some use gives it a device that only the run knows."""
+    if path not in ("torch.amp.autocast", "torch.amp.GradScaler", "torch.amp.custom_fwd", "torch.amp.custom_bwd"):
+        return False
+    from xamp.port.rules.torch_amp import names_the_device
+
+    uses = [use for binding in _bindings(work, alias) for use in work.scopes.uses.get(binding, [])]
+    return not uses or not all(names_the_device(work, use) for use in uses)
+
+
+def _star(work: Work, node: Node, module: str) -> list[tuple[int, int, str]]:
+    found = _find(work, module)
+    if found is None or work.is_kept(found[0], node):
+        return []
+    rule, target = found
+    if target.new is None or not target.new.startswith("xamp.apex"):
+        text = f"a star import from {module}: import by name what the file uses, then port again"
+        work.say(rule, node, Grade.UNSUPPORTED, text)
+        return []
+    work.say(rule, node, target.grade)
+    return [(*work.source.span(node.module), target.new)]
+
+
+def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, str]]:
+    parts = _Parts()
+    for alias in node.names:
+        path = dotted(alias.name)
+        found = _find(work, path)
+        root = path.partition(".")[0]
+        written = work.code(alias).rstrip(", \t")
+        if found is not None and work.is_kept(found[0], node):
+            parts.kept.append(written)
+        elif alias.asname is not None:
+            _import_as(work, alias, path, written, parts)
+        elif path in ("torch.cuda", "torch.cuda.amp", "torch.npu", "torch.npu.amp", "torch.amp"):
+            if path == "torch.amp":
+                parts.kept.append(written)
+                continue
+            work.say(work.table["torch.cuda"][0], alias, Grade.CERTAIN)
+            parts.new.setdefault("", []).append("import torch")
+        elif root in _ROOTS:
+            _import_root(work, alias, root, written, parts)
+        elif found is not None and found[1].new is not None:
+            work.say(found[0], alias, found[1].grade, found[1].note)
+            home, _, last = found[1].new.rpartition(".")
+            parts.new.setdefault(home, []).append(last if last == path else f"{last} as {path}")
+        else:
+            parts.kept.append(written)
+            if found is not None and found[1].grade is not Grade.NEUTRAL:
+                work.say(found[0], alias, found[1].grade, found[1].note)
+    if not parts.new and not parts.plain and not parts.dropped:
+        return []
+    return _statement(work, node, "import", parts, plain)
+
+
+def _import_as(work: Work, alias: Node, path: str, written: str, parts: _Parts) -> None:
+    found = _find(work, path)
+    if found is None or found[1].new is None:
+        parts.kept.append(written)
+        if found is not None and found[1].grade is not Grade.NEUTRAL:
+            work.say(found[0], alias, found[1].grade, found[1].note)
+        return
+    rule, target = found
+    work.say(rule, alias, target.grade, target.note)
+    parts.new.setdefault("", []).append(f"import {target.new} as {alias.asname.name.value}")
+
+
+def _import_root(work: Work, alias: Node, root: str, written: str, parts: _Parts) -> None:
+    """``import apex`` and ``import torch_npu``: gone where every use is rewritten."""
+    rule = work.table[root][0]
+    values, left = 0, 0
+    for binding in _bindings(work, alias):
+        for use in work.scopes.uses.get(binding, []):
+            parent = work.parent(use)
+            if kind(parent) != "Attribute":
+                values += 1
+            elif not work.is_taken(use):
+                left += 1
+    if left or (values and root != "apex"):
+        parts.kept.append(written)
+        text = f"some names of {root} have no counterpart in xamp; see the notes below"
+        work.say(rule, alias, Grade.UNSUPPORTED, text)
+        return
+    work.say(rule, alias, Grade.CERTAIN)
+    if values or (root == "apex" and not is_plain(work, alias)):
+        parts.new.setdefault("", []).append("import xamp.apex as apex")
+    else:
+        parts.dropped += 1
+
+
+def _statement(work: Work, node: Node, start: str, parts: _Parts, plain: list[Node]) -> list[tuple[int, int, str]]:
+    """The edit that writes a statement anew."""
+    statements = [f"{start} {', '.join(parts.kept)}"] if parts.kept else []
+    statements += parts.new.get("", [])
+    statements += [f"from {module} import {', '.join(names)}" for module, names in parts.new.items() if module]
+    line = work.parent(node)
+    if parts.plain and not statements:
+        plain.append(node)
+        return []
+    if not statements:
+        return [_drop(work, node)]
+    joint = "; "
+    if kind(line) == "SimpleStatementLine" and len(line.body) == 1:
+        offset = work.source.span(node)[0]
+        indent = work.source.data[work.source.line_start(offset) : offset].decode()
+        joint = work.source.newline.decode() + indent
+    return [(*work.source.span(node), joint.join(statements))]
+
+
+def _drop(work: Work, node: Node) -> tuple[int, int, str]:
+    line = work.parent(node)
+    block = work.parent(line)
+    start, end = work.source.span(node)
+    if kind(line) == "SimpleStatementLine" and len(line.body) == 1 and (kind(block) == "Module" or len(block.body) > 1):
+        return work.source.line_start(start), work.source.next_line(end), ""
+    return start, end, "pass"
+
+
+def _import_xamp(work: Work, plain: list[Node]) -> list[tuple[int, int, str]]:
+    """Makes sure that ``import xamp`` comes before its first use, once."""
+    edits: list[tuple[int, int, str]] = []
+    wanted = sorted(module for module in work.needs if not _has(work, module))
+    if any(module.startswith("xamp.") for module in wanted) and work.root == "xamp":
+        wanted = [module for module in wanted if module != "xamp"]
+    first = min((work.needs[module] for module in wanted), default=len(work.source.data))
+    text = [
+        f"import {each}" if each != "xamp" or work.root == "xamp" else f"import xamp as {work.root}" for each in wanted
+    ]
+    home = next((node for node in plain if work.source.span(node)[0] < first), None)
+    for node in plain:
+        start, end = work.source.span(node)
+        if node is home and text:
+            edits.append((start, end, work.source.newline.decode().join(text)))
+        else:
+            edits.append(_drop(work, node))
+    if home is None and text:
+        at = _place(work, first)
+        newline = work.source.newline.decode()
+        edits.append((at, at, "".join(f"{each}{newline}" for each in text)))
+    return edits
+
+
+def _has(work: Work, module: str) -> bool:
+    """Whether the file imports the module before its first use already."""
+    for binding in work.scopes.module.names.get(work.root, []):
+        alias = binding.node
+        if binding.how == "import" and is_plain(work, alias) and kind(work.parent(alias)) == "Import":
+            before = work.source.span(alias)[0] < work.needs[module]
+            path = dotted(alias.name)
+            if before and (path == module or path.startswith(f"{module}.")):
+                return True
+    return False
+
+
+def _place(work: Work, first: int) -> int:
+    """Where to put ``import xamp``: after torch's import, or another one, before the first use."""
+    after_torch = after_any = start = None
+    for line in work.source.tree.body:
+        at, end = work.source.span(line)
+        if at >= first or kind(line) in ("FunctionDef", "ClassDef"):
+            break
+        below = work.source.next_line(end)
+        if below > first or kind(line) != "SimpleStatementLine":
+            continue
+        what = kind(line.body[0])
+        is_future = (
+            what == "ImportFrom" and line.body[0].module is not None and dotted(line.body[0].module) == "__future__"
+        )
+        if is_future or (what == "Expr" and start is None and "String" in kind(line.body[0].value)):
+            start = below
+        elif what in ("Import", "ImportFrom"):
+            after_any = below
+            if "torch" in work.code(line.body[0]):
+                after_torch = below
+    found = next((place for place in (after_torch, after_any, start) if place is not None), None)
+    if found is not None:
+        return found
+    body = work.source.tree.body
+    if not body:
+        return 0
+    decorators = getattr(body[0], "decorators", ())
+    return work.source.line_start(work.source.span(decorators[0] if decorators else body[0])[0])

@@ -1,0 +1,156 @@
+"""The rest of Apex: what ``xamp.apex`` has under the same names, and what it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from xamp.port.rule import Example, Grade, Rule, Target
+
+__all__ = ["RULES"]
+
+_NORMS = (
+    *("FusedLayerNorm", "MixedFusedLayerNorm", "FusedRMSNorm", "MixedFusedRMSNorm", "manual_rms_norm"),
+    *("fused_layer_norm", "fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"),
+    *("fused_rms_norm", "fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"),
+)
+_HALVES = (
+    *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads", "tofp16"),
+    *("master_params_to_model_params", "to_python_float", "clip_grad_norm", "convert_module", "convert_network"),
+    "FP16Model",
+)
+_FUSED = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedMixedPrecisionLamb")
+_ASCEND = (
+    *("NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb"),
+    *("NpuFusedRMSprop", "NpuFusedRMSpropTF", "NpuFusedSGD"),
+)
+# By module of Apex: the names in the module of xamp.apex that has the same name.
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "parallel": (
+        *("DistributedDataParallel", "Reducer", "ReduceOp", "SyncBatchNorm", "LARC"),
+        *("convert_syncbn_model", "create_syncbn_process_group"),
+    ),
+    "optimizers": (*_FUSED, *_ASCEND, "Lamb", "FP16_Optimizer"),
+    "normalization": _NORMS,
+    "multi_tensor_apply": ("MultiTensorApply", "multi_tensor_applier"),
+    "fp16_utils": (*_HALVES, "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
+    "mlp": ("MLP", "mlp_function"),
+    "fused_dense": ("FusedDense", "FusedDenseGeluDense", "fused_dense_function", "fused_dense_gelu_dense_function"),
+    "pyprof": ("init", "nvtx", "wrap"),
+    "contrib.clip_grad": ("clip_grad_norm_",),
+    "contrib.xentropy": ("SoftmaxCrossEntropyLoss",),
+    "contrib.optimizers": ("FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"),
+}
+# Files of a module from which scripts import its names.
+_FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "parallel": {
+        "distributed": ("DistributedDataParallel", "Reducer"),
+        "LARC": ("LARC",),
+        "sync_batchnorm": ("SyncBatchNorm",),
+        "optimized_sync_batchnorm": ("SyncBatchNorm",),
+    },
+    "optimizers": {
+        "fused_adam": ("FusedAdam",),
+        "fused_sgd": ("FusedSGD",),
+        "fused_lamb": ("FusedLAMB",),
+        "fused_novograd": ("FusedNovoGrad",),
+        "fused_adagrad": ("FusedAdagrad",),
+        "fused_mixed_precision_lamb": ("FusedMixedPrecisionLamb",),
+    },
+    "normalization": {"fused_layer_norm": _NORMS},
+    "multi_tensor_apply": {"multi_tensor_apply": ("MultiTensorApply",)},
+    "fp16_utils": {
+        "fp16_optimizer": ("FP16_Optimizer",),
+        "fp16util": _HALVES,
+        "loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    },
+    "mlp": {"mlp": ("MLP",)},
+    "contrib.clip_grad": {"clip_grad": ("clip_grad_norm_",)},
+    "contrib.xentropy": {"softmax_xentropy": ("SoftmaxCrossEntropyLoss",)},
+    "contrib.optimizers": {
+        "fp16_optimizer": ("FP16_Optimizer",),
+        "fused_adam": ("FusedAdam",),
+        "fused_lamb": ("FusedLAMB",),
+        "fused_sgd": ("FusedSGD",),
+    },
+}
+# What xamp.apex leaves out, and what takes its place.
+_LEFT_OUT = {
+    "RNN": "use torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
+    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
+    "transformer": "use torch.distributed.tensor.parallel and torch.distributed.pipelining",
+    "contrib.combine_tensors": "use torch._utils._flatten_dense_tensors",
+    "contrib.group_norm": "use torch.nn.GroupNorm",
+    "contrib.layer_norm": "use torch.nn.LayerNorm",
+    "contrib.multihead_attn": "use torch.nn.MultiheadAttention",
+    "contrib.fmha": "use torch.nn.functional.scaled_dot_product_attention",
+    "contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
+    "contrib.groupbn": "use torch.nn.SyncBatchNorm with a process_group",
+    "contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
+    "contrib.transducer": "use torchaudio.functional.rnnt_loss",
+}
+
+
+def _table() -> dict[str, Target]:
+    table: dict[str, Target] = {"apex.contrib": Target("xamp.apex.contrib", is_module=True)}
+    for part, names in _PARTS.items():
+        missing = f"xamp.apex.{part} does not have this name of apex.{part}"
+        table[f"apex.{part}"] = Target(f"xamp.apex.{part}", is_module=True, text=missing)
+        table.update({f"apex.{part}.{name}": Target(f"xamp.apex.{part}.{name}") for name in names})
+        for file, inside in _FILES.get(part, {}).items():
+            if file not in names:
+                table[f"apex.{part}.{file}"] = Target(None, Grade.UNSUPPORTED, missing, is_module=True)
+            table.update({f"apex.{part}.{file}.{name}": Target(f"xamp.apex.{part}.{name}") for name in inside})
+    for part, instead in _LEFT_OUT.items():
+        text = f"xamp does not have apex.{part}: {instead}"
+        table[f"apex.{part}"] = Target(None, Grade.UNSUPPORTED, text, is_module=True)
+    return table | {name: Target(f"xamp.apex.{name}") for name in ("amp_C", "apex_C")}
+
+
+class Parts(Rule):
+    """The rest of Apex is `xamp.apex`: `parallel`, `optimizers`, `normalization`, `fp16_utils` and others.
+
+    Names stay, so that only the import changes. So are the fused optimizers that only Ascend's Apex has. What xamp
+    leaves out is reported, with what to use in its place.
+    """
+
+    name = "apex-parts"
+    met = 137
+    names = _table()
+    examples = (
+        Example(
+            "from apex.parallel import DistributedDataParallel as DDP\nmodel = DDP(model, delay_allreduce=True)\n",
+            "from xamp.apex.parallel import DistributedDataParallel as DDP\nmodel = DDP(model, delay_allreduce=True)\n",
+        ),
+        Example(
+            "import apex\nmodel = apex.parallel.convert_syncbn_model(model)\n",
+            "import xamp.apex.parallel\nmodel = xamp.apex.parallel.convert_syncbn_model(model)\n",
+        ),
+        Example("from apex.optimizers import NpuFusedSGD\n", "from xamp.apex.optimizers import NpuFusedSGD\n"),
+        Example(
+            "import amp_C\nf = amp_C.multi_tensor_l2norm\n",
+            "from xamp.apex import amp_C\nf = amp_C.multi_tensor_l2norm\n",
+        ),
+        Example("from apex.fp16_utils import *\n", "from xamp.apex.fp16_utils import *\n"),
+        Example(
+            "from apex.normalization.fused_layer_norm import FusedLayerNorm as LayerNorm\n",
+            "from xamp.apex.normalization import FusedLayerNorm as LayerNorm\n",
+        ),
+        Example(
+            "from apex import amp, optimizers\nopt = optimizers.FusedAdam(params)\n"
+            "model = amp.initialize(model, opt_level='O2')\n",
+            "from xamp.apex import optimizers\nimport xamp\nopt = optimizers.FusedAdam(params)\n"
+            "model = xamp.initialize(model, level='O2')\n",
+        ),
+        Example(
+            "import apex.reparameterization\napex.reparameterization.apply_weight_norm(model)\n",
+            "# TODO(xamp): some names of apex have no counterpart in xamp; see the notes below\n"
+            "import apex.reparameterization\n"
+            "# TODO(xamp): xamp does not have apex.reparameterization: use "
+            "torch.nn.utils.parametrizations.weight_norm\n"
+            "apex.reparameterization.apply_weight_norm(model)\n",
+        ),
+    )
+    unchanged = ("from mylib.apex import parallel\nparallel.DistributedDataParallel(model)\n",)
+
+
+RULES = (Parts(),)

@@ -1,0 +1,115 @@
+"""Comparisons with a device: ``device.type == "cuda"``, ``"cuda" in device``, ``x.is_cuda``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rules.device_text import is_like_device, last_name
+from xamp.port.source import Node, kind, text_of
+from xamp.port.work import Work
+
+__all__ = ["RULES"]
+
+_DEVICES = ("cuda", "npu")
+_TESTS = ("If", "While", "Assert", "IfExp", "BooleanOperation", "UnaryOperation")
+
+
+class Compare(Rule):
+    """`device.type == "cuda"` asks for an accelerator: it becomes a test of the device in use.
+
+    On a CPU it stays false, as it was. Tests such as `device.type != "cpu"` run everywhere and stay.
+    """
+
+    name = "device-compare"
+    met = 69
+    kinds = ("Comparison",)
+    examples = (
+        Example(
+            "if device.type == 'cuda':\n    pass\nif 'cuda' in str(device) and fast:\n    pass\n",
+            "import xamp\nif xamp.is_available() and device.type == xamp.device_type():\n    pass\n"
+            "if (xamp.is_available() and xamp.device_type() in str(device)) and fast:\n    pass\n",
+        ),
+        Example(
+            "slow = args.device != 'cuda'\n",
+            "import xamp\nslow = (not xamp.is_available() or args.device != xamp.device_type())\n",
+        ),
+        Example(
+            "if mode == 'cuda':\n    pass\n",
+            "# TODO(xamp): does this text name a device? Then write xamp.device_type()\nif mode == 'cuda':\n    pass\n",
+        ),
+    )
+    unchanged = (
+        "if device.type != 'cpu':\n    pass\nif device == 'cpu':\n    pass\n",
+        "if 'cuda' in checkpoint:\n    pass\nif 'cuda' in str(error):\n    pass\n",
+    )
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        if len(node.comparisons) != 1 or work.is_kept(self, node):
+            return
+        right, sign = node.comparisons[0].comparator, kind(node.comparisons[0].operator)
+        left = node.left
+        text, other = (left, right) if text_of(left) in _DEVICES else (right, left)
+        if text_of(text) not in _DEVICES or sign not in ("Equal", "NotEqual", "In", "NotIn"):
+            return
+        if sign in ("In", "NotIn") and text is not left:
+            return
+        name = last_name(work, other)
+        work.claim(text)
+        if not (is_like_device(name) or (name == "type" and "dev" in work.code(other))):
+            if sign in ("Equal", "NotEqual"):
+                work.say(self, node, Grade.NOTED, "does this text name a device? Then write xamp.device_type()")
+            return
+        self._write(node, text, sign in ("NotEqual", "NotIn"), work)
+
+    def _write(self, node: Any, text: Node, negative: bool, work: Work) -> None:
+        root = work.name("xamp.device_type", node).partition(".")[0]
+        parent = work.parent(node)
+        bare = kind(parent) in ("If", "While", "Assert") or bool(getattr(node, "lpar", ()))
+        start, end = work.source.span(node)
+        test = f"not {root}.is_available() or " if negative else f"{root}.is_available() and "
+        work.splice(start, start, test if bare else f"({test}")
+        work.replace(text, f"{root}.device_type()")
+        if not bare:
+            work.splice(end, end, ")")
+        work.say(self, node, Grade.CERTAIN)
+
+
+class IsCuda(Rule):
+    """`x.is_cuda` becomes `(x.device.type != 'cpu')`, is it on an accelerator, with a note.
+
+    What follows may be for CUDA only.
+    """
+
+    name = "is-cuda"
+    grade = Grade.NOTED
+    met = 8
+    kinds = ("Attribute",)
+    examples = (
+        Example(
+            "if not x.is_cuda:\n    pass\n",
+            "# TODO(xamp): was .is_cuda; see that what follows is not for CUDA only\n"
+            "if not (x.device.type != 'cpu'):\n    pass\n",
+        ),
+    )
+    unchanged = ("is_cuda = 1\nx.is_cuda = True\n",)
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        parent = kind(work.parent(node))
+        if node.attr.value not in ("is_cuda", "is_npu") or work.is_kept(self, node) or work.path(node):
+            return
+        if parent == "AssignTarget" or (parent in ("AnnAssign", "AugAssign") and work.parent(node).target is node):
+            return
+        if parent in ("Attribute", "Call", "FormattedStringExpression"):
+            work.say(self, node, Grade.NOTED, ".is_cuda is false on other accelerators; ask for .device.type != 'cpu'")
+            return
+        start, _ = work.source.span(node)
+        low, high = work.source.span(node.attr)
+        work.splice(start, start, "(")
+        work.splice(low, high, "device.type != 'cpu')")
+        work.say(self, node, Grade.NOTED, "was .is_cuda; see that what follows is not for CUDA only")
+
+
+RULES = (Compare(), IsCuda())

@@ -1,0 +1,183 @@
+"""``x.cuda()`` and ``x.npu()``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from xamp.port.rule import Example, Grade, Rule
+from xamp.port.source import Node, kind, text_of
+from xamp.port.work import Work, arguments
+
+__all__ = ["RULES", "index_of", "is_index"]
+
+_METHODS = ("cuda", "npu")
+_TEXT = re.compile(r"(?:cuda|npu)(?::(\d+))?")
+_INDEX = re.compile(r"(^|_)(rank|gpu|gpus|idx|index|id|ids|i|n|local|num|number|ordinal|cuda)\d*$|rank|gpu", re.I)
+_DEVICE = re.compile(r"dev(ice)?s?\d*$", re.I)
+
+
+def index_of(node: Node) -> str | None:
+    """The index in a text such as ``"cuda:1"``, empty where it has none; None for what is no device."""
+    found = _TEXT.fullmatch(text_of(node) or "")
+    return None if found is None else found[1] or ""
+
+
+def is_index(work: Work, node: Node) -> bool | None:
+    """Whether an expression is the index of a device; None where that cannot be told."""
+    what = kind(node)
+    if what in ("Integer", "BinaryOperation"):
+        return True
+    if what == "Call":
+        path = work.path(node.func)
+        if path.endswith((".current_device", ".device_count")) or work.code(node.func) in ("int", "len", "get_rank"):
+            return True
+        if kind(node.func) == "Attribute" and "rank" in node.func.attr.value:
+            return True
+        return False if path.endswith("device") else None
+    if what == "Subscript":
+        return is_index(work, node.value)
+    if what == "Name":
+        if node.value == "None":
+            return True
+        for binding in work.scopes.bindings(node):
+            if binding.value is not None and (found := is_index(work, binding.value)) is not None:
+                return found
+    last = node.attr.value if what == "Attribute" else node.value if what == "Name" else ""
+    if _DEVICE.search(last):
+        return None if what == "Name" or what == "Attribute" else False
+    return True if last and _INDEX.search(last) else None
+
+
+class Method(Rule):
+    """`x.cuda()` becomes `x.to(xamp.device())`, an index goes along, and so do the other arguments.
+
+    A class of the file that has a method `cuda` of its own keeps it. Where an argument may be a device, not an index,
+    the call is rewritten to `.to(argument)`, with a note.
+    """
+
+    name = "device-method"
+    met = 457
+    kinds = ("Call", "Attribute")
+    examples = (
+        Example(
+            "x = x.cuda()\ny = y.cuda(non_blocking=True)\nnet.cuda(args.gpu)\nz = z.cuda(0, non_blocking=True)\n",
+            "import xamp\nx = x.to(xamp.device())\ny = y.to(xamp.device(), non_blocking=True)\n"
+            "net.to(xamp.device(args.gpu))\nz = z.to(xamp.device(0), non_blocking=True)\n",
+        ),
+        Example(
+            "loss = nn.CrossEntropyLoss().cuda(device=args.gpu)\nx = x.cuda('cuda:1', True)\n",
+            "import xamp\nloss = nn.CrossEntropyLoss().to(xamp.device(args.gpu))\n"
+            "x = x.to(xamp.device(1), non_blocking=True)\n",
+        ),
+        Example("x = x.npu(non_blocking=True)\n", "import xamp\nx = x.to(xamp.device(), non_blocking=True)\n"),
+        Example(
+            "def f(x, device):\n    return x.cuda(device)\n",
+            "def f(x, device):\n"
+            "    # TODO(xamp): device may be a device or an index; for an index write xamp.device(device)\n"
+            "    return x.to(device)\n",
+        ),
+        Example(
+            "x = x.cuda(*where)\n",
+            "# TODO(xamp): write .to(xamp.device(...)) by hand: the arguments are not known here\nx = x.cuda(*where)\n",
+        ),
+        Example(
+            "move = x.cuda if fast else x.cpu\n",
+            "# TODO(xamp): the method is used as a value; write a function that calls .to(xamp.device())\n"
+            "move = x.cuda if fast else x.cpu\n",
+        ),
+    )
+    unchanged = (
+        "class Batch:\n    def cuda(self):\n        return self\n\n\nBatch().cuda()\n",
+        "# x = x.cuda()\nhelp = 'call .cuda() first'\n",
+        "use = args.cuda\nif args.cuda:\n    pass\n",
+    )
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        if kind(node) == "Attribute":
+            self._value(node, work)
+            return
+        if kind(node.func) != "Attribute" or node.func.attr.value not in _METHODS or work.is_kept(self, node):
+            return
+        receiver = node.func.value
+        if work.path(node.func) or self._is_own(receiver, node.func.attr.value, work) or work.is_claimed(node):
+            return
+        plain, named, open_ended = arguments(node)
+        if open_ended or len(plain) > 2 or set(named) - {"device", "non_blocking", "memory_format"}:
+            work.say(self, node, Grade.NOTED, "write .to(xamp.device(...)) by hand: the arguments are not known here")
+            return
+        work.replace(node.func.attr, "to")
+        if len(plain) > 1:
+            start = work.source.span(plain[1])[0]
+            work.splice(start, start, "non_blocking=")
+        self._device(node, plain[0] if plain else named.get("device"), work)
+
+    def _device(self, call: Any, arg: Any, work: Work) -> None:
+        if arg is None:
+            device = work.name("xamp.device", call)
+            at = work.source.span(call.args[0])[0] if call.args else work.source.span(call)[1] - 1
+            work.splice(at, at, f"{device}(), " if call.args else f"{device}()")
+            work.say(self, call, Grade.CERTAIN)
+            return
+        start, end = work.source.span(arg.value)
+        if arg.keyword is not None:
+            work.splice(work.source.span(arg)[0], start, "")
+        index = index_of(arg.value)
+        if index is not None:
+            work.claim(arg.value)
+            work.replace(arg.value, f"{work.name('xamp.device', call)}({index})")
+        elif kind(arg.value) in ("FormattedString", "ConcatenatedString") or is_index(work, arg.value) is False:
+            pass  # a device already
+        elif is_index(work, arg.value):
+            work.splice(start, start, f"{work.name('xamp.device', call)}(")
+            work.splice(end, end, ")")
+        else:
+            text = work.code(arg.value)
+            work.say(
+                self, call, Grade.NOTED, f"{text} may be a device or an index; for an index write xamp.device({text})"
+            )
+            return
+        work.say(self, call, Grade.CERTAIN)
+
+    def _value(self, node: Any, work: Work) -> None:
+        parent = work.parent(node)
+        if (
+            work.is_kept(self, node)
+            or node.attr.value not in _METHODS
+            or (kind(parent) == "Call" and parent.func is node)
+        ):
+            return
+        if kind(parent) not in ("IfExp", "AssignTarget", "Assign", "Arg", "Return") or work.path(node):
+            return
+        code = work.code(parent)
+        if kind(parent) == "IfExp" and parent.test is not node and (".cpu" in code or ".to" in code):
+            work.say(
+                self, node, Grade.NOTED, "the method is used as a value; write a function that calls .to(xamp.device())"
+            )
+
+    def _is_own(self, receiver: Node, method: str, work: Work) -> bool:
+        """Whether the receiver is an object of a class of this file that has the method itself."""
+        owners = (
+            [
+                node.name.value
+                for node in work.source.nodes
+                if kind(node) == "ClassDef"
+                and any(
+                    kind(each) == "FunctionDef" and each.name.value == method for each in getattr(node.body, "body", ())
+                )
+            ]
+            if f"def {method}(".encode() in work.source.data
+            else []
+        )
+        if not owners:
+            return False
+        if kind(receiver) == "Name" and receiver.value == "self":
+            return any(kind(each) == "ClassDef" and each.name.value in owners for each in work.source.above(receiver))
+        values = [receiver]
+        if kind(receiver) == "Name":
+            values = [each.value for each in work.scopes.bindings(receiver) if each.value is not None]
+        return any(kind(value) == "Call" and work.code(value.func) in owners for value in values)
+
+
+RULES = (Method(),)

@@ -1,0 +1,72 @@
+"""``torch.load`` and where it puts what it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.port.rule import Example, Grade, Rule
+from xamp.port.source import Node, kind
+from xamp.port.work import Work, arguments
+
+__all__ = ["RULES"]
+
+_MISSING = "torch.load without map_location: a file saved on another kind of device fails; add map_location='cpu'"
+
+
+class MapLocation(Rule):
+    """`map_location=lambda storage, loc: storage.cuda(i)` becomes `map_location=xamp.device(i)`.
+
+    A `torch.load` without `map_location` is told in the report, once for a file.
+    """
+
+    name = "map-location"
+    met = 199
+    kinds = ("Lambda", "Call")
+    examples = (
+        Example(
+            "import torch\nc = torch.load(p, map_location=lambda storage, loc: storage.cuda(args.gpu))\n",
+            "import torch\nimport xamp\nc = torch.load(p, map_location=xamp.device(args.gpu))\n",
+        ),
+        Example(
+            "import torch\nc = torch.load(p, lambda s, l: s.cuda())\n",
+            "import torch\nimport xamp\nc = torch.load(p, xamp.device())\n",
+        ),
+    )
+    unchanged = (
+        "import torch\nc = torch.load(p, map_location='cpu')\n"
+        "d = torch.load(p, map_location=lambda storage, loc: storage)\n",
+        "import torch\nc = torch.load(p)\n",
+    )
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        if work.is_kept(self, node):
+            return
+        if kind(node) == "Lambda":
+            self._lambda(node, work)
+        elif work.path(node.func) == "torch.load":
+            plain, named, open_ended = arguments(node)
+            if len(plain) < 2 and "map_location" not in named and not open_ended:
+                work.say(self, node, Grade.NOTED, _MISSING, inline=False, once=True)
+
+    def _lambda(self, node: Node, work: Work) -> None:
+        call, params = node.body, node.params.params
+        if len(params) != 2 or kind(call) != "Call" or kind(call.func) != "Attribute":
+            return
+        if call.func.attr.value not in ("cuda", "npu") or work.code(call.func.value) != params[0].name.value:
+            return
+        if len(call.args) > 1 or any(arg.star for arg in call.args):
+            return
+        work.claim(call)
+        start, end = work.source.span(node)
+        device = work.name("xamp.device", node)
+        if call.args:
+            low, high = work.source.span(call.args[0].value)
+            work.splice(start, low, f"{device}(")
+            work.splice(high, end, ")")
+        else:
+            work.splice(start, end, f"{device}()")
+        work.say(self, node, Grade.CERTAIN)
+
+
+RULES = (MapLocation(),)

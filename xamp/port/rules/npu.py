@@ -1,0 +1,95 @@
+"""Scripts that were ported to Ascend by hand: what only torch_npu has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.port.rule import Example, Grade, Rule, Target
+from xamp.port.source import kind
+from xamp.port.work import Work
+
+__all__ = ["RULES"]
+
+_ONLY = "this setting of Ascend has no counterpart; call it only where xamp.device_type() is npu"
+_SETTINGS = (
+    "set_option",
+    "set_compile_mode",
+    "config",
+    "conv",
+    "matmul",
+    "profile",
+    "set_aoe",
+    "set_dump",
+    "init_dump",
+)
+
+
+def _table() -> dict[str, Target]:
+    table = {
+        "torch_npu": Target(
+            None, Grade.UNSUPPORTED, "xamp has no counterpart of this part of torch_npu", is_module=True
+        )
+    }
+    for home in ("torch.npu", "torch_npu.npu"):
+        table.update({f"{home}.{name}": Target(None, Grade.UNSUPPORTED, _ONLY) for name in _SETTINGS})
+    table["torch_npu.contrib.transfer_to_npu"] = Target(
+        None,
+        Grade.UNSUPPORTED,
+        "it rewrites torch.cuda at run time, so that the script runs on nothing else: delete this line",
+    )
+    return table
+
+
+class Names(Rule):
+    """`import torch_npu` is dropped where xamp has all that the script uses of it: xamp's backend imports it.
+
+    Settings that only Ascend knows, such as `torch.npu.set_compile_mode`, stay, with a note.
+    """
+
+    name = "torch-npu"
+    grade = Grade.UNSUPPORTED
+    met = 0
+    names = _table()
+    examples = (
+        Example(
+            "import torch\nif torch.__version__ >= '1.8':\n    import torch_npu\nx = x.npu()\n",
+            "import torch\nimport xamp\nif torch.__version__ >= '1.8':\n    pass\nx = x.to(xamp.device())\n",
+        ),
+        Example(
+            "import torch\nimport torch_npu\ntorch.npu.set_device('npu:0')\n",
+            'import torch\nimport xamp\nxamp.accel.set_device(f"{xamp.device_type()}:0")\n',
+        ),
+        Example(
+            "import torch\ntorch.npu.set_compile_mode(jit_compile=False)\n",
+            f"import torch\n# TODO(xamp): {_ONLY}\ntorch.npu.set_compile_mode(jit_compile=False)\n",
+        ),
+    )
+    unchanged = ("text = 'import torch_npu'\n",)
+
+
+class Storage(Rule):
+    """`.npu()` of a class of its own stays. All else is the rule for `.cuda()`."""
+
+    name = "npu-format"
+    grade = Grade.UNSUPPORTED
+    kinds = ("Call",)
+    examples = (
+        Example(
+            "x = x.npu_format_cast(29)\n",
+            f"# TODO(xamp): {_ONLY}\nx = x.npu_format_cast(29)\n",
+        ),
+    )
+    unchanged = ("npu_format_cast = 1\n",)
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        name = node.func.attr.value if kind(node.func) == "Attribute" else ""
+        if (
+            name.startswith("npu_")
+            and not work.path(node.func).startswith("torch_npu")
+            and not work.is_kept(self, node)
+        ):
+            work.say(self, node, Grade.UNSUPPORTED, _ONLY)
+
+
+RULES = (Names(), Storage())
