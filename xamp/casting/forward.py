@@ -26,6 +26,8 @@ from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
+from xamp.casting.script import refuse_script
+from xamp.casting.written import writers_of
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import cast_floats
@@ -39,6 +41,7 @@ __all__ = [
     "InstanceMethod",
     "Region",
     "enter_policy",
+    "forget_policy",
     "is_under_policy",
     "make_instance_method",
     "make_region",
@@ -66,6 +69,7 @@ class Region:
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
         follows: the model has masters, and follows what else than a step changed in them, before each call.
+        lowers: the parameters are cast, and the state dict is fp32: a method that writes out the model says so.
     """
 
     device_type: str
@@ -78,6 +82,7 @@ class Region:
     cast: Cast = cast_floats
     apart: bool = True
     follows: bool = False
+    lowers: bool = False
 
     def __reduce__(self) -> Any:
         """Pickle the fields by name."""
@@ -97,7 +102,7 @@ class Region:
     def does_something(self) -> bool:
         """Whether the region changes how a method runs."""
         dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
-        return self.watched or any(dtype is not None for dtype in dtypes)
+        return self.watched or self.lowers or any(dtype is not None for dtype in dtypes)
 
     @property
     def mark(self) -> Mark:
@@ -128,6 +133,10 @@ class _UnderPolicy:
         base: Any = super()
         base.zero_grad(*args, **kwargs)
         masters.clear_gradients(self)  # type: ignore[arg-type]
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
+        refuse_script()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
@@ -190,6 +199,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
     if scripted:
         module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
+        module.__dict__["__prepare_scriptable__"] = refuse_script  # called where it is a part of what is compiled
 
     module_ref = weakref.ref(module)  # the function that undoes this must not keep the model alive
 
@@ -198,7 +208,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         if found is None:
             return
         if scripted:
-            del found.__dict__["__deepcopy__"]
+            del found.__dict__["__deepcopy__"], found.__dict__["__prepare_scriptable__"]
         else:
             set_class(found, before)
         for name in region.methods:
@@ -207,6 +217,16 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 found.__dict__[name] = method.function
 
     return leave
+
+
+def forget_policy(copied: nn.Module) -> None:
+    """Make ``copied``, a copy of a managed model, a plain module. Its tensors stay as they are."""
+    for module in copied.modules():
+        if isinstance(module, _UnderPolicy):
+            set_class(module, module._xamp_base)
+        for name, method in list(module.__dict__.items()):
+            if isinstance(method, InstanceMethod):
+                module.__dict__[name] = method.function
 
 
 _subclasses: weakref.WeakValueDictionary[tuple[int, Region], type] = weakref.WeakValueDictionary()
@@ -230,6 +250,8 @@ def _subclass(base: type, region: Region) -> type:
     for name in region.methods:
         if callable(getattr(base, name, None)):
             namespace[name] = _in_region(getattr(base, name), region)
+    if region.lowers:
+        namespace.update(writers_of(base))
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy(base, region)
     if issubclass(base, torch.fx.GraphModule):

@@ -33,6 +33,7 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.sessions import checks, lowering
+from xamp.sessions.averaged import serve_averaged_models
 from xamp.sessions.session import register
 from xamp.sessions.wrappers import unwrap
 
@@ -275,6 +276,8 @@ def set_up(
         if policy.autocast:
             undo.callback(ops.hold(policy.op_policy, engine))
         plan.apply(undo)
+        if plan.lowered:
+            serve_averaged_models()
         for model in arguments.models if policy.master_weights else ():
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xamp.casting.forward import Cast, Region, enter_policy
+from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
 from xamp.policy import Policy
@@ -128,9 +129,18 @@ class Plan:
             region = self._region(kept_whole)
             if region.does_something:
                 undo.callback(enter_policy(model, region))
+            for part in self._parts_that_write(model):
+                undo.callback(enter_policy(part, Region(self.device_type, None, None, None, methods=(), lowers=True)))
         for module in self.fp32_modules():
             if not any(module is model for model in self.models()):
                 undo.callback(enter_policy(module, self._fp32_region()))
+
+    def _parts_that_write(self, model: nn.Module) -> list[nn.Module]:
+        """Find the parts of ``model`` that can be written out by themselves, if their parameters are cast."""
+        if not self.lowered:
+            return []
+        others = {id(module) for module in (*self.models(), *self.fp32_modules())}
+        return [m for m in model.modules() if writes_its_dtype(type(m)) and id(m) not in others]
 
     def commit(self) -> None:
         """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""
@@ -145,7 +155,7 @@ class Plan:
         into = torch.float32 if kept_whole else policy.input_dtype
         return Region(
             *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
-            *(self._cast, policy.apart, policy.master_weights),
+            *(self._cast, policy.apart, policy.master_weights, bool(self.lowered) and not kept_whole),
         )
 
     def _fp32_region(self) -> Region:
