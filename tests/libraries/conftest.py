@@ -42,7 +42,10 @@ def _one_thread() -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--libraries-json", default=None)
     if path:
-        from loop import rows
+        from loop import buffers, rows
 
-        found = sorted((dataclasses.asdict(row) for row in rows), key=lambda row: [str(v) for v in row.values()])
-        pathlib.Path(path).write_text(json.dumps({"rows": found}, indent=1) + "\n", encoding="utf-8")
+        found = {
+            name: sorted((dataclasses.asdict(row) for row in of), key=lambda row: [str(v) for v in row.values()])
+            for name, of in (("rows", rows), ("buffers", buffers))
+        }
+        pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

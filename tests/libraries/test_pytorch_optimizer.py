@@ -43,7 +43,7 @@ def case_of(name: str) -> Case:
         getattr(made, "train", lambda: None)()  # of those that average: they want to be told
         return made
 
-    return Case("pytorch_optimizer", name, net, lambda: {"input": torch.randn(5, 6)}, squares, optimizer)
+    return Case("pytorch_optimizer", f"optimizer {name}", net, lambda: {"input": torch.randn(5, 6)}, squares, optimizer)
 
 
 def resumes_in_fp32(case: Case) -> bool:
