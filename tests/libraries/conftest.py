@@ -7,15 +7,20 @@ import importlib.util
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+import vision_operators
 
 INSTALLED = importlib.util.find_spec("pytorch_optimizer") is not None  # all of them together, or none
 collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
 if INSTALLED:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vision_operators.prepare()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

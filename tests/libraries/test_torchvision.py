@@ -10,13 +10,10 @@ from loop import LEVELS, Case, check, library
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-vision = library("torchvision")
 models = library("torchvision.models")
 detection = library("torchvision.models.detection")
 segmentation = library("torchvision.models.segmentation")
 rpn = library("torchvision.models.detection.anchor_utils")
-
-HAS_OPS = vision.extension._has_ops()
 
 
 class Backbone(nn.Sequential):
@@ -53,7 +50,6 @@ def total(output: Any, batch: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.skipif(not HAS_OPS, reason="this torchvision was built for another torch, and lacks its operators")
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_detector_trains_as_by_hand_and_resumes(level: str) -> None:
     check(Case("torchvision", "Faster R-CNN", detector, scenes, total), level)
