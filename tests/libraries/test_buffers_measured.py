@@ -124,7 +124,7 @@ ARCHITECTURES: dict[str, Callable[[], Made]] = {
     "Swin v2": lambda: image(
         "swinv2_tiny_window8_256", img_size=32, embed_dim=16, depths=(2, 2), num_heads=(1, 2), window_size=4
     ),
-    "EfficientNet": lambda: image("efficientnet_b0", channel_multiplier=0.25, depth_multiplier=0.25),
+    "EfficientNet": lambda: image("tinynet_e"),
     "UNet2DModel": unet,
     "LR-ASPP": lraspp,
     "torch's tutorial": lambda: (Tutorial(), {"x": torch.randn(1, LONG, 64)}),
