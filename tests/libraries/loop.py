@@ -194,7 +194,7 @@ def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
             optimizer = case.optimizer([stepped.get(id(p), p) for p in model.parameters() if p.requires_grad])
         else:
             optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
-    scale = 2.0**16 if level in ("O1", "O2") else 1.0
+    scale = case.options.get("init_scale", 2.0**16) if level in ("O1", "O2") else 1.0
     found = []
     for step in range(steps):
         batch = case.inputs(step)

@@ -33,6 +33,8 @@ def detector() -> nn.Module:
         box_predictor=detection.faster_rcnn.FastRCNNPredictor(16, 3),
         min_size=64,
         max_size=64,
+        rpn_pre_nms_top_n_train=40,
+        rpn_post_nms_top_n_train=20,
     )
     return made
 
@@ -50,7 +52,7 @@ def total(output: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_a_detector_trains_as_by_hand_and_resumes(level: str) -> None:
-    check(Case("torchvision", "Faster R-CNN", detector, scenes, total), level)
+    check(Case("torchvision", "Faster R-CNN", detector, scenes, total, options={"init_scale": 64.0}), level)
 
 
 CASES = [
@@ -60,6 +62,7 @@ CASES = [
         lambda: models.shufflenet_v2_x0_5(weights=None, num_classes=4),
         lambda: {"x": torch.randn(4, 3, 32, 32)},
         lambda output, batch: cross_entropy(output.float(), torch.tensor([0, 1, 2, 3])),
+        options={"init_scale": 64.0},
     ),
 ]
 
