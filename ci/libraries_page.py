@@ -1,8 +1,8 @@
 """Writes the tables of docs/libraries.md and docs/levels.md from what the tests of libraries found.
 
 ``ci/test.sh --libraries`` runs these tests and writes tests/libraries/results.json. This script puts the tables between
-the marks in the two pages and leaves everything else there as it is. With ``--check`` nothing is written: it fails where
-a page is not what the results say.
+the marks in the two pages and leaves everything else there as it is. With ``--check`` nothing is written: it fails
+where a page is not what the results say.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def resumed(rows: Sequence[Row]) -> str:
     exact = {row["model"] for row in rows if row["resumed"]}
     if not asked:
         return "not tried"
-    return "exactly" if len(asked) == len({row["model"] for row in rows}) and exact == asked else f"{len(exact)} exactly"
+    return (
+        "exactly" if len(asked) == len({row["model"] for row in rows}) and exact == asked else f"{len(exact)} exactly"
+    )
 
 
 def shown(value: float) -> str:
@@ -85,8 +87,13 @@ def buffers(rows: Sequence[Row]) -> Iterator[str]:
     yield table(
         ("architecture", "cast", "named by the warning", "as it is", "keep_fp32=", "all left in fp32"),
         (
-            [row["model"], str(row["cast"]), row["named"] or "none", *(text(row[k]) for k in ("cast_off", "kept_off"))]
-            + [row["left_off"] if isinstance(row["left_off"], str) else text(row["left_off"])]
+            [
+                row["model"],
+                str(row["cast"]),
+                row["named"] or "none",
+                *(text(row[k]) for k in ("cast_off", "kept_off")),
+                row["left_off"] if isinstance(row["left_off"], str) else text(row["left_off"]),
+            ]
             for row in rows
         ),
     )

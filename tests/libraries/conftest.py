@@ -1,4 +1,4 @@
-"""Tests of real libraries: they run where the libraries are installed, which is what ``ci/test.sh --libraries`` does."""
+"""Tests of real libraries: they run where these are installed, as ``ci/test.sh --libraries`` does."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _one_thread() -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--libraries-json", default=None)
     if path:
-        from loop import buffers, rows
+        from library_loop import buffers, rows
 
         found = {
             name: sorted((dataclasses.asdict(row) for row in of), key=lambda row: [str(v) for v in row.values()])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import Buffers, buffers, library, lower, up
+from library_loop import Buffers, buffers, library, lower, up
 from torch import nn
 
 import xamp
@@ -21,7 +21,7 @@ segmentation = library("torchvision.models.segmentation")
 
 LONG = 1024
 Made = tuple[nn.Module, dict[str, Any]]
-SMALL = dict(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+SMALL = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def ids() -> dict[str, Any]:
@@ -29,22 +29,38 @@ def ids() -> dict[str, Any]:
 
 
 def causal(kind: str, config_of: str = "", **options: Any) -> Made:
-    config = getattr(transformers, f"{config_of or kind}Config")(**{**SMALL, "max_position_embeddings": LONG, **options})
+    config = getattr(transformers, f"{config_of or kind}Config")(
+        **{**SMALL, "max_position_embeddings": LONG, **options}
+    )
     return getattr(transformers, f"{kind}ForCausalLM")(config), ids()
 
 
 def deepseek() -> Made:
     return causal(
         "DeepseekV3",
-        **dict(intermediate_size=64, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=2, n_group=2),
-        **dict(topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16),
-        **dict(qk_nope_head_dim=16, v_head_dim=16, num_key_value_heads=2),
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        num_key_value_heads=2,
     )
 
 
 def esm() -> Made:
     config = transformers.EsmConfig(
-        **SMALL, intermediate_size=64, pad_token_id=1, position_embedding_type="rotary", max_position_embeddings=LONG + 2
+        **SMALL,
+        intermediate_size=64,
+        pad_token_id=1,
+        position_embedding_type="rotary",
+        max_position_embeddings=LONG + 2,
     )
     return transformers.EsmModel(config, add_pooling_layer=False), ids()
 
@@ -61,8 +77,15 @@ def gptj() -> Made:
 
 def m2m() -> Made:
     config = transformers.M2M100Config(
-        **dict(vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2),
-        **dict(decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=LONG + 2),
+        vocab_size=64,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=LONG + 2,
     )
     return transformers.M2M100Model(config), {**ids(), "decoder_input_ids": torch.randint(3, 64, (1, 16))}
 
@@ -84,8 +107,14 @@ def image(name: str, size: int = 32, **options: Any) -> Made:
 
 def unet() -> Made:
     model = diffusers.UNet2DModel(
-        **dict(sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(16,)),
-        **dict(norm_num_groups=8, down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",)),
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(16,),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
     )
     return model, {"sample": torch.randn(1, 1, 8, 8), "timestep": torch.tensor([700])}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, Case, by_hand, check, distance, library
+from library_loop import LEVELS, Case, by_hand, check, distance, library
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -19,17 +19,29 @@ training = library("diffusers.training_utils")
 
 def unet() -> nn.Module:
     made: nn.Module = diffusers.UNet2DModel(
-        **dict(sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(16, 32)),
-        **dict(norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D")),
-        **dict(up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8),
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
     )
     return made
 
 
 def vae() -> nn.Module:
     made: nn.Module = diffusers.AutoencoderKL(
-        **dict(in_channels=1, out_channels=1, latent_channels=2, block_out_channels=(16,), norm_num_groups=8),
-        **dict(down_block_types=("DownEncoderBlock2D",), up_block_types=("UpDecoderBlock2D",), layers_per_block=1),
+        in_channels=1,
+        out_channels=1,
+        latent_channels=2,
+        block_out_channels=(16,),
+        norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
+        layers_per_block=1,
     )
     return made
 

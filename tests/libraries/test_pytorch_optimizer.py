@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, STEPS, Case, by_hand, check, distance, library
+from library_loop import LEVELS, STEPS, Case, by_hand, check, distance, library
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -18,7 +18,7 @@ pytorch_optimizer = library("pytorch_optimizer")
 # SGD, Adam and others of torch are among its names too.
 CLASSES = {
     name: found
-    for name in sorted(pytorch_optimizer.__all__)
+    for name in sorted(dir(pytorch_optimizer))
     if inspect.isclass(found := getattr(pytorch_optimizer, name))
     and issubclass(found, Optimizer)
     and found.__module__.startswith("pytorch_optimizer.")
@@ -36,7 +36,7 @@ def squares(output: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 def case_of(name: str) -> Case:
     cls = CLASSES[name]
-    needed = {"lr": 0.01} if "lr" in inspect.signature(cls).parameters else {}
+    needed: dict[str, Any] = {"lr": 0.01} if "lr" in inspect.signature(cls).parameters else {}
 
     def optimizer(params: Any) -> Any:
         made = cls(list(params), **needed)

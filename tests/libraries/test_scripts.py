@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import DTYPES, LEVELS, distance, to_half
+from library_loop import DTYPES, LEVELS, distance, to_half
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -44,7 +44,7 @@ class Sam(Optimizer):
         self.base.step()
         self.zero_grad()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         raise RuntimeError("it has two steps")
 
 

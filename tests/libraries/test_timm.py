@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, Case, by_hand, check, distance, library
+from library_loop import LEVELS, Case, by_hand, check, distance, library
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +17,7 @@ optimizers = library("timm.optim")
 averages = library("timm.utils")
 
 SMALL = {"num_classes": 4}
-FAMILIES = {
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}),
     "swin": (
         "swin_tiny_patch4_window7_224",
@@ -108,5 +108,3 @@ def test_an_optimizer_trains_as_by_hand(name: str) -> None:
         pytest.skip(f"does not train in fp32: {type(error).__name__}: {error}")
     for level in ("O1", "O2", "O4", "O5"):
         check(case, level)
-
-

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, Case, check, library
+from library_loop import LEVELS, Case, check, library
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, Case, by_hand, check, distance, exactly, library, loss_of
+from library_loop import LEVELS, Case, by_hand, check, distance, exactly, library, loss_of
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -28,8 +28,16 @@ def ids(*shape: int) -> torch.Tensor:
 def decoder(kind: str, **more: Any) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(
         **{
-            **dict(vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2),
-            **dict(num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+            "vocab_size": WORDS,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
             **more,
         }
     )
@@ -72,10 +80,23 @@ def vit() -> nn.Module:
 
 def whisper() -> nn.Module:
     config = transformers.WhisperConfig(
-        **dict(vocab_size=WORDS, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2),
-        **dict(decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8),
-        **dict(max_source_positions=16, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-        **dict(decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None),
+        vocab_size=WORDS,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
     )
     made: nn.Module = transformers.WhisperForConditionalGeneration(config)
     return made
@@ -258,8 +279,15 @@ def test_the_trainer_beside_xamp(level: str, tmp_path: pathlib.Path) -> None:
     model.eval()  # no dropout, whose random numbers the Trainer would draw elsewhere
     xamp.initialize(model, optimizer, level, verbosity=0, op_policy="native")
     arguments = transformers.TrainingArguments(
-        **dict(output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True),
-        **dict(max_grad_norm=0.0, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant"),
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
     )
     for module in model.modules():
         if isinstance(module, nn.Dropout):

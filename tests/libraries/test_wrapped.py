@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop import LEVELS, Case, Row, by_hand, distance, library, rows
+from library_loop import LEVELS, Case, Row, by_hand, distance, library, rows
 from torch import nn
 from torch.optim import SGD
 
@@ -106,8 +106,14 @@ def test_lightning_with_manual_optimization(level: str, tmp_path: pathlib.Path) 
     xamp.initialize(bare, optimizer, level, verbosity=0, op_policy="native")
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), batch_size=8)
     trainer = lightning.Trainer(
-        **dict(accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_checkpointing=False),
-        **dict(enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path)),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(tmp_path),
     )
     trainer.fit(Manual(bare, optimizer), data)
     assert xamp.session(bare).stats.applied == 3

@@ -1,4 +1,4 @@
-"""What TorchScript meets of xamp: wrappers, of which it compiles the original, and managed models, which it must not compile."""
+"""Makes TorchScript compile the original of a replaced function, and refuse models that are under a policy."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def writes_its_dtype(base: type) -> bool:
 
 
 def writers_of(base: type) -> dict[str, Callable[..., Any]]:
-    """Return the writers of ``base`` by their names, for a subclass: in them ``self.dtype`` is that of what is written."""
+    """Return the writers of ``base``, for a subclass: in them ``self.dtype`` is the dtype of what is written."""
     if not writes_its_dtype(base):
         return {}
     return {name: _as_fp32(getattr(base, name)) for name in WRITERS if callable(getattr(base, name, None))}

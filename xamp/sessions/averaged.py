@@ -41,7 +41,7 @@ class _Exact:
 def serve_averaged_models() -> None:
     """Put the function described above in the place of ``AveragedModel.update_parameters``. It stays there."""
     if not hasattr(AveragedModel.update_parameters, "_xamp_serves"):
-        AveragedModel.update_parameters = _serving(AveragedModel.update_parameters)  # type: ignore[method-assign]
+        AveragedModel.update_parameters = _serving(AveragedModel.update_parameters)  # type: ignore[method-assign,assignment]
 
 
 def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[AveragedModel, nn.Module], None]:

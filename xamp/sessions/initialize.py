@@ -300,9 +300,9 @@ def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy)
         )
     if counts and policy.dtype is not None:
         say(
-            "level %s casts buffers that may be counts or running sums to %s: %s. If one counts steps, it stops at %d; if it "
-            "averages, small changes are lost. keep_fp32=[the module's class] keeps such a module in fp32; a buffer without a "
-            "dimension, torch.tensor(0.0), stays fp32 anyway.",
+            "level %s casts buffers that may be counts or running sums to %s: %s. If one counts steps, it stops at %d; "
+            "if it averages, small changes are lost. keep_fp32=[the module's class] keeps such a module in fp32; a "
+            "buffer without a dimension, torch.tensor(0.0), stays fp32 anyway.",
             *(policy.level, dtype, _some(counts), round(2 / torch.finfo(policy.dtype).eps)),
             level=logging.WARNING,
         )

@@ -191,13 +191,13 @@ class Plan:
     def doubtful_buffers(self) -> tuple[list[str], list[str]]:
         """Name the lowered buffers in which digits count, where the level spares buffers.
 
-        Running statistics of torch's norms are what the level says (``keep_batchnorm_fp32``), and not named. docs/levels.md
-        has on which models this rule was measured.
+        Running statistics of torch's norms are what the level says (``keep_batchnorm_fp32``), and not named.
+        docs/levels.md has on which models this rule was measured.
 
         Returns:
             Those that hold other values since they were cast: a table of frequencies or positions, a codebook. A
             persistent one of up to :data:`FEW` values is not among them: a mean of pixels is rounded as weights are.
-            And those that a state dict holds and that are all zeros, or one whole number: mostly a count or a running sum.
+            And those that a state dict holds and that are all zeros, or one whole number: mostly a count or a sum.
         """
         rounded, counts = [], []
         for model in self.models() if self.policy.spares_buffers else ():

@@ -262,12 +262,14 @@ def test_a_closure_with_a_backward_after_one_through_scale_loss(lane: Lane, leve
     before = [param.detach().clone() for param in xamp.master_params(optimizer)]
     run_backward(model(x), optimizer)
 
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         loss: torch.Tensor = model(x)
         loss.backward()
-        return loss
+        return float(loss)
 
-    with pytest.raises(StateError, match=rf"SGD\.step\(closure\): .*level {level}\) a closure ran backward without them"):
+    with pytest.raises(
+        StateError, match=rf"SGD\.step\(closure\): .*level {level}\) a closure ran backward without them"
+    ):
         optimizer.step(closure)
     optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(before, xamp.master_params(optimizer), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import pathlib
 import pickle
@@ -49,7 +50,9 @@ def test_scripting_a_managed_model_is_refused_with_the_ways_that_work(level: str
     xamp.initialize(model, level=level, verbosity=0)
     whole = around(model)
     before = type(model)
-    with pytest.raises(xamp.StateError, match=r"leave its policy out.*ScriptModule, which O0, O1 and O4 take.*close\(\)"):
+    with pytest.raises(
+        xamp.StateError, match=r"leave its policy out.*ScriptModule, which O0, O1 and O4 take.*close\(\)"
+    ):
         torch.jit.script(whole)
     assert type(model) is before
     assert torch.equal(torch.jit.trace(model, (X,))(X), model(X)), "as the message says"
@@ -77,7 +80,7 @@ def test_a_managed_script_module_inside_another_is_refused(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_legacy_onnx_export(level: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are compared in tests/libraries, which has ``onnx``; torch asks for it at the end."""
-    utils: Any = torch.onnx._internal.torchscript_exporter.onnx_proto_utils
+    utils: Any = importlib.import_module("torch.onnx._internal.torchscript_exporter.onnx_proto_utils")
     monkeypatch.setattr(utils, "_add_onnxscript_fn", lambda proto, _: proto)
     model = net()
     train(model, level)

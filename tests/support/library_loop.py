@@ -1,6 +1,6 @@
 """What the tests of real libraries share: a case, the loop that xamp runs, the loops that a person writes by hand.
 
-A :class:`Case` has a model, its batches and a loss. :func:`check` trains it at a level with xamp, and beside it without:
+A :class:`Case` has a model, its batches and a loss. :func:`check` trains it at a level with xamp, and also without it:
 by ``torch.autocast`` at O1 and O4, in 16 bits with fp32 masters at O2 and O5, in 16 bits at O3, in fp32 at O0. Both
 must come to the same parameters. Then it trains again, with a stop in the middle, and must come to the same bits.
 """
@@ -14,7 +14,7 @@ import importlib
 import importlib.metadata
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,20 @@ from torch.optim import SGD, Optimizer
 
 import xamp
 
-__all__ = ["LEVELS", "Buffers", "Case", "Row", "buffers", "by_hand", "check", "exactly", "library", "loss_of", "rows", "with_xamp"]
+__all__ = [
+    "LEVELS",
+    "Buffers",
+    "Case",
+    "Row",
+    "buffers",
+    "by_hand",
+    "check",
+    "exactly",
+    "library",
+    "loss_of",
+    "rows",
+    "with_xamp",
+]
 
 LEVELS = ("O1", "O2", "O3", "O4", "O5")
 DTYPES = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
@@ -181,7 +194,7 @@ def to_half(model: nn.Module, dtype: torch.dtype, keep: bool) -> None:
 
 
 def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
-    """Train as a person would without xamp, and return the fp32 weights (the masters, where there are any) each step."""
+    """Train as a person would without xamp, and return the fp32 weights or masters after each step."""
     model, optimizer = case.start()
     dtype = DTYPES.get(level, torch.float32)
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -209,7 +222,11 @@ def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
         scale = scale if finite else scale / 2
         held = {id(p): m for p, m in pairs}
         found.append(
-            {name: held.get(id(p), p).detach().float().clone() for name, p in model.named_parameters() if p.requires_grad}
+            {
+                name: held.get(id(p), p).detach().float().clone()
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            }
         )
     return found
 
@@ -255,7 +272,7 @@ def step_by_hand(optimizer: Optimizer, pairs: Any, params: list[nn.Parameter], s
 # ---------------------------------------------------------------- the check
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(found: Mapping[Any, torch.Tensor], expected: Mapping[Any, torch.Tensor]) -> float:
     """The largest difference, in units of the largest parameter."""
     largest = max(float(value.abs().max()) for value in expected.values())
     return max(float((found[key].double() - expected[key].double()).abs().max()) for key in expected) / largest
@@ -281,4 +298,6 @@ def check(case: Case, level: str, *, close: float = CLOSE, resumes: bool = True)
     version = importlib.metadata.version(case.library)
     rows.append(Row(case.library, version, case.model, level, within, same))
     assert within <= close
-    assert same is not False, f"{[key for key in found[-1] if not torch.equal(resumed[key], found[-1][key])]} differ after resuming"
+    assert same is not False, (
+        f"{[key for key in found[-1] if not torch.equal(resumed[key], found[-1][key])]} differ after resuming"
+    )

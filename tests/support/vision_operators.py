@@ -1,8 +1,8 @@
 """Lets torchvision import beside a torch for CPUs.
 
-The wheels of the package index have operators that were built for CUDA. Beside another torch these do not load, and then
-torchvision ends in an error when it is imported, as does all that imports it. So the operators that it misses are
-defined here, and the one that detectors call is computed in Python. Where torchvision's own operators load, nothing is done.
+The wheels of the package index have operators that were built for CUDA. Beside another torch these do not load, and
+then torchvision ends in an error when it is imported, as does all that imports it. So the operators that it misses are
+defined here, and the one that detectors call is computed in Python. Where torchvision's own load, nothing is done.
 """
 
 from __future__ import annotations
