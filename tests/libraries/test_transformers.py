@@ -308,4 +308,5 @@ def test_the_trainer_beside_xamp(level: str, tmp_path: pathlib.Path) -> None:
 
     expected = by_hand(Case("transformers", "", still, case.batch, loss_of, case.optimizer), level, steps=3)[-1]
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    assert distance(dict(again.named_parameters()), expected) < (1e-4 if level == "O3" else 1e-5)
+    # The Trainer shuffles the rows, so that sums in 16 bits run in another order.
+    assert distance(dict(again.named_parameters()), expected) < (1e-5 if level in ("O1", "O4") else 1e-4)
