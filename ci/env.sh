@@ -7,7 +7,7 @@
 #
 #     PYTHON              the Python to start from (python3)
 #     XAMP_VENV           the folder of the environment (.venv)
-#     XAMP_CONSTRAINTS    the pinned versions to install: ci, or a file (ci)
+#     XAMP_CONSTRAINTS    the pinned versions to install: ci, or a file; several with commas between them (ci)
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -61,23 +61,23 @@ make_venv() {
     fi
 }
 
-# Writes to $2/kept.txt the packages that were there before and stay as they are: torch and what it was built against.
-# Writes to $2/pins.txt the other pins of $1.
+# Writes to $1/kept.txt the packages that were there before and stay as they are: torch and what it was built against.
+# Writes to $1/pins.txt the other pins of the files that follow.
 split_pins() {
-    "$py" - "$1" "$2" <<'END'
+    "$py" - "$@" <<'END'
 import importlib.metadata
 import pathlib
 import re
 import sys
 
-pins, state = map(pathlib.Path, sys.argv[1:])
+state, *pins = map(pathlib.Path, sys.argv[1:])
 kept = {}
 for name in ("torch", "torch-npu", "numpy", "scipy"):
     try:
         kept[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         pass
-lines = pins.read_text(encoding="utf-8").splitlines()
+lines = [line for path in pins for line in path.read_text(encoding="utf-8").splitlines()]
 others = [line for line in lines if re.split(r"[=<>;\s]", line)[0] not in kept]
 (state / "kept.txt").write_text("".join(f"{name}=={version}\n" for name, version in kept.items()), encoding="utf-8")
 (state / "pins.txt").write_text("\n".join(others) + "\n", encoding="utf-8")
@@ -103,8 +103,12 @@ use_env() {
     fi
     command -v "$python" >/dev/null || die "no $python here; name a Python 3.10 or newer: PYTHON=/path/to/python $0"
     case $venv in /*) ;; *) venv=$root/$venv ;; esac
-    case $pins in */*) ;; *) pins=ci/constraints/$pins.txt ;; esac
-    [ -f "$pins" ] || die "there is no $pins; XAMP_CONSTRAINTS is ci, or a path"
+    local name files=()
+    for name in ${pins//,/ }; do
+        case $name in */*) ;; *) name=ci/constraints/$name.txt ;; esac
+        [ -f "$name" ] || die "there is no $name; XAMP_CONSTRAINTS is ci, or a path"
+        files+=("$name")
+    done
 
     py=$venv/bin/python
     if [ -e "$venv" ] && ! "$py" -c '' 2>/dev/null; then
@@ -119,19 +123,21 @@ key = hashlib.sha256(repr(sys.argv[1:2] + [sys.version]).encode())
 for path in sys.argv[2:]:
     with open(path, "rb") as file:
         key.update(file.read())
-print(key.hexdigest())' "$root" setup.cfg "$pins" ci/env.sh)
+print(key.hexdigest())' "$root" setup.cfg "${files[@]}" ci/env.sh)
     if has_extras "$extras" "$(sed -n "s/^$key //p" "$state/ready" 2>/dev/null)"; then
         say "using $venv, which has xamp[$extras]"
         return
     fi
-    complete_env "$extras" "$venv" "$state" "$pins"
+    complete_env "$extras" "$venv" "$state" "${files[@]}"
     { grep -Fs -- "$key " "$state/ready" || true; } >"$state/ready.new"
     printf '%s\n' "$key $extras" >>"$state/ready.new"
     mv -- "$state/ready.new" "$state/ready"
 }
 
 complete_env() {
-    local extras=$1 venv=$2 state=$3 pins=$4 found quiet=()
+    local extras=$1 venv=$2 state=$3 found quiet=() file constraints=()
+    shift 3
+    for file in "$@"; do constraints+=(--constraint "$file"); done
     [ -t 1 ] || quiet=(--quiet)
     found=$(torch_of "$py") || found=
     if [ -n "$found" ] && [ ! -d "$state" ]; then
@@ -140,14 +146,14 @@ complete_env() {
     fi
     mkdir -p "$state"
     if [ ! -e "$state/keeps-torch" ]; then
-        say "installing torch and xamp[$extras] into $venv by $pins (the first time this takes minutes)"
-        install_xamp "torch,$extras" --constraint "$pins" || die "pip failed, see above"
+        say "installing torch and xamp[$extras] into $venv by $* (the first time this takes minutes)"
+        install_xamp "torch,$extras" "${constraints[@]}" || die "pip failed, see above"
         return
     fi
-    split_pins "$pins" "$state"
+    split_pins "$state" "$@"
     say "installing xamp[$extras] into $venv; torch ${found%% *} is there and stays"
     install_xamp "$extras" --constraint "$state/kept.txt" --constraint "$state/pins.txt" && return
-    say "the pins of $pins do not suit what is there; installing without them"
+    say "the pins of $* do not suit what is there; installing without them"
     install_xamp "$extras" --constraint "$state/kept.txt" || die "pip failed, see above"
 }
 

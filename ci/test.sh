@@ -3,11 +3,31 @@
 # --all adds the tests that take minutes: whole conformance suites, also on emulated cards, and the slow tests of that
 # suite. Without arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the
 # coverage and its lower bound are checked too.
+#
+# ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
+# ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to
+# tests/libraries/results.json, from which ci/libraries_page.py makes tables of docs/. ci/test.sh --libraries sample runs
+# a part of three libraries and writes nothing. Further arguments go to pytest.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
 use_env test
+if [ "${1:-}" = --libraries ]; then
+    shift
+    if [ "${XAMP_NO_VENV:-0}" != 1 ]; then
+        PYTHON=$py XAMP_VENV=${XAMP_LIBRARIES_VENV:-.venv-libraries} XAMP_CONSTRAINTS=${XAMP_CONSTRAINTS:-ci},libraries \
+            use_env libraries,test
+    fi
+    if [ "${1:-}" = sample ]; then
+        shift
+        say "running a sample of the tests of libraries"
+        exec "$py" -m pytest tests/libraries/test_{transformers,timm,pytorch_optimizer}.py "$@"
+    fi
+    [ $# -gt 0 ] || set -- --libraries-json=tests/libraries/results.json
+    say "running the tests of libraries"
+    exec "$py" -m pytest --all tests/libraries "$@"
+fi
 case "$*" in
 '' | --all)
     [ $# -eq 0 ] || set -- "$@" --cov --cov-report=term

@@ -28,6 +28,8 @@ from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.inputs import cast_some
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
+from xamp.casting.script import refuse_script
+from xamp.casting.written import writers_of
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import cast_floats
@@ -41,6 +43,7 @@ __all__ = [
     "InstanceMethod",
     "Region",
     "enter_policy",
+    "forget_policy",
     "is_under_policy",
     "make_instance_method",
     "make_region",
@@ -69,7 +72,8 @@ class Region:
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
         follows: the model has masters, and follows what else than a step changed in them, before each call.
         spared: names of arguments, and types, that are not cast.
-        lowers: parameters are cast, so that an error about dtypes says what to do.
+        lowers: the parameters are cast, and the state dict is fp32: an error about dtypes says what to do, and a method
+            that writes out the model notes the dtype.
     """
 
     device_type: str
@@ -103,7 +107,7 @@ class Region:
     def does_something(self) -> bool:
         """Whether the region changes how a method runs."""
         dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
-        return self.watched or any(dtype is not None for dtype in dtypes)
+        return self.watched or self.lowers or any(dtype is not None for dtype in dtypes)
 
     @property
     def mark(self) -> Mark:
@@ -134,6 +138,10 @@ class _UnderPolicy:
         base: Any = super()
         base.zero_grad(*args, **kwargs)
         masters.clear_gradients(self)  # type: ignore[arg-type]
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""
+        refuse_script()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
@@ -196,6 +204,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
     if scripted:
         module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
+        module.__dict__["__prepare_scriptable__"] = refuse_script  # called where it is a part of what is compiled
 
     module_ref = weakref.ref(module)  # the function that undoes this must not keep the model alive
 
@@ -204,7 +213,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         if found is None:
             return
         if scripted:
-            del found.__dict__["__deepcopy__"]
+            del found.__dict__["__deepcopy__"], found.__dict__["__prepare_scriptable__"]
         else:
             set_class(found, before)
         for name in region.methods:
@@ -219,6 +228,16 @@ def _explained(module: nn.Module, region: Region) -> tuple[str, ...]:
     """Return the names of methods that need casts and do not run in ``region``: their errors say so."""
     found = entry_points(module, region.methods) if region.lowers else ()
     return tuple(name for name in found if name not in module.__dict__)
+
+
+def forget_policy(copied: nn.Module) -> None:
+    """Make ``copied``, a copy of a managed model, a plain module. Its tensors stay as they are."""
+    for module in copied.modules():
+        if isinstance(module, _UnderPolicy):
+            set_class(module, module._xamp_base)
+        for name, method in list(module.__dict__.items()):
+            if isinstance(method, InstanceMethod):
+                module.__dict__[name] = method.function
 
 
 _Key = tuple[int, Region, tuple[str, ...]]
@@ -245,6 +264,8 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
             namespace[name] = _in_region(getattr(base, name), region)
     for name in explained:
         namespace[name] = with_explanation(name, getattr(base, name))
+    if region.lowers:
+        namespace.update(writers_of(base))
     if hasattr(base, "__deepcopy__"):
         namespace["__deepcopy__"] = _deepcopy(base, region)
     if issubclass(base, torch.fx.GraphModule):

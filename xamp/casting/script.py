@@ -1,13 +1,30 @@
-"""Makes TorchScript compile the original of a replaced function where it meets the wrapper."""
+"""Makes TorchScript compile the original of a replaced function, and refuse models that are under a policy."""
 
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["forget_script", "tell_script"]
+from xamp.errors import StateError
+from xamp.policy import levels_where, listed
+
+__all__ = ["forget_script", "refuse_script", "tell_script"]
+
+
+def refuse_script() -> NoReturn:
+    """Refuse ``torch.jit.script`` of a model under a policy, or of a module that holds one.
+
+    Raises:
+        StateError: always.
+    """
+    scripted = listed(levels_where(lambda row: not row.casts_parameters), "and")
+    raise StateError(
+        "torch.jit.script on a model that xamp.initialize manages would leave its policy out of the compiled code. "
+        f"Script the plain model and give initialize the ScriptModule, which {scripted} take. Or use torch.jit.trace "
+        "or torch.export.export, which keep the policy. Or call xamp.session(model).close() first."
+    )
 
 
 def tell_script(function: Any, wrapper: Any) -> None:

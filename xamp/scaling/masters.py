@@ -27,6 +27,7 @@ __all__ = [
     "clear_gradients",
     "copy_back",
     "ensure_master",
+    "exact",
     "follow",
     "following",
     "forget_lowered",
@@ -101,6 +102,14 @@ def fp32_of(buffer: torch.Tensor) -> torch.Tensor:
     if bool(same.all()) and original.device == buffer.device:
         return original
     return torch.where(same, original.to(buffer.device), buffer.float())
+
+
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it."""
+    if tensor not in _masters:
+        return tensor
+    master = _masters[tensor]
+    return fp32_of(tensor) if master is None else up_to_date(tensor, master)
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
@@ -392,6 +401,8 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
     A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
     entries stay the tensors of the copy themselves, so that a user can write into them.
     """
+    if torch.onnx.is_in_onnx_export():
+        return  # the exporter looks for the very tensors with which the model computes
     for key, tensor in _tensors_of(module, prefix):
         if key not in state or tensor not in _masters:
             continue
@@ -409,7 +420,7 @@ def load_masters(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Load-state-dict hook: write the masters of the module's own parameters. torch then writes the parameters."""
-    if metadata.get("assign_to_params_buffers"):
+    if metadata.get("assign_to_params_buffers") and any(t in _masters for _, t in _tensors_of(module, prefix)):
         raise StateError(
             "load_state_dict(assign=True) would replace parameters that xamp.initialize has cast and that optimizers "
             "hold. Load without assign=True, or load before xamp.initialize."

@@ -144,6 +144,8 @@ class _Managed:
     def state_dict(self) -> dict[str, Any]:
         """Return the base's, with ``fused`` as the user gave it, so that it loads where there is no fused form."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        if "param_groups" not in state:
+            return state  # of an optimizer that keeps another one in it, in a form of its own
         groups = self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])
         return {**state, "param_groups": self._xamp.saved_groups(groups)}
 

@@ -207,7 +207,8 @@ class OptimizerState:
         """Run ``optimizer.step(*args, **kwargs)``, or skip it. ``base`` is the optimizer's own ``step``.
 
         Raises:
-            StateError: a closure under loss scaling, gradients still scaled, or a backward without ``scale_loss``.
+            StateError: a closure that would run or ran a backward under loss scaling, gradients still scaled, or a
+                backward without ``scale_loss``.
             LossScaleCollapsed: :data:`xamp.scaling.scale.COLLAPSE_RUN` overflows in a row that no smaller scale could
                 cure.
         """
@@ -215,7 +216,9 @@ class OptimizerState:
         self.refuse_wrong()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
-        self._refuse(args, kwargs)
+        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
+            args, kwargs = self._with_closure_called(args, kwargs)
+        self._refuse()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             self._warn_of_no_gradient()
             return base(*args, **kwargs)
@@ -234,14 +237,49 @@ class OptimizerState:
         if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
             raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
-            plain = levels_where(lambda row: not row.manages_gradients)
-            raise StateError(
-                f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
-                f"{self.engine.policy.level}) a closure would run backward without them. Compute the loss before "
-                f"step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at {listed(plain, 'and')}."
-            )
+    def _with_closure_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Call the closure among the arguments; return the arguments with one in its place that returns its result.
+
+        Where gradients came through ``scale_loss`` already, a closure mostly runs no backward: Lightning passes one to
+        each step, with hooks of its own in it.
+
+        Raises:
+            StateError: no gradients came through ``scale_loss``, or the closure ran a backward.
+        """
+        if not self.gradients.ready:
+            raise self._closure_error("would run")
+        reached: list[torch.Tensor] = []
+        hooks = [
+            param.register_post_accumulate_grad_hook(reached.append)
+            for param in (*self.gradients.plain, *(lowered for lowered, _ in self.gradients.pairs))
+            if param.requires_grad and param.is_leaf
+        ]
+
+        def called(value: Any) -> Any:
+            if not callable(value):
+                return value
+            with torch.enable_grad():
+                result = value()
+            return lambda: result
+
+        try:
+            args, kwargs = tuple(map(called, args)), {name: called(value) for name, value in kwargs.items()}
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if reached:
+            raise self._closure_error("ran")
+        return args, kwargs
+
+    def _closure_error(self, did: str) -> StateError:
+        plain = levels_where(lambda row: not row.manages_gradients)
+        return StateError(
+            f"{type(self.optimizer).__name__}.step(closure): under loss scaling or master weights (level "
+            f"{self.engine.policy.level}) a closure {did} backward without them. Compute the loss before "
+            f"step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at {listed(plain, 'and')}."
+        )
+
+    def _refuse(self) -> None:
         self.settle("optimizer.step()")
         if self.gradients.has_stray() and not self._only_fills_state():
             raise StateError(

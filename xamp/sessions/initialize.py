@@ -33,6 +33,7 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.sessions import checks, lowering
+from xamp.sessions.averaged import serve_averaged_models
 from xamp.sessions.session import register
 from xamp.sessions.wrappers import unwrap
 
@@ -279,28 +280,40 @@ def set_up(
         if policy.autocast:
             undo.callback(ops.hold(policy.op_policy, engine))
         plan.apply(undo)
+        if plan.lowered:
+            serve_averaged_models()
         for model in arguments.models if policy.master_weights else ():
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
-        rounded = plan.rounded_tables() if arguments.verbosity > 0 else []
+        rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
         plan.commit()
         engine.undo = undo.pop_all()
     register(engine, arguments.objects)
-    if rounded:
-        _tell_rounded(rounded, policy)
+    _tell_buffers(rounded, counts, policy)
     return engine
 
 
-def _tell_rounded(buffers: Sequence[str], policy: Policy) -> None:
-    listed = ", ".join(buffers[:4]) + (f" and {len(buffers) - 4} more" if len(buffers) > 4 else "")
-    say(
-        "level %s rounds buffers that were computed in fp32 to %s: %s. Tables of positions and frequencies lose digits "
-        "that count. keep_fp32=[the module's class] keeps such a module in fp32.",
-        policy.level,
-        str(policy.dtype).removeprefix("torch."),
-        listed,
-        level=logging.WARNING,
-    )
+def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
+    dtype = str(policy.dtype).removeprefix("torch.")
+    if rounded:
+        say(
+            "level %s rounds buffers that were computed in fp32 to %s: %s. Tables of positions and frequencies lose "
+            "digits that count. keep_fp32=[the module's class] keeps such a module in fp32.",
+            *(policy.level, dtype, _some(rounded)),
+            level=logging.WARNING,
+        )
+    if counts and policy.dtype is not None:
+        say(
+            "level %s casts buffers that may be counts or running sums to %s: %s. If one counts steps, it stops at %d; "
+            "if it averages, small changes are lost. keep_fp32=[the module's class] keeps such a module in fp32; a "
+            "buffer without a dimension, torch.tensor(0.0), stays fp32 anyway.",
+            *(policy.level, dtype, _some(counts), round(2 / torch.finfo(policy.dtype).eps)),
+            level=logging.WARNING,
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:

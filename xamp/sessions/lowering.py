@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from xamp.casting.forward import Cast, Region, enter_policy
+from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
 from xamp.policy import Policy
@@ -24,6 +25,9 @@ from xamp.scaling import masters
 __all__ = ["Plan", "plan"]
 
 Plain = Callable[[torch.Tensor], torch.Tensor]
+
+FEW = 4
+"""So many values of a saved buffer are constants, one for each channel of a picture, and no table."""
 
 
 class Plan:
@@ -128,9 +132,18 @@ class Plan:
             region = self._region(kept_whole)
             if region.does_something:
                 undo.callback(enter_policy(model, region))
+            for part in self._parts_that_write(model):
+                undo.callback(enter_policy(part, Region(self.device_type, None, None, None, methods=(), lowers=True)))
         for module in self.fp32_modules():
             if not any(module is model for model in self.models()):
                 undo.callback(enter_policy(module, self._fp32_region()))
+
+    def _parts_that_write(self, model: nn.Module) -> list[nn.Module]:
+        """Find the parts of ``model`` that can be written out by themselves, if their parameters are cast."""
+        if not self.lowered:
+            return []
+        others = {id(module) for module in (*self.models(), *self.fp32_modules())}
+        return [m for m in model.modules() if writes_its_dtype(type(m)) and id(m) not in others]
 
     def commit(self) -> None:
         """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""
@@ -145,7 +158,8 @@ class Plan:
         into = torch.float32 if kept_whole else policy.input_dtype
         return Region(
             *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
-            *(self._cast, policy.apart, policy.master_weights, policy.spared_inputs, bool(self.lowered)),
+            *(self._cast, policy.apart, policy.master_weights, policy.spared_inputs),
+            bool(self.lowered) and not kept_whole,
         )
 
     def _fp32_region(self) -> Region:
@@ -175,22 +189,30 @@ class Plan:
         with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
             return nn.Parameter(self._plain(param.data.float()))
 
-    def rounded_tables(self) -> list[str]:
-        """Name the buffers that hold other values since they were cast, of those that no state dict holds.
+    def doubtful_buffers(self) -> tuple[list[str], list[str]]:
+        """Name the lowered buffers in which digits count, where the level spares buffers.
 
-        A module computes such a buffer when it is made: a table of frequencies or positions, whose digits count.
+        Running statistics of torch's norms are what the level says (``keep_batchnorm_fp32``), and not named.
+        docs/levels.md has on which models this rule was measured.
+
+        Returns:
+            Those that hold other values since they were cast: a table of frequencies or positions, a codebook. A
+            persistent one of up to :data:`FEW` values is not among them: a mean of pixels is rounded as weights are.
+            And those that a state dict holds and that are all zeros, or one whole number: mostly a count or a sum.
         """
-        found = []
+        rounded, counts = [], []
         for model in self.models() if self.policy.spares_buffers else ():
             for prefix, module in model.named_modules():
-                for name in module._non_persistent_buffers_set & module._buffers.keys():
-                    buffer = module._buffers[name]
+                for name, buffer in () if isinstance(module, _NormBase) else module._buffers.items():
                     if buffer is None or not masters.is_lowered(buffer):
                         continue
-                    exact = masters.fp32_of(buffer)
-                    if not torch.equal(exact, buffer.float()):
-                        found.append(f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}")
-        return sorted(found)
+                    shown = f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}"
+                    exact, saved = masters.fp32_of(buffer), name not in module._non_persistent_buffers_set
+                    if saved and (not bool(exact.any()) or _is_whole(exact)):
+                        counts.append(shown)
+                    elif (not saved or exact.numel() > FEW) and not torch.equal(exact, buffer.float()):
+                        rounded.append(shown)
+        return sorted(rounded), sorted(counts)
 
     def _raise(self, undo: contextlib.ExitStack) -> None:
         """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
@@ -306,6 +328,11 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             yield name, tensor
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is one number without a fraction."""
+    return tensor.numel() == 1 and float(tensor).is_integer()
 
 
 def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:

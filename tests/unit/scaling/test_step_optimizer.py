@@ -389,3 +389,26 @@ def test_an_optimizer_of_the_older_protocol_is_decided_for_by_the_host(lane: Lan
         optimizer.step()
     assert xamp.session(optimizer).last_step is xamp.StepOutcome.SKIPPED
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+class OwnForm(SGD):
+    """An optimizer that keeps another one in it, and whose state has a form of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict["inner"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_state_of_a_form_of_its_own_is_saved_and_loaded(lane: Lane, level: str) -> None:
+    model = Dot().to(lane.device)
+    optimizer = OwnForm(model.parameters(), lr=0.125, momentum=0.9)
+    xamp.initialize(model, optimizer, **at(level))
+    run_backward(model(inputs(1, lane)[0]), optimizer)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    assert list(state) == ["inner"]
+    optimizer.load_state_dict(state)
+    assert_same(optimizer.state_dict(), state)

@@ -227,6 +227,55 @@ def test_a_closure(lane: Lane, level: str, how: str) -> None:
 
 
 @strict_levels
+@pytest.mark.parametrize("how", ["argument", "keyword"])
+def test_a_closure_without_a_backward_is_called_once(lane: Lane, level: str, how: str) -> None:
+    """As Lightning passes one to each step, with its hooks in it: they may clip."""
+    torch.manual_seed(1)
+    model, optimizer = start(lane, level)
+    torch.manual_seed(1)
+    reference, plain = start(lane, level)
+    x = inputs(1, lane)[0]
+    calls = []
+    for _ in range(2):
+        for under, of in ((model, optimizer), (reference, plain)):
+            of.zero_grad()
+            run_backward(under(x), of)
+
+        def closure() -> float:
+            calls.append(float(xamp.clip_grad_norm_(optimizer, 0.125)))
+            return 7.0
+
+        found = optimizer.step(closure) if how == "argument" else optimizer.step(closure=closure)
+        xamp.clip_grad_norm_(plain, 0.125)
+        plain.step()
+        assert found == 7.0
+        assert outcome(optimizer) == "APPLIED"
+    assert len(calls) == 2
+    for mine, other in zip(xamp.master_params(optimizer), xamp.master_params(plain), strict=True):
+        assert torch.equal(mine, other)
+
+
+@strict_levels
+def test_a_closure_with_a_backward_after_one_through_scale_loss(lane: Lane, level: str) -> None:
+    model, optimizer = start(lane, level)
+    x = inputs(1, lane)[0]
+    before = [param.detach().clone() for param in xamp.master_params(optimizer)]
+    run_backward(model(x), optimizer)
+
+    def closure() -> float:
+        loss: torch.Tensor = model(x)
+        loss.backward()
+        return float(loss)
+
+    with pytest.raises(
+        StateError, match=rf"SGD\.step\(closure\): .*level {level}\) a closure ran backward without them"
+    ):
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, xamp.master_params(optimizer), strict=True))
+
+
+@strict_levels
 def test_lbfgs(lane: Lane, level: str) -> None:
     model = Dot().to(lane.device)
     optimizer: Any = LBFGS(model.parameters(), lr=0.125)

@@ -140,3 +140,60 @@ def test_rounded_tables_are_named_with_the_cure(level: str, caplog: pytest.LogCa
     assert (model.rotary(positions).double() - exact).abs().max() < 2.0**-7, "kept, its cosines are those of fp32"
     rounded, _ = start(level)
     assert (rounded.rotary(positions).double() - exact).abs().max() > 0.1, "the trap is there"
+
+
+class Counter(nn.Module):
+    """Counts with a buffer that has a dimension, and has a table that is saved, as scripts write both."""
+
+    steps: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("steps", torch.full((1,), start))
+        self.register_buffer("table", torch.linspace(0.0, 1.0, 10))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        y: torch.Tensor = self.layer(self.norm(x))
+        return y
+
+
+@pytest.mark.parametrize(("level", "stops"), [("O2", 2048), ("O3", 2048), ("O5", 256)])
+@pytest.mark.parametrize("start", [0.0, 1.0, 4097.0], ids=["new", "from one", "loaded"])
+def test_what_may_be_a_count_is_named_with_where_it_stops(
+    level: str, stops: int, start: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "xamp"):
+        model = Counter(start)
+        xamp.initialize(model, level=level)
+        tables, counts = [record.getMessage() for record in caplog.records]
+    assert "float16: table of Counter. Tables" in tables
+    assert f"float16: steps of Counter. If one counts steps, it stops at {stops};" in counts
+    with torch.no_grad():
+        model.steps.fill_(stops - 2)
+        for _ in range(5):
+            model(X)
+    assert float(model.steps) == stops, "as the warning says"
+    caplog.clear()
+    kept = Counter(start)
+    with caplog.at_level(logging.WARNING, "xamp"):
+        xamp.initialize(kept, level=level, keep_fp32=[Counter])
+    assert caplog.records == []
+    with torch.no_grad():
+        kept.steps.fill_(stops - 2)
+        for _ in range(5):
+            kept(X)
+    assert float(kept.steps) == stops + 3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_buffer_is_named_where_nobody_asked(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "xamp"):
+        xamp.initialize(Counter(0.0), level=level, verbosity=0)
+        xamp.initialize(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), level=level)
+    assert caplog.records == []

@@ -1,0 +1,73 @@
+"""torchvision: a detector, with its lists of images and of targets, and a classifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from library_loop import LEVELS, Case, check, library
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+models = library("torchvision.models")
+detection = library("torchvision.models.detection")
+rpn = library("torchvision.models.detection.anchor_utils")
+
+
+class Backbone(nn.Sequential):
+    """Three convolutions, in place of a network of millions of parameters."""
+
+    out_channels = 8
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3, 4, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 4, 1), nn.ReLU())
+
+
+def detector() -> nn.Module:
+    made: nn.Module = detection.FasterRCNN(
+        Backbone(),
+        rpn_anchor_generator=rpn.AnchorGenerator(((16, 32),), ((0.5, 1.0),)),
+        box_roi_pool=library("torchvision.ops").MultiScaleRoIAlign(["0"], 3, 2),
+        box_head=detection.faster_rcnn.TwoMLPHead(8 * 9, 16),
+        box_predictor=detection.faster_rcnn.FastRCNNPredictor(16, 3),
+        min_size=64,
+        max_size=64,
+        rpn_pre_nms_top_n_train=40,
+        rpn_post_nms_top_n_train=20,
+    )
+    return made
+
+
+def scenes() -> dict[str, Any]:
+    boxes = torch.tensor([[8.0, 8.0, 32.0, 40.0], [20.0, 24.0, 56.0, 60.0]])
+    targets = [{"boxes": boxes, "labels": torch.tensor([1, 2])} for _ in range(2)]
+    return {"images": [torch.rand(3, 64, 64) for _ in range(2)], "targets": targets}
+
+
+def total(output: Any, batch: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = sum(value.float() for value in output.values())
+    return found
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_detector_trains_as_by_hand_and_resumes(level: str) -> None:
+    check(Case("torchvision", "Faster R-CNN", detector, scenes, total, options={"init_scale": 64.0}), level)
+
+
+CASES = [
+    Case(
+        "torchvision",
+        "ShuffleNet",
+        lambda: models.shufflenet_v2_x0_5(weights=None, num_classes=4),
+        lambda: {"x": torch.randn(4, 3, 32, 32)},
+        lambda output, batch: cross_entropy(output.float(), torch.tensor([0, 1, 2, 3])),
+        options={"init_scale": 64.0},
+    ),
+]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_trains_as_by_hand_and_resumes(case: Case, level: str) -> None:
+    check(case, level)
