@@ -15,7 +15,7 @@ DEVICES = {"cuda", "npu", "xpu", "mps"}
 NAMES = DEVICES | {"hccl", "nccl", "xccl"}
 # Exact paths below xamp/; what ends in a slash is a folder. The table of built-in backends, the
 # backends, and the porter, which looks for the names.
-EXEMPT = ("casting/ops/table.py", "registry/registry.py", "backends/", "port/")
+EXEMPT = ("casting/ops/table.py", "registry/registry.py", "backends/", "port/", "run/")
 
 
 def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:

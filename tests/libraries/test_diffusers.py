@@ -88,7 +88,7 @@ def test_the_average_of_masters(level: str) -> None:
     for decay, weights in zip(decays, by_hand(case, level, steps=3), strict=True):
         expected = [decay * old + (1 - decay) * weights[n] for old, n in zip(expected, weights, strict=True)]
     found = dict(enumerate(average.shadow_params))
-    assert distance(found, dict(enumerate(expected))) < 1e-5  # type: ignore[arg-type]
+    assert distance(found, dict(enumerate(expected))) < 1e-5
 
 
 @pytest.mark.parametrize("level", LEVELS)

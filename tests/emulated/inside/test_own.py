@@ -199,7 +199,7 @@ def test_a_checkpoint_goes_on_with_the_same_numbers() -> None:
 def _private_formats(chip: Chip) -> Iterator[None]:
     """Older chips allow them by themselves."""
     before = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT")
-    torch.npu.config.allow_internal_format = True  # type: ignore[attr-defined]
+    torch.npu.config.allow_internal_format = True
     yield
     torch_npu._C._npu_setOption({"ALLOW_INTERNAL_FORMAT": "disable" if before == b"disable" else "enable"})
 
@@ -229,7 +229,7 @@ MOVED = [FRACTAL_Z, ND, NC1HWC0, NC1HWC0, ND, ND]
 
 def test_moving_a_model_makes_private_formats_where_they_are_allowed(chip: Chip) -> None:
     model = make_cnn()
-    compiles = not torch.npu.is_jit_compile_false()  # type: ignore[attr-defined]
+    compiles = not torch.npu.is_jit_compile_false()
     assert formats(model) == (MOVED if chip.number < 220 and compiles else [NCHW, *USUAL[1:]])
     allowed = formats(cast(model, *PRIVATE)) == PRIVATE
     assert allowed == (chip.number < 220)
