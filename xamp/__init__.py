@@ -103,7 +103,6 @@ __all__ = [
     "XampError",
     "__version__",
     "accel",
-    "apex",
     "autocast",
     "available_backends",
     "clip_grad_norm_",
