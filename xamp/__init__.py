@@ -103,6 +103,7 @@ __all__ = [
     "XampError",
     "__version__",
     "accel",
+    "apex",
     "autocast",
     "available_backends",
     "clip_grad_norm_",
