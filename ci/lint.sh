@@ -22,5 +22,7 @@ say "device names in the core"
 "$py" ci/device_names.py
 say "docs/settings.md"
 "$py" ci/settings_page.py --check
+say "docs/libraries.md, docs/levels.md"
+"$py" ci/libraries_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check

@@ -226,7 +226,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
 
 def _explained(module: nn.Module, region: Region) -> tuple[str, ...]:
     """Return the names of methods that need casts and do not run in ``region``: their errors say so."""
-    found = entry_points(module, region.methods) if region.lowers else ()
+    found = entry_points(module, region.methods) if region.lowers and region.methods else ()
     return tuple(name for name in found if name not in module.__dict__)
 
 

@@ -33,7 +33,7 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.sessions import checks, lowering
-from xamp.sessions.averaged import serve_averaged_models
+from xamp.sessions.averaged_model import serve_averaged_models
 from xamp.sessions.session import register
 from xamp.sessions.wrappers import unwrap
 
