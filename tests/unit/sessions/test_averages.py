@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from stepping import at
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -273,6 +273,7 @@ def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool
     model = net(lane)
     optimizer: Any = sgd(model)
     xamp.initialize(model, optimizer, init_scale=64.0, **at("O1"))
+    needs_values(lane)
     average = xamp.ema(model, DECAY, applied_only=applied_only)
     step(model, optimizer, batch(0, lane))
     average.update()
@@ -285,6 +286,7 @@ def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool
 
 
 def test_a_grad_scaler_can_tell_what_was_applied(lane: Lane) -> None:
+    needs_values(lane)
     model = nn.Linear(2, 1).to(lane.device)
     optimizer, scaler = sgd(model), xamp.GradScaler(init_scale=4.0)
     average = xamp.ema(model, 0.5, applied_only=scaler)
