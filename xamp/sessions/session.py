@@ -331,11 +331,13 @@ def clip_grad_norm_(
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+    if hasattr(norm, "full_tensor"):  # of sharded gradients: added up here, where all ranks are, not by who reads it
+        norm = norm.full_tensor()
     for one in given:
         inner = _managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
-    return norm
+    return norm  # type: ignore[no-any-return]
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from lanes import Lane
+from lanes import Lane, needs_values
 from stepping import at
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam
 
 import xamp
@@ -269,6 +273,7 @@ def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool
     model = net(lane)
     optimizer: Any = sgd(model)
     xamp.initialize(model, optimizer, init_scale=64.0, **at("O1"))
+    needs_values(lane)
     average = xamp.ema(model, DECAY, applied_only=applied_only)
     step(model, optimizer, batch(0, lane))
     average.update()
@@ -281,6 +286,7 @@ def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool
 
 
 def test_a_grad_scaler_can_tell_what_was_applied(lane: Lane) -> None:
+    needs_values(lane)
     model = nn.Linear(2, 1).to(lane.device)
     optimizer, scaler = sgd(model), xamp.GradScaler(init_scale=4.0)
     average = xamp.ema(model, 0.5, applied_only=scaler)
@@ -307,6 +313,11 @@ def test_wrapped_and_compiled_models(level: str, lane: Lane) -> None:
         average.update()
         by_hand(wanted, exact(model), DECAY)
     assert_close(average.weights, wanted)
+    x = batch(8, lane)
+    copied = average.copy().eval()
+    with average.swapped():
+        assert torch.equal(wrapped.eval()(x), copied(x))
+    assert not torch.equal(wrapped(x), copied(x))
 
 
 @all_levels
@@ -383,3 +394,56 @@ def test_a_copy_module_does_not_share(lane: Lane) -> None:
     with torch.no_grad():
         made.get_parameter("last.bias").fill_(5.0)
     assert float(average.weights["last.bias"].max()) < 5.0
+
+
+@pytest.fixture
+def one_rank(tmp_path: pathlib.Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_of_a_sharded_model_it_averages_the_shards(one_rank: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O1", verbosity=0, init_scale=64.0)
+    average = xamp.ema(model, 0.5)
+    wanted = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    for index in range(2):
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(torch.ones(2, 4) * (index + 1)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        norm = xamp.clip_grad_norm_(optimizer, 1.0)
+        assert type(norm) is torch.Tensor, "the norm over all shards, which one rank may read"
+        assert xamp.session(model).metrics()["grad_norm"] == float(norm) > 0
+        optimizer.step()
+        average.update()
+        local = [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+        wanted = [0.5 * a + 0.5 * b for a, b in zip(wanted, local, strict=True)]
+    for found, by_hand_ in zip(average.weights.values(), wanted, strict=True):
+        torch.testing.assert_close(found, by_hand_, rtol=2e-7, atol=1e-7)
+    with average.swapped():
+        swapped = [p.to_local().detach().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    assert all(torch.equal(a, b) for a, b in zip(swapped, average.weights.values(), strict=True))
+    assert all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), local, strict=True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_ddp_around_the_model(level: str, one_rank: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, verbosity=0, level=level)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    average, twin = xamp.ema(ddp, 0.5), xamp.ema(model, 0.5)
+    assert set(average.weights) == {"weight", "bias"}
+    step(ddp, optimizer, torch.ones(2, 4))
+    average.update()
+    twin.update()
+    x = torch.ones(1, 4)
+    with average.swapped():
+        inside = ddp(x)
+    with twin.swapped():
+        assert torch.equal(ddp(x), inside)
