@@ -32,7 +32,7 @@ from xamp.apex._wrappers import make_wrapper
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 
-__all__ = ["Registration", "Wanted", "hold", "is_installed", "release"]
+__all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release"]
 
 _ABSENT = object()
 
@@ -124,6 +124,12 @@ _lock = threading.RLock()
 def is_installed() -> bool:
     """Whether functions are replaced now."""
     return bool(_patches)
+
+
+def held() -> list[Wanted]:
+    """What is held now, in the order of :func:`hold`."""
+    with _lock:
+        return list(_wanted)
 
 
 def hold(wanted: Wanted) -> None:

@@ -228,11 +228,6 @@ _NOT_REDIRECTED = (
         r"Torch not compiled with CUDA enabled|Found no NVIDIA driver",
         "this way to CUDA is not redirected. docs/run.md lists what is",
     ),
-    _Rule(
-        "ZeroDivisionError",
-        r".",
-        "torch.cuda.device_count() is 0 here, which is the truth. Where a script divides by it: --pretend-cuda",
-    ),
 )
 
 

@@ -139,6 +139,10 @@ class Ascend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return original(*args, **kwargs)
 
         self._patches.replace(torch, "device", stand_in(original, call))
+        for name in ("cross_entropy", "nll_loss"):
+            loss = getattr(torch.nn.functional, name)
+            site = Site(self._context, loss, f"functional.{name}", "target.long()", "npu")
+            self._patches.replace(torch.nn.functional, name, handlers.labels(site), script=True)
 
     def take_out(self) -> None:
         """Take the finder and its modules out."""

@@ -15,6 +15,7 @@ __all__ = [
     "device_argument",
     "generator",
     "grad_scaler",
+    "labels",
     "load",
     "loader",
     "move",
@@ -189,6 +190,19 @@ def load(site: Site) -> Any:
         return original(f, location(map_location), *args, **kwargs)
 
     return like(original, load)
+
+
+def labels(site: Site) -> Any:
+    """A loss over class indices, in a script for Ascend: cards take indices in int32, torch's other devices do not."""
+    original = site.original
+
+    def loss(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target.dtype == torch.int32:
+            site.note(f"{site.label}(target in int32)")
+            target = target.long()
+        return original(input, target, *args, **kwargs)
+
+    return like(original, loss)
 
 
 def _or(found: Any, other: Callable[[], Any]) -> Any:

@@ -50,13 +50,19 @@ class Patches:
                 delattr(owner, name)
 
 
-def prepare_torch() -> None:
-    """Fill the tables that torch makes once, by looking up names: they must not keep what is replaced later."""
+def prepare_torch(patches: Patches) -> None:
+    """Fill the tables that torch makes once, by looking up names: they must not keep what is replaced later.
+
+    Args:
+        patches: restores the compiler's counter, which a reset replaces.
+    """
     importlib.import_module("torch.utils._device")._device_constructors()
     with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
         rules = importlib.import_module("torch._dynamo.trace_rules")
         rules.get_torch_obj_rule_map()
         rules.get_tensor_method()
+        compiled = importlib.import_module("torch._dynamo.compiled_autograd")
+        patches.replace(compiled, "COMPILE_COUNTER", compiled.COMPILE_COUNTER)
     with contextlib.suppress(Exception):
         unpickler = importlib.import_module("torch._weights_only_unpickler")
         unpickler._get_allowed_globals()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from xamp import apex
+from xamp.apex._patches import Wanted, held, release
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 from xamp.run import ascend, casts, handlers, launch, names, ranks, table
 from xamp.run.devices import Target
@@ -85,10 +86,13 @@ class Redirection:
 
     def start(self) -> None:
         """Put everything in place; an error leaves nothing behind."""
-        prepare_torch()
+        tables = Patches()
+        prepare_torch(tables)
         context = Context(self.target, self.report)
         with contextlib.ExitStack() as stack:
+            stack.callback(tables.undo)
             stack.callback(clear_caches)
+            stack.callback(_end_casts, held())
             stack.callback(self._patches.undo)
             apex.install(self.settings.prefer)
             stack.callback(apex.uninstall)
@@ -112,6 +116,13 @@ class Redirection:
     def stop(self) -> None:
         """Take everything out."""
         self._stack.close()
+
+
+def _end_casts(before: list[Wanted]) -> None:
+    """End what a script's ``amp.initialize`` at O1 put in torch's functions, which no script ever ends."""
+    for wanted in held():
+        if not any(wanted is other for other in before):
+            release(wanted)
 
 
 def start_in_child(settings: Settings) -> None:

@@ -23,6 +23,7 @@ from xamp.run.redirect import Redirection
 __all__ = ["run"]
 
 _FILE = os.path.normcase(__file__)
+_kept: list[types.ModuleType] = []
 
 
 def run(name: str, words: Sequence[str], *, module: bool, settings: Settings, own_process: bool = False) -> int:
@@ -134,6 +135,12 @@ def _hint_at_refusal(redirection: Redirection, why: object) -> None:
             f"xamp run: the script asked {asked} and was told the truth. If it stopped for that: --pretend-cuda",
             file=sys.stderr,
         )
+    counted = any("device_count" in row.what for row in redirection.report.rows("told"))
+    if isinstance(why, ZeroDivisionError) and counted:
+        print(
+            "xamp run: torch.cuda.device_count() is 0 here. If the script divided by it: --pretend-cuda",
+            file=sys.stderr,
+        )
     answers, real = _install.choice()
     if answers is False and real is not None and not real.has_amp:
         print(
@@ -158,10 +165,14 @@ def _wait_for_threads() -> None:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """Restore what a script's run changes in this process."""
+    """Restore what a script's run changes in this process.
+
+    The script's module is kept: to let go of process groups and their models while Python runs on can wait for ever.
+    """
     argv, path, main = sys.argv, sys.path[:], sys.modules["__main__"]
     try:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+        _kept.append(sys.modules["__main__"])
         sys.modules["__main__"] = main

@@ -98,6 +98,14 @@ def test_operators_of_losses(on_cpu: Report) -> None:
     assert torch_npu.npu_transpose(torch.ones(2, 3, 4), (2, 0, 1)).shape == (4, 2, 3)
 
 
+def test_labels_in_int32_are_taken_as_on_a_card(on_cpu: Report) -> None:
+    import torch_npu  # noqa: F401
+
+    logits, target = torch.randn(4, 5), torch.tensor([0, 4, 2, 2])
+    assert torch.equal(torch.nn.CrossEntropyLoss()(logits, target.int()), functional.cross_entropy(logits, target))
+    assert torch.equal(functional.nll_loss(logits, target.int()), functional.nll_loss(logits, target))
+
+
 def test_channel_shuffle(on_cpu: Report) -> None:
     x1, x2 = torch.arange(2.0).view(1, 2, 1), torch.arange(2.0, 4.0).view(1, 2, 1)
     assert _contrib().ChannelShuffle(4, split_shuffle=False)(x1, x2).flatten().tolist() == [0.0, 2.0, 1.0, 3.0]

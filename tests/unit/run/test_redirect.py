@@ -63,11 +63,11 @@ def _everything() -> dict[tuple[str, str], int]:
     return found
 
 
-def _script() -> None:
+def _script(level: str = "O2") -> None:
     from apex import amp  # type: ignore[import-not-found]
 
     model = nn.Linear(3, 2).cuda()
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     with amp.scale_loss(model(torch.ones(4, 3, device="cuda")).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
@@ -81,13 +81,14 @@ def _script() -> None:
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
 @pytest.mark.parametrize("pretend", [False, True], ids=["", "pretend"])
 def test_torch_is_identical_afterwards(fails: bool, pretend: bool) -> None:
-    with redirected("cpu"):  # what torch loads on demand is loaded
-        _script()
+    for level in ("O1", "O2"):  # what torch loads on demand is loaded
+        with redirected("cpu"):
+            _script(level)
     before, modules, finders, environment = _everything(), {*sys.modules}, list(sys.meta_path), dict(os.environ)
 
     def run() -> None:
         with redirected("cpu", pretend_cuda=pretend):
-            _script()
+            _script("O1" if fails else "O2")
             if fails:
                 raise KeyError("the script's")
 
