@@ -12,6 +12,7 @@ override two or three methods. The core calls them in this order::
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     plain               when ``initialize`` looks at parameters
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
+    join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
     unscale_            on leaving ``scale_loss``
     make_overflow_      never in training: how a test makes this device overflow
@@ -375,6 +376,14 @@ class Backend:
             The reason and the cure, as the end of a sentence that begins with the optimizer's name; or ``""``.
         """
         return ""
+
+    def join_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the gradients of ``optimizer`` into the buffers that it steps.
+
+        Override it where the device's own optimizers step buffers in which they joined gradients. Called at levels that
+        cast parameters, after each backward and before each step, since there gradients come as new tensors. It must
+        return at once for any other optimizer, and must not wait for the device.
+        """
 
     def make_overflow_(self, grad: torch.Tensor) -> None:
         """Make the device overflow as it does in training, and write the result into ``grad``. Only tests call this."""

@@ -150,6 +150,10 @@ class NpuBackend(ModuleBackend):
         """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""
         return torch_npu_features.plain(tensor)
 
+    def join_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`xamp.contract.Backend.join_gradients`: it concerns the NpuFused optimizers."""
+        torch_npu_features.join_gradients(optimizer)
+
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
         """See :meth:`xamp.contract.Backend.optimizer_refusal`: it concerns the NpuFused optimizers."""
         return torch_npu_features.optimizer_refusal(optimizer, casts=casts)

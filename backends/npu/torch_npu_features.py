@@ -10,7 +10,7 @@ import torch
 
 from xamp.policy import levels_where
 
-__all__ = ["optimizer_refusal", "plain"]
+__all__ = ["join_gradients", "optimizer_refusal", "plain"]
 
 _PACKAGE = "torch_npu"
 # ND, NCHW, NHWC, NCDHW: every operator accepts them. Operators on lists of tensors raise on any other format.
@@ -39,10 +39,12 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
     plainly = type(optimizer).__name__.removeprefix("NpuFused")
     cure = f"torch.optim.{plainly}" if hasattr(torch.optim, plainly) else "an optimizer of torch.optim"
     if casts:
+        if not optimizer.is_params_grads_combined:
+            return ""  # it will join the masters, or the parameters once they are cast
         uncast = levels_where(lambda row: not row.casts_parameters)
         return (
-            "steps flat buffers that it makes of parameters and gradients, which must stay where they are, and this "
-            f"level casts them. Levels for it: {', '.join(uncast)}; or use {cure}."
+            "steps flat buffers, in which it joined the parameters already, at its first step or zero_grad, and this "
+            f"level casts them. Call initialize before that. Levels for it now: {', '.join(uncast)}; or use {cure}."
         )
     what, meanwhile = _stale(optimizer)
     if not what:
@@ -51,6 +53,26 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
         f"joined parameters, gradients and state into flat buffers, which it goes on stepping, but {what}. {meanwhile} "
         f"Or use {cure}."
     )
+
+
+def join_gradients(optimizer: Any) -> None:
+    """See :meth:`xamp.contract.Backend.join_gradients`.
+
+    A joined parameter without a gradient gets zeros, as torch_npu's ``zero_grad`` leaves them.
+    """
+    if not getattr(optimizer, "is_fused_optimizer", False) or not optimizer.is_params_grads_combined:
+        return
+    package = sys.modules[_PACKAGE]
+    for params, buffer in zip(optimizer.params_all_group, optimizer.grads_all_group_combined, strict=True):
+        if all(p.grad is None for p in params):
+            continue
+        place = 0
+        for p in params:
+            if p.grad is None or p.grad.data_ptr() != buffer.data_ptr() + place * buffer.element_size():
+                part = torch.empty_like(p, requires_grad=False)
+                package.npu_change_data_ptr(part, buffer, place)
+                p.grad = part.zero_() if p.grad is None else part.copy_(p.grad)
+            place += package.get_storage_size(p)
 
 
 def _stale(optimizer: Any) -> tuple[str, str]:

@@ -104,6 +104,7 @@ class Gradients:
         self.mixed = False
         self._scales = policy.scales
         self._checks = policy.checks
+        self._joins = policy.casts_parameters
         self._backend = backend
         self._fused = fused
         self._optimizer = optimizer
@@ -223,6 +224,8 @@ class Gradients:
             foreach.add_(back)
         self._entry = _NOTHING
         self.ready = self.ready or bool(grads) or moved
+        if self._joins and (optimizer := self._optimizer()) is not None:
+            self._backend.join_gradients(optimizer)
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""

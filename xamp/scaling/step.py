@@ -234,6 +234,8 @@ class OptimizerState:
 
     def refuse_wrong(self) -> None:
         """Raise a StateError where the backend says that a step of this optimizer would be wrong."""
+        if self.engine.policy.casts_parameters:
+            self.engine.backend.join_gradients(self.optimizer)
         if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
             raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
 

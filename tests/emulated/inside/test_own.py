@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xamp
+from xamp.apex import amp
 from xamp.backends.npu.chips import Chip
 from xamp.contract import Backend
 from xamp.errors import StateError, UnsupportedPolicy
@@ -114,12 +115,100 @@ def test_by_hand_steps_are_skipped_and_the_others_are_its_own(name: str, backend
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_levels_that_cast_its_parameters_refuse_it(level: str, chip: Chip) -> None:
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_at_levels_that_cast_it_trains_as_torchs(
+    name: str, level: str, loss_scale: Any, backend: Backend, chip: Chip
+) -> None:
+    """Overflows, two backwards for a step, clipping, and ``zero_grad`` of the optimizer and of the model."""
+    if level == "O5" and not chip.bf16:
+        pytest.skip("no bfloat16 there")
+
+    def run(make: Make) -> tuple[float, list[torch.Tensor]]:
+        model = make_net()
+        optimizer = make(model.parameters())
+        for group in optimizer.param_groups:
+            group["eps"] = 1e-3  # of Adam, at O3: fp16 has no 1e-8
+        xamp.initialize(model, optimizer, level, verbosity=0, fused=False, loss_scale=loss_scale)
+        for step in range(8):
+            (model if step == 6 else optimizer).zero_grad()
+            for part in range(2 if step in (2, 5) else 1):
+                with xamp.scale_loss(model(batch(step + part)).square().mean(), optimizer) as scaled:
+                    scaled.backward()
+                    if step in OVERFLOWS:
+                        backend.make_overflow_(next(model.parameters()).grad)  # type: ignore[arg-type]
+            xamp.clip_grad_norm_(optimizer, 0.5)
+            optimizer.step()
+        return xamp.loss_scale(optimizer), values(model)
+
+    found, wanted = run(joined(name)), run(plain(name))
+    assert found[0] == wanted[0]
+    bound = 4e-3 if level != "O5" else 2e-2  # one unit in the last place of fp16, bf16
+    torch.testing.assert_close(found[1], wanted[1], rtol=bound, atol=bound if level == "O3" else bound / 8)
+
+
+def test_its_own_clipping_sees_the_gradients_of_the_masters() -> None:
+    model = make_net()
+    optimizer: Any = joined("SGD")(model.parameters())
+    xamp.initialize(model, optimizer, "O2", verbosity=0, loss_scale=128.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(batch(step)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        grads = torch.cat([m.grad.flatten() for m in xamp.master_params(optimizer) if m.grad is not None])
+        torch.testing.assert_close(optimizer.clip_grad_norm_fused_(1e-3), grads.norm(), rtol=1e-4, atol=0)
+        clipped = torch.cat([m.grad.flatten() for m in xamp.master_params(optimizer) if m.grad is not None])
+        assert float(clipped.norm()) == pytest.approx(1e-3, rel=1e-2)
+        optimizer.step()
+
+
+def test_a_run_at_o2_goes_on_with_the_same_numbers() -> None:
+    def start() -> tuple[nn.Module, Any]:
+        model = make_net()
+        optimizer = joined("Adam")(model.parameters())
+        xamp.initialize(model, optimizer, "O2", verbosity=0)
+        return model, optimizer
+
+    model, optimizer = start()
+    for step in range(3):
+        iterate(model, optimizer, step)
+    other, its = start()
+    other.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    xamp.load_state_dict(xamp.state_dict(optimizer), its)
+    for step in range(3, 6):
+        iterate(model, optimizer, step)
+        iterate(other, its, step)
+    assert all(map(torch.equal, values(other), values(model)))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_amp_trains_with_it_as_scripts_do(level: str) -> None:
+    """What most scripts for a card do: O2, a static scale of 128 and ``combine_grad``."""
+    found = []
+    for make in (joined("SGD"), plain("SGD")):
+        model = make_net()
+        model, optimizer = amp.initialize(
+            model, make(model.parameters()), opt_level=level, loss_scale=128.0, combine_grad=True, verbosity=0
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(batch(step)).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        found.append(values(model))
+    torch.testing.assert_close(found[0], found[1], rtol=4e-3, atol=4e-3 if level == "O3" else 5e-4)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_levels_that_cast_refuse_parameters_that_it_joined(level: str, chip: Chip) -> None:
     if level == "O5" and not chip.bf16:
         pytest.skip("no bfloat16 there")
     model = make_net()
     optimizer = joined("SGD")(model.parameters())
+    model(batch(0)).sum().backward()
+    optimizer.step()
     with pytest.raises(UnsupportedPolicy, match=r"NpuFusedSGD steps flat buffers.*O0, O1, O4; or use torch.optim.SGD"):
         xamp.initialize(model, optimizer, level, verbosity=0)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
