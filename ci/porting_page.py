@@ -196,7 +196,7 @@ def rules(found: Sequence[Rule]) -> Iterator[str]:
         for example in rule.examples:
             yield f"\n```diff\n{change(*example).rstrip()}\n```\n"
         if rule.unchanged:
-            yield "\nIt leaves alone:\n\n```python\n" + "\n".join(text.rstrip() for text in rule.unchanged) + "\n```\n"
+            yield "\nIt leaves alone:\n\n```\n" + "\n".join(text.rstrip() for text in rule.unchanged) + "\n```\n"
 
 
 def main(words: Sequence[str]) -> int:

@@ -45,6 +45,8 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     parent = work.parent(node)
     if (kind(parent) == "Attribute" and parent.value is node) or work.is_claimed(node):
         return
+    if kind(node) == "Name" and not work.scopes.is_use(node):
+        return
     ref = _known(work, work.resolve(node))
     found = work.target(ref.path) if ref else None
     if ref is None or found is None or not ref.bindings:  # a star import is dealt with as a whole

@@ -92,7 +92,7 @@ class Scopes:
         self._visit(source.tree)
         self.uses: dict[Binding, list[Node]] = {}
         for node in source.nodes:
-            if kind(node) == "Name" and self._is_use(node):
+            if kind(node) == "Name" and self.is_use(node):
                 for binding in self.bindings(node):
                     self.uses.setdefault(binding, []).append(node)
 
@@ -146,7 +146,8 @@ class Scopes:
                 return Ref(f"{path}.{chain}", root, (), False)
         return None
 
-    def _is_use(self, name: Node) -> bool:
+    def is_use(self, name: Node) -> bool:
+        """Whether a Name stands for a value; the name of an attribute, keyword or parameter does not."""
         parent = self.source.parent(name)
         where = kind(parent)
         if where == "Attribute":

@@ -78,6 +78,8 @@ SHAPES = (
     "for p in amp.master_params(optimizer):\n    keep(p)",
     "amp.load_state_dict({'amp': amp.state_dict(), 'cuda': 'cuda'}['cuda'])",
     "keep(amp is not None)",
+    "net.amp.initialize(opt_level='O1')\nnet.apex.amp.step(amp=1, torch=net.torch.cuda.amp)",
+    "if net.amp and net.cuda:\n    amp.state_dict()",
     "def go(amp=amp):\n    amp.scale_loss(loss, optimizer)\ngo()",
     "@amp.float_function\ndef g(t):\n    return t\ng(x)",
     "from apex.parallel import DistributedDataParallel as DDP\nnet = DDP(net, delay_allreduce=True)",

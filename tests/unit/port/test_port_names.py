@@ -63,6 +63,10 @@ CHANGED = {
         "@decorated\ndef f(x):\n    return x.cuda()\n",
         "import xamp\n@decorated\ndef f(x):\n    return x.to(xamp.device())\n",
     ),
+    "attributes and keywords of the same name": (
+        "from apex import amp\nif args.amp:\n    amp.state_dict()\nf(amp=1).amp.x = args.apex.amp.y\n",
+        "import xamp\nif args.amp:\n    xamp.state_dict()\nf(amp=1).amp.x = args.apex.amp.y\n",
+    ),
     "the script has xamp": (
         "import xamp\nx = x.cuda()\n",
         "import xamp\nx = x.to(xamp.device())\n",
