@@ -30,6 +30,21 @@ _LONGEST = (
 """The files that take longest: where several processes share the tests, those that begin with these end together."""
 
 
+_UNCOVERED = (
+    *("conformance/test_mutants", "conformance/test_outside", "conformance/test_other_devices"),
+    *("conformance/test_numerics", "conformance/test_backends_page", "conformance/test_added_level"),
+    *("faults/", "emulated/test_failures", "emulated/test_command", "unit/apex/test_apex_o1", "unit/apex/test_apex_t"),
+    *("unit/casting/test_op_policy", "unit/casting/test_op_docs", "unit/cli/test_cli_policy"),
+    *("unit/sessions/test_sequences", "unit/sessions/test_checkpoint_levels", "unit/sessions/test_side_by_side"),
+    *("unit/scaling/test_step_compiled", "unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor_torch"),
+    *("unit/cli/test_cli_conformance", "unit/apex/test_apex_messages", "distributed/"),
+)
+"""Files that start many processes or run long, and reach no line that others do not.
+
+Each process that measures its coverage starts seconds later.
+"""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("xamp")
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
@@ -76,6 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if item.nodeid.removeprefix("tests/").startswith(_UNCOVERED):
+                item.add_marker("no_cover")
     marker = "sample" if config.getoption("--all") else "thorough"
     left = {item for item in items if item.get_closest_marker(marker)}
     if left:
@@ -116,6 +135,14 @@ def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
             pytest.skip(f"{lane} cannot run {level}")
         if value is torch.float16 or value is torch.bfloat16:
             needs_dtype(lane, value)
+
+
+@pytest.fixture(autouse=True)
+def _children_are_as_their_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the coverage of a test is not measured, that of the processes it starts is not either."""
+    if request.node.get_closest_marker("no_cover"):
+        for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
