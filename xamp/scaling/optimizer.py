@@ -168,7 +168,7 @@ class _Managed:
 def _keep_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
     """Give single numbers in the state (``mu_product`` of NAdam) their fp32 values back.
 
-    torch casts all loaded state but ``step`` to the parameter's dtype. A step keeps such numbers in fp32 at every level.
+    torch casts all loaded state but ``step`` to the parameter's dtype. A step keeps such numbers in fp32.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     indices = [index for group in saved.get("param_groups", ()) for index in group["params"]]
