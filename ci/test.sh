@@ -15,9 +15,12 @@ set -euo pipefail
 use_env test
 if [ "${1:-}" = --libraries ]; then
     shift
+    extra=libraries
+    [ "${1:-}" != sample ] || extra=libraries-sample
     if [ "${XAMP_NO_VENV:-0}" != 1 ]; then
-        PYTHON=$py XAMP_VENV=${XAMP_LIBRARIES_VENV:-.venv-libraries} XAMP_CONSTRAINTS=${XAMP_CONSTRAINTS:-ci},libraries \
-            use_env libraries,test
+        # "false" is how pip spells --no-compile: most files of these libraries are never imported.
+        PIP_NO_COMPILE=false PYTHON=$py XAMP_VENV=${XAMP_LIBRARIES_VENV:-.venv-libraries} XAMP_CONSTRAINTS=${XAMP_CONSTRAINTS:-ci},libraries \
+            use_env $extra,test
     fi
     if [ "${1:-}" = sample ]; then
         shift

@@ -158,12 +158,18 @@ CASES = [
 ]
 
 
+SAMPLE = ("BERT", "Llama", "LoRA of GPT-2")
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [case if str(case) in SAMPLE else pytest.param(case, marks=pytest.mark.thorough) for case in CASES], ids=str
+)
 def test_trains_as_by_hand_and_resumes(case: Case, level: str) -> None:
     check(case, level)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("make", [gpt2, t5, whisper], ids=["GPT-2", "T5", "Whisper"])
 def test_generates_as_a_model_cast_by_hand(make: Any, level: str) -> None:

@@ -214,7 +214,9 @@ def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
         for param in model.parameters():
             param.grad = None
         with cast_by_hand(level, dtype):
-            given = {k: lower(v, dtype) for k, v in batch.items()} if level in ("O2", "O3", "O5") else batch
+            spared = case.options.get("cast_model_inputs", ())
+            cast = level in ("O2", "O3", "O5")
+            given = {k: lower(v, dtype) if cast and k not in spared else v for k, v in batch.items()}
             output = model(**given)
         loss = case.loss(up(output), batch)
         (loss * scale).backward()

@@ -153,6 +153,7 @@ class _Managed:
         """Load as the base class does, then choose the fused form again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
         self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
+        _keep_numbers(self, state_dict)
         self._xamp.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -162,6 +163,26 @@ class _Managed:
         state.pop("_xamp_own_step", None)
         state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)
         return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
+
+
+def _keep_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
+    """Give single numbers in the state (``mu_product`` of NAdam) their fp32 values back.
+
+    torch casts all loaded state but ``step`` to the parameter's dtype. A step keeps such numbers in fp32.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    indices = [index for group in saved.get("param_groups", ()) for index in group["params"]]
+    for index, param in zip(indices, params, strict=False):
+        state = optimizer.state.get(param, {}) if param.dtype in LOWER else {}
+        for key, value in saved["state"].get(index, {}).items() if state else ():
+            held = state.get(key)
+            if (
+                isinstance(held, torch.Tensor)
+                and held.dtype in LOWER
+                and not held.dim()
+                and value.dtype == torch.float32
+            ):
+                state[key] = value.detach().to(held.device, copy=True)
 
 
 def _as_optimizer(managed: Any) -> Optimizer:

@@ -412,3 +412,35 @@ def test_a_state_of_a_form_of_its_own_is_saved_and_loaded(lane: Lane, level: str
     assert list(state) == ["inner"]
     optimizer.load_state_dict(state)
     assert_same(optimizer.state_dict(), state)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad, torch.optim.RAdam])
+def test_single_numbers_of_a_state_are_loaded_exactly_at_o3(lane: Lane, cls: Any) -> None:
+    def run(stop: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 4).to(lane.device)
+
+        def make() -> Any:
+            eps = {} if cls is torch.optim.ASGD else {"eps": 1e-3}
+            optimizer = cls(model.parameters(), lr=0.01, **eps)
+            xamp.initialize(model, optimizer, level="O3", verbosity=0)
+            return optimizer
+
+        optimizer = make()
+        for step in range(6):
+            if stop and step == 3:
+                state = copy.deepcopy(optimizer.state_dict())
+                xamp.session(model).close()
+                optimizer = make()
+                optimizer.load_state_dict(state)
+                for index, param in enumerate(model.parameters()):
+                    for key, value in state["state"][index].items():
+                        assert value.dim() or torch.equal(optimizer.state[param][key], value), key
+            optimizer.zero_grad()
+            x = torch.linspace(-1.0, 1.0, 40, device=lane.device).reshape(5, 8)
+            with xamp.scale_loss(model(x).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
