@@ -204,6 +204,11 @@ def _arguments(models: Any, optimizers: Any) -> Arguments:
     for model in model_list:
         _check_model(model)
     for optimizer in optimizer_list:
+        if name := getattr(type(optimizer), "refused_by_amp", ""):
+            raise RuntimeError(
+                f"An incoming optimizer is an instance of {name}. The optimizer(s) passed to amp.initialize() must be "
+                "bare \ninstances of either ordinary Pytorch optimizers, or Apex fused \noptimizers.\n"
+            )
         if state_of(optimizer) is not None:
             raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     return Arguments(model_list, optimizer_list, "auto", None, False, state.verbosity)

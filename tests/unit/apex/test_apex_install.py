@@ -43,6 +43,7 @@ def test_names_are_those_of_xamp(installed: None) -> None:
 
 def test_what_a_script_sets_is_set_in_xamp(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     served = importlib.import_module("apex.amp")
+    monkeypatch.setattr(xamp.apex.amp, "scale_loss", xamp.apex.amp.scale_loss)  # put back where undoing removes it
     monkeypatch.setattr(served, "scale_loss", "mine")
     assert xamp.apex.amp.scale_loss == "mine"  # type: ignore[comparison-overlap]
 

@@ -30,7 +30,6 @@ INTENDED: dict[str, tuple[dict[str, Any], str]] = {
     "cpu_buffer": ({}, "models train on any device"),
     "unscale_of_fp16_gradients": ({}, "what Apex printed once in a process"),
     "disable_casts_before_initialize": ({}, "defect 10"),
-    "fp16_optimizer": ({"absent": True}, "FP16_Optimizer is no part of amp"),
     "name_clash": ({}, "nothing is put into an optimizer under such names"),
     "double_model_at_o1": ({}, "float64 parameters train as they are"),
     "bf16_group_added_at_o2": ({}, "bfloat16 parameters get masters too"),

@@ -34,6 +34,8 @@ class FP16_Optimizer:
         TypeError: a parameter is neither fp32 nor of 16 bits.
     """
 
+    refused_by_amp = "apex.fp16_utils.FP16_Optimizer"
+
     def __init__(
         self,
         init_optimizer: Any,

@@ -230,6 +230,8 @@ class FP16_Optimizer:
         SystemError: ``dynamic_loss_args``.
     """
 
+    refused_by_amp = "apex.optimizers.FP16_Optimizer"
+
     def __init__(
         self,
         init_optimizer: Any,
