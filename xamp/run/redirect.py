@@ -14,13 +14,14 @@ import torch
 
 from xamp import apex
 from xamp.apex._patches import Wanted, held, release
-from xamp.registry.device_in_use import DEVICE_VARIABLE
+from xamp.registry.device_in_use import DEVICE_VARIABLE, in_use
 from xamp.run import ascend, casts, handlers, launch, names, ranks, table
 from xamp.run.devices import Target
 from xamp.run.launch import Settings
 from xamp.run.patches import Patches, clear_caches, prepare_torch
 from xamp.run.report import Report
 from xamp.run.site import Context, Site
+from xamp.sessions.grad_scaler import GradScaler
 
 __all__ = ["Redirection", "redirected", "start_in_child"]
 
@@ -148,6 +149,10 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
             _put(context, patches, torch.cuda, name, names.refused, advice)
     for name in table.TENSOR_TYPES:
         _put(context, patches, torch.cuda, name, casts.legacy_type, "torch.tensor(..., device=xamp.device())")
+    used = in_use()
+    if used.backend.capabilities(used.device).overflow == "flag":  # torch's scaler would not see an overflow there
+        for owner in (torch.amp, torch.cuda.amp):
+            patches.replace(owner, "GradScaler", GradScaler)
     if context.target.pretend:
         site = Site(context, torch._C.TensorBase.is_cuda, "Tensor.is_cuda")
         patches.replace(torch.Tensor, "is_cuda", names.is_cuda(site))

@@ -84,7 +84,8 @@ def like(original: Any, replacement: Callable[..., Any], label: str = "") -> Cal
     replacement.__dict__.pop("__wrapped__", None)
     if label.startswith("Tensor."):
         replacement.__module__, replacement.__qualname__ = "torch", label
-    elif not isinstance(getattr(original, "__module__", None), str):
+    elif not isinstance(getattr(original, "__module__", None), str) or "." in getattr(original, "__qualname__", ""):
         module, _, name = label.rpartition(".")
-        replacement.__module__, replacement.__qualname__ = module or "torch", name or replacement.__name__
+        if module.partition(".")[0] == "torch":
+            replacement.__module__, replacement.__qualname__ = module, name
     return replacement

@@ -199,6 +199,19 @@ def _convolution_backward(
     return _aten.convolution_backward(grad, tensor, weight, bias_size, stride, padding, dilation, transposed, *rest)
 
 
+def _with_indices(name: str, position: int) -> Callable[..., Any]:
+    """A loss over class indices, argument ``position``. A card takes them in int32 too, as ported scripts give them."""
+    operator = getattr(_aten, name)
+
+    def loss(*args: Any) -> Any:
+        target = args[position]
+        return operator(
+            *args[:position], target.long() if target.dtype == torch.int32 else target, *args[position + 1 :]
+        )
+
+    return loss
+
+
 def _unscale(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
     """On a chip that saturates the flag decides; after an overflow the gradients stay scaled."""
     if not grads:
@@ -230,6 +243,10 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::_thnn_fused_lstm_cell": _lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
     "aten::_thnn_fused_gru_cell": _gru_cell,
+    "aten::nll_loss_forward": _with_indices("nll_loss_forward", 1),
+    "aten::nll_loss_backward": _with_indices("nll_loss_backward", 2),
+    "aten::nll_loss2d_forward": _with_indices("nll_loss2d_forward", 1),
+    "aten::nll_loss2d_backward": _with_indices("nll_loss2d_backward", 2),
 }
 KERNELS.update({name: computed(name, function) for name, function in _COMPUTED.items()})
 if arithmetic.SATURATES:

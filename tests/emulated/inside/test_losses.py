@@ -45,3 +45,23 @@ def test_a_loss_and_its_gradient_are_the_cpus(name: str) -> None:
         assert x.grad is not None
         found.append((value.detach().cpu(), x.grad.cpu()))
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4, 4)], ids=["rows", "images"])
+def test_labels_in_int32_are_those_in_int64(shape: tuple[int, ...]) -> None:
+    logits = torch.randn(shape)
+    target = torch.zeros(shape[0], *shape[2:], dtype=torch.int64).fill_(2)
+    on_card, on_host = logits.npu().requires_grad_(), logits.clone().requires_grad_()  # type: ignore[attr-defined]
+    found = torch.nn.functional.cross_entropy(on_card, target.int().npu())  # type: ignore[attr-defined]
+    wanted = torch.nn.functional.cross_entropy(on_host, target)
+    found.backward()
+    wanted.backward()
+    assert torch.equal(found.cpu(), wanted)
+    assert on_card.grad is not None
+    assert torch.equal(on_card.grad.cpu(), on_host.grad)
+
+
+def test_a_command_finds_apex() -> None:
+    from apex import amp  # type: ignore[import-not-found]
+
+    assert amp.initialize.__module__.startswith("xamp.apex")
