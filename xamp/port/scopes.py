@@ -88,6 +88,7 @@ class Scopes:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.module = Scope(source.tree, None)
+        self._all = [self.module]
         self._of: dict[Node, Scope] = {}  # the scope in which a node is evaluated
         self._visit(source.tree)
         self.uses: dict[Binding, list[Node]] = {}
@@ -133,12 +134,7 @@ class Scopes:
 
     def is_bound(self, text: str) -> list[Binding]:
         """All bindings of a name, in any scope."""
-        found, seen = [], set()
-        for scope in self._of.values():
-            if id(scope) not in seen:
-                seen.add(id(scope))
-                found += scope.names.get(text, [])
-        return found
+        return [binding for scope in self._all for binding in scope.names.get(text, [])]
 
     def _by_star(self, chain: str, root: Node) -> Ref | None:
         for path in self.module.stars:
@@ -169,6 +165,7 @@ class Scopes:
                 if what in ("FunctionDef", "ClassDef"):
                     self._bind(scope, node.name.value, Binding("definition", None, node, self._in_handler(node)))
                 inner = Scope(node, scope)
+                self._all.append(inner)
             self._note(node, scope)
             for child in reversed(self._evaluated(what, node)):
                 waiting.append((child, self._place(what, node, child, scope, inner)))

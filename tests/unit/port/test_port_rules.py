@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 
 import pytest
 
@@ -62,6 +63,25 @@ def test_names_of_rules_are_unique() -> None:
     names = [rule.name for rule in RULES]
     assert len(names) == len(set(names))
     assert all(name and name == name.lower() for name in names)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_is_written_exists(rule: Rule) -> None:
+    missing = [
+        target.new
+        for target in rule.names.values()
+        if target.new is not None and target.grade is Grade.CERTAIN and not exists(target.new)
+    ]
+    assert missing == []
+
+
+def exists(path: str) -> bool:
+    """Whether a dotted path leads to a module, or to a name in one."""
+    home, _, name = path.rpartition(".")
+    try:
+        return (bool(home) and hasattr(importlib.import_module(home), name)) or bool(importlib.import_module(path))
+    except ImportError:
+        return False
 
 
 @pytest.mark.parametrize(("rule", "example"), EXAMPLES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import os
@@ -14,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from port_sites import certain, leftovers, spoken
+
+import xamp
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
@@ -51,7 +55,13 @@ def losses(
     path.write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     capsys.readouterr()
-    runpy.run_path(str(path), run_name="__main__")
+    left = runpy.run_path(str(path), run_name="__main__")
+    for value in left.values():  # the next script may ask for the only session
+        if isinstance(value, torch.nn.Module):
+            with contextlib.suppress(xamp.XampError):
+                xamp.session(value).close()
+    del left
+    gc.collect()
     found: list[float] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
 
