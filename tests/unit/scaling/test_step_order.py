@@ -265,7 +265,7 @@ def test_a_closure_with_a_backward_after_one_through_scale_loss(lane: Lane, leve
     def closure() -> float:
         loss: torch.Tensor = model(x)
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     with pytest.raises(
         StateError, match=rf"SGD\.step\(closure\): .*level {level}\) a closure ran backward without them"
