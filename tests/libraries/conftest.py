@@ -44,6 +44,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Trainers write RANK's like into the environment, which another library then takes for a launcher's."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--libraries-json", default=None)
     if path:
