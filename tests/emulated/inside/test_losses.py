@@ -58,6 +58,7 @@ def test_labels_in_int32_are_those_in_int64(shape: tuple[int, ...]) -> None:
     wanted.backward()
     assert torch.equal(found.cpu(), wanted)
     assert on_card.grad is not None
+    assert on_host.grad is not None
     assert torch.equal(on_card.grad.cpu(), on_host.grad)
 
 
