@@ -72,6 +72,15 @@ class _Recorder:
         self._log.append(f"{self._path} {given!r} {shown!r}")
         return args[0] if self._path.endswith("float_function") else _Recorder(self._log, f"{self._path}()")
 
+    def cuda(self, device: Any = None, non_blocking: bool = False) -> _Recorder:
+        return self.to(_device(device), non_blocking)
+
+    npu = cuda
+
+    def to(self, device: Any, non_blocking: bool = False) -> _Recorder:
+        self._log.append(f"{self._path} to {_device(device)!r} {non_blocking}")
+        return self
+
     def __enter__(self) -> _Recorder:
         self._log.append(f"enter {self._path}")
         return self
