@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "a closure runs past the scale",
         "optimizers.closure_is_refused",
-        patched(OptimizerState, "_refuse", lambda *_: None),
+        patched(OptimizerState, "_with_closure_called", lambda _, args, kwargs: (args, kwargs)),
     ),
     Mutant(
         "a skipped step is none to a scheduler",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class Average:
             averages = averages and (name in params or self._buffers == "average") and name in before
             (moving if averages else copied).append((self.weights[name], source))
         if moving:
-            torch._foreach_lerp_([a for a, _ in moving], [s for _, s in moving], 1.0 - decay)
+            _move(moving, 1.0 - decay)
         for average, source in copied:
             average.copy_(source)
         self.updates += 1
@@ -276,6 +276,15 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _move(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
+    """Move each average towards its source, by ``weight`` of the way."""
+    try:
+        torch._foreach_lerp_([average for average, _ in pairs], [source for _, source in pairs], weight)
+    except RuntimeError:  # a storage format of the device's own, which operators on lists refuse before they begin
+        for average, source in pairs:
+            average.lerp_(source, weight)
 
 
 def _checked_decay(decay: object) -> float:
