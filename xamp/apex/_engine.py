@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
 _SAVED = "xamp_loss_scales"
 """Key in the first group of a saved optimizer, for the value of :meth:`ApexEngine.scales_in_use`."""
+
+_numbers = itertools.count()
 
 _CLOSURE = "Currently, Amp does not support closure use with optimizers."
 
@@ -169,6 +172,8 @@ class ApexEngine(Engine):
         around_step: makes the context manager that each step runs in; at O1 it switches casts off.
         after_backward: called when a ``scale_loss`` ends; at O1 it drops the casts of weights.
         unskipped: for each loss, how often its static scale was used.
+        number: engines made later have greater ones.
+        found: the overflow flag of the last backward that was checked; None where nobody asked since.
     """
 
     skips_together = True
@@ -183,6 +188,8 @@ class ApexEngine(Engine):
         self.around_step: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.after_backward: Callable[[], object] = lambda: None
         self.unskipped = [0] * self.policy.num_losses
+        self.found: torch.Tensor | None = None
+        self.number = next(_numbers)
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Do nothing: Apex accepts shared parameters."""
@@ -204,7 +211,7 @@ class ApexEngine(Engine):
     def _check(
         self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        found = super()._check(states, scaler, throw_away, shared)
+        self.found = found = super()._check(states, scaler, throw_away, shared)
         if len(self.scalers) > 1 and not throw_away:
             for state in states:
                 state.note(scaler.index, found)  # type: ignore[attr-defined]

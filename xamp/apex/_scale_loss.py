@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.apex._engine import ApexEngine, ApexLoss
+from xamp.apex._several import LossOfSeveralCalls
 from xamp.apex._state import state
 from xamp.errors import StateError
 from xamp.ground.log import say
@@ -57,30 +58,39 @@ def scale_loss(
         )
     if not states and not state.opt_properties.enabled:
         return contextlib.nullcontext(loss)
-    engine = _engine_of(states)
-    if not isinstance(engine, ApexEngine):  # of xamp.initialize
+    engines = {id(found.engine): found.engine for found in states}
+    if not all(isinstance(engine, ApexEngine) for engine in engines.values()):  # of xamp.initialize
         return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+    if len(engines) > 1:
+        if len(states) < len(given):
+            raise _not_given()
+        return _of_several_calls(states, loss.float(), loss_id, delay_unscale, delay_overflow_check)
+    engine = next(iter(engines.values()), None) or state.loss_scalers[0].engine
     scaler = engine.scalers[loss_id]
     if not engine.has_work(scaler):
         return _Unscaled(engine, loss.float())
     if len(states) < len(given):
-        raise StateError(
-            "amp.scale_loss: an optimizer was not given to amp.initialize. Give all optimizers of this loss to one "
-            "call of it."
-        )
+        raise _not_given()
     return ApexLoss(engine, states, scaler, loss.float(), delay_unscale, delay_overflow_check)
 
 
-def _engine_of(states: Sequence[OptimizerState]) -> Any:
-    """The engine that the optimizers share; the newest engine where no engine manages them."""
-    if not states:
-        return state.loss_scalers[0].engine
-    if any(found.engine is not states[0].engine for found in states):
-        raise StateError(
-            "amp.scale_loss: the optimizers were given to different calls of amp.initialize, which scale differently. "
-            "Give all models and optimizers of one loss to one call."
-        )
-    return states[0].engine
+def _not_given() -> StateError:
+    return StateError(
+        "amp.scale_loss: an optimizer was not given to amp.initialize. Give all optimizers of this loss to one call of "
+        "it."
+    )
+
+
+def _of_several_calls(
+    states: Sequence[OptimizerState], loss: torch.Tensor, loss_id: int, *delays: bool
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """The loss of optimizers of several calls of ``initialize``, whose engines follow the newest, as in Apex."""
+    parts: dict[int, tuple[Any, list[OptimizerState]]] = {}
+    for found in states:
+        parts.setdefault(id(found.engine), (found.engine, []))[1].append(found)
+    oldest_first = sorted(parts.values(), key=lambda part: part[0].number)
+    oldest_first[-1][0].scalers[loss_id]  # raises an IndexError where there is no such loss scale
+    return LossOfSeveralCalls(oldest_first, loss, loss_id, *delays)
 
 
 class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):

@@ -178,11 +178,68 @@ def test_a_closure_is_taken_where_apex_took_it(lane: Lane) -> None:
         optimizer.step(lambda: loss_of(model, lane))
 
 
-def test_optimizers_of_two_calls_do_not_share_a_loss(lane: Lane) -> None:
+def train_two(lane: Lane, level: str, calls: int, spoilt: int, spoil_at: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Two models under one loss, given to one call of ``initialize`` or to two; the weights and scales of six steps."""
+    if calls == 1:
+        models, optimizers = start(lane, level, models=2)
+    else:
+        pairs = [start(lane, level) for _ in range(2)]
+        models, optimizers = [model for model, _ in pairs], [optimizer for _, optimizer in pairs]
+        models[1].load_state_dict({k: v.detach().clone() * 0.5 for k, v in models[0].state_dict().items()})
+    if calls == 1:
+        models[1].load_state_dict({k: v.detach().clone() * 0.5 for k, v in models[0].state_dict().items()})
+    scales = []
+    for step in range(6):
+        loss = loss_of(models[0], lane) + loss_of(models[1], lane)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizers) as scaled:
+            scales.append(float((scaled / loss).detach()))
+            scaled.backward()
+            if step == spoil_at:
+                lane.overflow_(next(p.grad for p in models[spoilt].parameters() if p.grad is not None))
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p for optimizer in optimizers for p in bits(amp.master_params(optimizer))], scales
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("spoilt", "spoil_at"), [(0, 9), (0, 2), (1, 2), (0, 0)])
+def test_optimizers_of_two_calls_share_a_loss_as_those_of_one(
+    lane: Lane, level: str, spoilt: int, spoil_at: int
+) -> None:
+    """Also where one of them overflows: both skip, and the one scale backs off once."""
+    one, scales = train_two(lane, level, 1, spoilt, spoil_at)
+    two, same = train_two(lane, level, 2, spoilt, spoil_at)
+    assert same == scales
+    assert scales[-1] == scales[0] / (2.0 if spoil_at < 6 else 1.0)
+    assert all(map(torch.equal, one, two))
+
+
+def test_the_newest_of_two_calls_gives_the_scale(lane: Lane) -> None:
+    model, first = start(lane, "O2", loss_scale=4.0)
+    other, second = start(lane, "O2", loss_scale=16.0)
+    for optimizers in ([first, second], [second, first]):
+        loss = loss_of(model, lane) + loss_of(other, lane)
+        with amp.scale_loss(loss, optimizers) as scaled:
+            assert float((scaled / loss).detach()) == 16.0
+            scaled.backward()
+        for optimizer in optimizers:
+            grads = [p.grad for p in amp.master_params(optimizer)]
+            assert float(grads[0].sum()) == 4 * 2 * 2.0**-8
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_of_two_calls_that_fails_leaves_both_usable(lane: Lane) -> None:
     model, first = start(lane)
-    _, second = start(lane)
-    with pytest.raises(StateError, match=r"different calls of amp\.initialize"):
-        amp.scale_loss(loss_of(model, lane), [first, second])
+    other, second = start(lane)
+    with pytest.raises(KeyError), amp.scale_loss(loss_of(model, lane), [first, second]):
+        raise KeyError
+    with amp.scale_loss(loss_of(model, lane) + loss_of(other, lane), [first, second]) as scaled:
+        scaled.backward()
+    with pytest.raises(IndexError):
+        amp.scale_loss(loss_of(model, lane), [first, second], loss_id=3)
 
 
 def test_an_optimizer_that_was_not_given_is_named(lane: Lane) -> None:
