@@ -58,7 +58,7 @@ def scale_loss(
         )
     if not states and not state.opt_properties.enabled:
         return contextlib.nullcontext(loss)
-    engines = {id(found.engine): found.engine for found in states}
+    engines: dict[int, Any] = {id(found.engine): found.engine for found in states}
     if not all(isinstance(engine, ApexEngine) for engine in engines.values()):  # of xamp.initialize
         return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
     if len(engines) > 1:
