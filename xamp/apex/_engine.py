@@ -101,6 +101,17 @@ class ApexState(OptimizerState):
         self._take_saved()
         super().loaded()
 
+    def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See :meth:`OptimizerState.zero_grad`. With masters, parameters that stayed fp32 keep gradients of zeros.
+
+        So momentum, weight decay and Adam's moments go on for a parameter that a backward leaves out.
+        """
+        keeps = self.engine.policy.master_weights and not (args or kwargs)
+        kept = [(p, p.grad) for p in self.gradients.plain if p.grad is not None] if keeps else []
+        super().zero_grad(base, args, kwargs)
+        for param, grad in kept:
+            param.grad = grad.detach_().zero_()
+
     def _take_saved(self) -> None:
         """Remove saved loss scales from the groups, where a loaded state has them, and resume from them."""
         for group in self.optimizer.param_groups:

@@ -106,8 +106,7 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        self._xamp.gradients.cleared()
+        self._xamp.zero_grad(functools.partial(inner, self), args, kwargs)
 
     return zero_grad
 

@@ -191,6 +191,11 @@ class OptimizerState:
         torch.maximum(self.sticky, self.flag, out=self.sticky)
         self.fresh = False
 
+    def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is the optimizer's own; lowered gradients go too."""
+        base(*args, **kwargs)
+        self.gradients.cleared()
+
     # ---------------------------------------------------------------- the decision
 
     def settle(self, call: str) -> None:

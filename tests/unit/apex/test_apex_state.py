@@ -216,6 +216,43 @@ def test_optimizers_of_two_calls_share_a_loss_as_those_of_one(
     assert all(map(torch.equal, one, two))
 
 
+class Sometimes(nn.Module):
+    """Its batch norm, which O2 keeps in fp32, is used in the first step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 1)
+        self.uses = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.norm(x).to(x.dtype) if self.uses else x)
+        return found
+
+
+@pytest.mark.parametrize("set_to_none", [None, True])
+def test_zero_grad_with_masters_leaves_zeros(lane: Lane, set_to_none: bool | None) -> None:
+    """As in Apex, momentum and decay go on for a parameter that a backward leaves out. ``set_to_none=True`` ends that."""
+    torch.manual_seed(0)
+    model: Any = Sometimes().to(lane.device)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.25)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+    weight, steps = model.norm.weight, []
+    by_hand, momentum = weight.detach().clone(), torch.zeros_like(weight)
+    for index in range(3):
+        model.uses = index == 0
+        with amp.scale_loss(model(torch.randn(8, 4, device=lane.device)).square().mean() * 0.125, optimizer) as scaled:
+            scaled.backward()
+        if weight.grad is not None:
+            momentum = momentum * 0.5 + weight.grad + 0.25 * by_hand
+            by_hand = by_hand - 0.1 * momentum
+        optimizer.step()
+        steps.append(weight.grad is not None)
+        optimizer.zero_grad(**({} if set_to_none is None else {"set_to_none": set_to_none}))
+    assert steps == ([True, True, True] if set_to_none is None else [True, False, False])
+    assert torch.allclose(weight, by_hand, rtol=1e-6, atol=1e-7)
+
+
 def test_the_newest_of_two_calls_gives_the_scale(lane: Lane) -> None:
     model, first = start(lane, "O2", loss_scale=4.0)
     other, second = start(lane, "O2", loss_scale=16.0)
