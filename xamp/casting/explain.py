@@ -28,6 +28,9 @@ __all__ = ["entry_points", "explain_forward", "with_explanation"]
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half ")
 
 
+_NAMES = {torch.float16: ("Half", "half", "float16"), torch.bfloat16: ("BFloat16", "bfloat16")}
+"""How torch's errors name the lower dtypes."""
+
 _EXPLAINING = (__name__, "xamp.casting.forward")
 """The modules whose functions ``method`` explain errors."""
 
@@ -74,8 +77,10 @@ def entry_points(module: nn.Module, under_policy: Iterable[str]) -> tuple[str, .
     only calls the model itself, or methods ``under_policy``, is not among them.
     """
     skipped = set(under_policy)
-    functions = {
-        name: found for name, found in _functions_of(type(module)) if name not in skipped and name != "__init__"
+    functions = {  # what nn.Module has too (``to``, ``zero_grad``) is no way into the network
+        name: found
+        for name, found in _functions_of(type(module))
+        if name not in skipped and not hasattr(nn.Module, name)
     }
     using = {name for name, found in functions.items() if not module._modules.keys().isdisjoint(_names_in(found))}
     grown = True
@@ -130,7 +135,9 @@ def _lowered_dtype(error: RuntimeError, module: nn.Module) -> torch.dtype | None
     """Return the dtype that the parameters of ``module`` were cast to, if ``error`` may come of it."""
     if getattr(error, "_xamp_explained", False) or not _ABOUT_DTYPES.search(str(error)):
         return None
-    return next((param.dtype for param in module.parameters() if is_lowered(param)), None)
+    dtype = next((param.dtype for param in module.parameters() if is_lowered(param)), None)
+    # A mismatch with these parameters names their dtype. Other errors about dtypes (of class labels) have other causes.
+    return dtype if dtype is not None and any(name in str(error) for name in _NAMES[dtype]) else None
 
 
 def _append(error: RuntimeError, text: str) -> None:

@@ -29,26 +29,38 @@ def cast_some(
     """
     names = frozenset(each for each in spared if isinstance(each, str))
     cast = cast_floats_except(tuple(each for each in spared if isinstance(each, type)))
-    positions, rest = _positions(function, names, skip=not bound)
+    positions, rest, named = _positions(function, names, skip=not bound)
+
+    def spares(name: str) -> bool:
+        return name in names or (named is not None and name not in named)
 
     def cast_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = tuple(value if at in positions or at >= rest else cast(value, dtype) for at, value in enumerate(args))
-        return given, {name: value if name in names else cast(value, dtype) for name, value in kwargs.items()}
+        return given, {name: value if spares(name) else cast(value, dtype) for name, value in kwargs.items()}
 
     return cast_arguments
 
 
-def _positions(function: Callable[..., Any], names: frozenset[str], skip: bool) -> tuple[frozenset[int], float]:
-    """Return the positions of the parameters called ``names``, and where ``*args`` of such a name begins."""
+def _positions(
+    function: Callable[..., Any], names: frozenset[str], skip: bool
+) -> tuple[frozenset[int], float, frozenset[str] | None]:
+    """Find the parameters called ``names``.
+
+    Returns:
+        Their positions; the position where ``*args`` of such a name begins, or inf; and, where ``**kwargs`` has such a
+        name, the names of the parameters that are not in it, or None.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a callable without a signature: names stand for keywords only
-        return frozenset(), float("inf")
+        return frozenset(), float("inf"), None
     if skip and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
         del parameters[0]
-    starred = (at for at, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL and p.name in names)
-    plain = frozenset(at for at, p in enumerate(parameters) if p.name in names and p.kind is not p.KEYWORD_ONLY)
-    return plain, next(starred, float("inf"))
+    places = list(enumerate(parameters))
+    starred = (at for at, p in places if p.kind is p.VAR_POSITIONAL and p.name in names)
+    plain = frozenset(at for at, p in places if p.name in names and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
+    double = any(p.kind is p.VAR_KEYWORD and p.name in names for p in parameters)
+    return plain, next(starred, float("inf")), frozenset(p.name for p in parameters) if double else None
 
 
 def check_names(methods: Sequence[Callable[..., Any]], spared: Sequence[type | str]) -> None:

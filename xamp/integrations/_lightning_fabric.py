@@ -66,6 +66,12 @@ class FabricRules(Plugin):
                 )
             initialize(module, **self.settings)
             found = session(module)
+        elif self.level is not None and found.policy.level != self.level.name:
+            raise StateError(
+                f"fabric.setup: this model is at level {found.policy.level} already, and the plugin's is "
+                f"{self.level.name}. Call xamp.session(model).close() first, or give the plugin that level."
+            )
+        if not found.engine.states:  # no optimizer is managed, so the plugin scales
             self.scaler = self.scaler or _scaler_for(found)
         if all(found.engine is not known.engine for known in self._sessions):
             self._sessions.append(found)

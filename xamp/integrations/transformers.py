@@ -64,9 +64,13 @@ class TrainerMixin:
         """Make the optimizer as the Trainer does, then call ``initialize`` with it, once."""
         base: Any = super()
         made = base.create_optimizer(*args, **kwargs)
-        if self.xamp_session is None:
+        found = self.xamp_session
+        if found is not None and found.engine.states and not found.engine.serves(made):
+            found.close()  # of an earlier Trainer of this model, whose optimizer this one replaces
+            found = None
+        if found is None or not found.engine.states:
             initialize(unwrap(self.model), made, **self.xamp_settings)
-            drive(self.accelerator, [made])
+        drive(self.accelerator, [made])
         return made
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

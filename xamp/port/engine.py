@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from xamp.port import names
 from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load
-from xamp.port.source import Source, decode, kind
+from xamp.port.source import Source, Unreadable, decode, kind
 from xamp.port.work import Work
 
 __all__ = ["Ported", "port_bytes", "port_text"]
@@ -81,8 +83,26 @@ def port_text(text: str, rules: Sequence[Rule] | None = None, last: Callable[[Wo
         last(work)
     extra = rewrite_imports(work, renamed)
     new = work.result(extra).decode("utf-8")
+    _check_result(text, new)
     findings = sorted(work.findings, key=lambda each: (each.line, each.column))
     return Ported(new, new != text, tuple(findings))
+
+
+def _check_result(text: str, new: str) -> None:
+    """Refuse a result that is no Python where ``text`` is: a rule met a form that nobody thought of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the script's own escapes
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return  # LibCST reads what this Python does not
+        try:
+            ast.parse(new)
+        except SyntaxError as error:
+            raise Unreadable(
+                f"porting would leave no valid Python at line {error.lineno}; nothing was changed. Please report the "
+                "line, or put '# xamp: ignore' on it."
+            ) from None
 
 
 def port_bytes(

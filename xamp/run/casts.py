@@ -75,9 +75,10 @@ def autocast_state(site: Site) -> Any:
     """``torch.is_autocast_enabled``, ``torch.get_autocast_dtype``: without a device type they mean CUDA."""
     original, target = site.original, site.target
 
-    def state(*args: Any) -> Any:
-        if is_inside() or (args and not target.is_foreign(args[0])):
-            return original(*args)
+    def state(*args: Any, **kwargs: Any) -> Any:
+        named = args[0] if args else kwargs.get("device_type")
+        if is_inside() or (named is not None and not target.is_foreign(named)):
+            return original(*args, **kwargs)
         site.note()
         return original(target.type)
 

@@ -131,7 +131,9 @@ def generator(site: Site) -> Any:
             device = target.map(device)
         return original(device=device)
 
-    return stand_in(original, call)
+    made = stand_in(original, call)
+    made.__module__ = "torch"  # where pickle finds it
+    return made
 
 
 def loader(site: Site) -> Any:

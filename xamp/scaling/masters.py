@@ -89,17 +89,18 @@ def set_lowered_buffer(buffer: torch.Tensor, original: torch.Tensor) -> None:
     _originals[buffer] = original
 
 
-def fp32_of(buffer: torch.Tensor) -> torch.Tensor:
+def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
 
-    Where nothing was written that is the tensor that was cast. Values are compared, not versions: a version does not
+    Where nothing was written that is the tensor that was cast; to find that out waits for the device, which ``wait``
+    allows. Values are compared, not versions: a version does not
     show what is written through ``.data``.
     """
     original: torch.Tensor | None = _originals.get(buffer)
     if original is None:
         return buffer.float()
     same = original.to(buffer.device, buffer.dtype) == buffer
-    if bool(same.all()) and original.device == buffer.device:
+    if wait and original.device == buffer.device and bool(same.all()):
         return original
     return torch.where(same, original.to(buffer.device), buffer.float())
 

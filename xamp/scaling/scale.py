@@ -348,8 +348,9 @@ def copy_without_waiting(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Start to copy fp32 ``values`` to the host; return the copy and the event after which it can be read."""
     copy = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
     copy.copy_(values, non_blocking=True)
-    event = torch.get_device_module(values.device).Event()
-    event.record()
+    module = torch.get_device_module(values.device)
+    event = module.Event()
+    event.record(module.current_stream(values.device))  # which runs the copy, whatever the current device is
     return copy, event
 
 

@@ -185,10 +185,12 @@ class Average:
         try:
             for target, average in pairs:
                 _values(target).copy_(average)
+            torch.clear_autocast_cache()  # it knows weights by their versions, which stay
             yield self._given
         finally:
             for (target, _), before in zip(pairs, backup, strict=True):
                 _values(target).copy_(before)
+            torch.clear_autocast_cache()
             self._swapped = False
 
     def copy(self) -> nn.Module:
@@ -200,7 +202,8 @@ class Average:
         sources = self._fitting("average.copy()")
         model = self._model
         made = copy.deepcopy(model)
-        tensors = {**dict(made.named_parameters()), **dict(made.named_buffers())}
+        tensors: dict[str, torch.Tensor] = dict(made.named_parameters(remove_duplicate=False))
+        tensors.update(made.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name in sources:
                 _values(tensors[name]).copy_(self.weights[name])
@@ -229,8 +232,8 @@ class Average:
         updates, saved = _read(state)
         sources = self._sources()
         for name in sorted(sources.keys() ^ saved.keys()):
-            where = "is missing in the state" if name in sources else "is no parameter or buffer of the model"
-            raise _misfit(f"state['weights'][{name!r}] {where}")
+            where = "is missing in the state" if name in sources else "is nothing that this average averages"
+            raise _misfit(f"state['weights'][{name!r}] {where} (it was made with buffers={self._buffers!r})")
         for name, (_, source) in sources.items():
             if saved[name].shape != source.shape:
                 raise _misfit(
@@ -254,7 +257,7 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     if master is not None:
         values = _values(masters.up_to_date(tensor, master))
     elif masters.is_lowered(tensor) and not isinstance(tensor, nn.Parameter):
-        values = _values(masters.fp32_of(tensor))
+        values = _values(masters.fp32_of(tensor, wait=False))
     else:
         values = _values(tensor)
     return values.float() if values.dtype in masters.LOWER else values

@@ -132,18 +132,19 @@ class Plan:
             region = self._region(kept_whole)
             if region.does_something:
                 undo.callback(enter_policy(model, region))
-            for part in self._parts_that_write(model):
-                undo.callback(enter_policy(part, Region(self.device_type, None, None, None, methods=(), lowers=True)))
+        for part in self._parts_that_write():
+            undo.callback(enter_policy(part, Region(self.device_type, None, None, None, methods=(), lowers=True)))
         for module in self.fp32_modules():
             if not any(module is model for model in self.models()):
                 undo.callback(enter_policy(module, self._fp32_region()))
 
-    def _parts_that_write(self, model: nn.Module) -> list[nn.Module]:
-        """Find the parts of ``model`` that can be written out by themselves, if their parameters are cast."""
+    def _parts_that_write(self) -> list[nn.Module]:
+        """Find the parts of the models that can be written out by themselves, if parameters are cast; each once."""
         if not self.lowered:
             return []
         others = {id(module) for module in (*self.models(), *self.fp32_modules())}
-        return [m for m in model.modules() if writes_its_dtype(type(m)) and id(m) not in others]
+        parts = {id(module): module for model in self.models() for module in model.modules()}
+        return [m for key, m in parts.items() if writes_its_dtype(type(m)) and key not in others]
 
     def commit(self) -> None:
         """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""

@@ -232,7 +232,7 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("set_to_none", [None, True])
 def test_zero_grad_with_masters_leaves_zeros(lane: Lane, set_to_none: bool | None) -> None:
-    """As in Apex, momentum and decay go on for a parameter that a backward leaves out. ``set_to_none=True`` ends that."""
+    """As in Apex: momentum and decay go on where a backward leaves a parameter out; ``set_to_none=True`` ends that."""
     torch.manual_seed(0)
     model: Any = Sometimes().to(lane.device)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.25)

@@ -144,3 +144,45 @@ def test_methods_compile_whole(level: str, lane: Lane) -> None:
     compiled = torch.compile(model.encode, backend="eager", fullgraph=True)
     x = batch(lane).to(model.encoder.weight.dtype)
     assert torch.equal(compiled(x), model.encode(x))
+
+
+class Own(Coder):
+    """Overrides what nn.Module has, and names its parts in it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.encoder.parameters():
+            param.grad = None
+
+    def train(self, mode: bool = True) -> Own:
+        self.encoder.train(mode)
+        super().train(mode)
+        return self
+
+
+@pytest.mark.parametrize("level", levels_where(lambda row: row.master_weights))
+def test_overrides_of_torchs_methods_are_no_entry_points(level: str, lane: Lane) -> None:
+    """``zero_grad`` of a managed model clears masters, whatever the user's own clears."""
+    model = Own().to(lane.device)
+    assert entry_points(model, ("forward",)) == ("encode", "generate")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    xamp.initialize(model, optimizer, level=level, verbosity=0, loss_scale=1.0)
+    norms = []
+    for _ in range(3):
+        model.zero_grad()
+        with xamp.scale_loss(model(batch(lane)).sum(), optimizer) as scaled:
+            scaled.backward()
+        grads = [p.grad for p in xamp.master_params(optimizer)]
+        norms.append(sum(float(g.norm()) for g in grads if g is not None))
+        optimizer.step()
+    assert norms == [norms[0]] * 3
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_error_about_other_dtypes_is_left_alone(level: str, lane: Lane) -> None:
+    class Judged(Coder):
+        def forward(self, x: Any, labels: Any = None) -> torch.Tensor:
+            raise RuntimeError(f"expected target dtype to be Long or Byte, but got {labels}")
+
+    model = Judged().to(lane.device)
+    xamp.initialize(model, level=level, verbosity=0)
+    assert "xamp" not in message(model, batch(lane), "Int")

@@ -126,3 +126,56 @@ def test_every_unsupported_place_has_its_comment() -> None:
     text = "from apex import amp\na = amp._amp_state\nif a:\n    b = amp._amp_state\n"
     ported = port_text(text)
     assert ported.text.count("TODO(xamp)") == ported.count(Grade.UNSUPPORTED) == 2
+
+
+def silent(text: str) -> bool:
+    """Whether the text stays as it is, and nothing is said of it."""
+    ported = port_text(text)
+    return ported.text == text and not ported.findings
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "import torch\nwith torch.autocast(\n    device_type='cuda',\n):\n    pass\n",
+            "import torch\nimport xamp\nwith xamp.autocast(\n    \n):\n    pass\n",
+        ),
+        (
+            "import torch\ns = torch.amp.GradScaler('cuda',)\n",
+            "import torch\nimport xamp\ns = xamp.GradScaler()\n",
+        ),
+        (
+            "import torch\nx = f(1)\ny = x.cuda(device=(rank))\n",
+            "import torch\nimport xamp\nx = f(1)\ny = x.to((xamp.device(rank)))\n",
+        ),
+        (
+            "import torch\ndef f(net, gpu):\n    gpu = gpu[0]\n    return net.cuda(gpu)\n",
+            "import torch\nimport xamp\ndef f(net, gpu):\n    gpu = gpu[0]\n    return net.to(xamp.device(gpu))\n",
+        ),
+    ],
+)
+def test_forms_at_the_edge_give_python(before: str, after: str) -> None:
+    assert port_text(before).text == after
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ys = list(map(lambda a, b: a.cuda(), xs, zs))", "to = lambda t, nb: t.cuda(non_blocking=nb)"],
+)
+def test_a_lambda_is_a_map_location_only_where_it_stands_as_one(line: str) -> None:
+    ported = port_text(f"import torch\n{line}\n").text
+    assert "lambda" in ported
+    assert "map(xamp" not in ported
+
+
+def test_a_device_in_a_map_location_is_told_not_guessed() -> None:
+    ported = port_text("import torch\nc = torch.load(p, map_location=lambda storage, loc: storage.cuda(device))\n")
+    assert "xamp.device(device)" not in ported.text.partition("TODO")[0]
+    assert ported.findings
+
+
+def test_a_text_put_together_is_no_index() -> None:
+    ported = port_text("import torch\nx.cuda('cuda:%d' % rank)\n")
+    assert "xamp.device('cuda" not in ported.text
+    assert "xamp.device(f" not in ported.text

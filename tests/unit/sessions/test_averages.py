@@ -222,7 +222,7 @@ def test_a_state_loads_at_another_level_and_is_checked_first(lane: Lane) -> None
     for wrong, message in (
         ({**state, "weights": {**state["weights"], "first.bias": torch.ones(3)}}, r"first\.bias'\] has shape \(3,\)"),
         ({**state, "weights": {"last.bias": torch.ones(2)}}, r"first\.bias'\] is missing"),
-        ({**state, "weights": {**state["weights"], "more": torch.ones(2)}}, r"'more'\] is no parameter"),
+        ({**state, "weights": {**state["weights"], "more": torch.ones(2)}}, r"'more'\] is nothing that this average"),
         ({**state, "weights": {**state["weights"], "last.bias": [1.0]}}, "is a list, and must be a tensor"),
         ({**state, "updates": -1}, "'updates'\\] is -1"),
         ({**state, "schema": 2}, "'schema'\\] is 2"),
@@ -448,3 +448,27 @@ def test_ddp_around_the_model(level: str, one_rank: None) -> None:
         inside = ddp(x)
     with twin.swapped():
         assert torch.equal(ddp(x), inside)
+
+
+def test_swapped_inside_of_autocast_computes_with_the_average(lane: Lane) -> None:
+    if "bfloat16" not in lane.can.dtypes:
+        pytest.skip(f"{lane} has no bfloat16")
+    model = nn.Linear(4, 4, bias=False).to(lane.device)
+    average = xamp.ema(model, 0.5)
+    with torch.no_grad():
+        model.weight.zero_()
+    x = torch.ones(2, 4, device=lane.device)
+    with torch.autocast(lane.device.type, dtype=torch.bfloat16):
+        assert not model(x).any()
+        with average.swapped():
+            assert model(x).any()
+        assert not model(x).any()
+
+
+def test_a_copy_of_a_model_that_shares_a_buffer() -> None:
+    model: Any = nn.Module()
+    model.a, model.b, shared = nn.Module(), nn.Module(), torch.arange(3.0)
+    model.a.register_buffer("t", shared, persistent=False)
+    model.b.register_buffer("t", shared)
+    copied: Any = xamp.ema(model, 0.9).copy()
+    assert torch.equal(copied.b.t, shared)

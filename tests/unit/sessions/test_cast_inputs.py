@@ -158,3 +158,23 @@ def test_the_same_arguments_do_at_every_level(level: str, lane: Lane) -> None:
     model = detector(lane, level, cast_model_inputs=("boxes",))
     model(value, value)
     assert model.seen["boxes"] is value
+
+
+class Open(Detector):
+    def forward(self, image: torch.Tensor, *more: Any, **extras: Any) -> Any:
+        self.seen = {"image": image, "more": more, "extras": extras}
+        return self.body(image)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_the_name_of_the_open_keywords_exempts_them_all(level: str, lane: Lane) -> None:
+    value = fine(lane)
+    model = Open().to(lane.device)
+    xamp.initialize(model, level=level, cast_model_inputs=("extras",), verbosity=0)
+    model(value, value, value, boxes=value, other=[value])
+    assert model.seen["extras"]["boxes"] is value
+    assert model.seen["extras"]["other"][0] is value
+    assert {each.dtype for each in (model.seen["image"], *model.seen["more"])} == {model.body.weight.dtype}
+    model(image=value, boxes=value)
+    assert model.seen["image"].dtype is model.body.weight.dtype
+    assert model.seen["extras"]["boxes"] is value

@@ -23,9 +23,11 @@ def index_of(node: Node) -> str | None:
     return None if found is None else found[1] or ""
 
 
-def is_index(work: Work, node: Node) -> bool | None:
-    """Whether an expression is the index of a device; None where that cannot be told."""
+def is_index(work: Work, node: Node, seen: tuple[Node, ...] = ()) -> bool | None:
+    """Whether an expression is the index of a device; None where that cannot be told, or names itself (``seen``)."""
     what = kind(node)
+    if what == "BinaryOperation" and kind(node.left) in ("SimpleString", "FormattedString", "ConcatenatedString"):
+        return False  # a text that is put together names a device
     if what in ("Integer", "BinaryOperation"):
         return True
     if what == "Call":
@@ -36,12 +38,15 @@ def is_index(work: Work, node: Node) -> bool | None:
             return True
         return False if path.endswith("device") else None
     if what == "Subscript":
-        return is_index(work, node.value)
+        return is_index(work, node.value, seen)
     if what == "Name":
         if node.value == "None":
             return True
         for binding in work.scopes.bindings(node):
-            if binding.value is not None and (found := is_index(work, binding.value)) is not None:
+            value = binding.value
+            if value is None or any(value is each for each in seen):
+                continue
+            if (found := is_index(work, value, (*seen, value))) is not None:
                 return found
     last = node.attr.value if what == "Attribute" else node.value if what == "Name" else ""
     if _DEVICE.search(last):
@@ -122,7 +127,8 @@ class Method(Rule):
             return
         start, end = work.source.span(arg.value)
         if arg.keyword is not None:
-            work.splice(work.source.span(arg)[0], start, "")
+            keyword = work.source.span(arg)[0]
+            work.splice(keyword, keyword + work.source.data[keyword:start].index(b"=") + 1, "")
         index = index_of(arg.value)
         if index is not None:
             work.claim(arg.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rules.device_method import is_index
 from xamp.port.source import Node, kind
 from xamp.port.work import Work, arguments
 
@@ -55,7 +56,10 @@ class MapLocation(Rule):
             return
         if call.func.attr.value not in ("cuda", "npu") or work.code(call.func.value) != params[0].name.value:
             return
-        if len(call.args) > 1 or any(arg.star for arg in call.args):
+        if len(call.args) > 1 or any(arg.star for arg in call.args) or not self._places(node, work):
+            return
+        if call.args and (call.args[0].keyword is not None or is_index(work, call.args[0].value) is not True):
+            work.say(self, node, Grade.NOTED, "write map_location=xamp.device(...) by hand: an index or a device?")
             return
         work.claim(call)
         start, end = work.source.span(node)
@@ -67,6 +71,16 @@ class MapLocation(Rule):
         else:
             work.splice(start, end, f"{device}()")
         work.say(self, node, Grade.CERTAIN)
+
+    def _places(self, node: Node, work: Work) -> bool:
+        """Whether the lambda says where a load puts storages: ``map_location=``, or second of ``torch.load``."""
+        arg = work.parent(node)
+        if kind(arg) != "Arg":
+            return False
+        if arg.keyword is not None:
+            return bool(arg.keyword.value == "map_location")
+        call = work.parent(arg)
+        return kind(call) == "Call" and work.path(call.func) == "torch.load" and call.args.index(arg) == 1
 
 
 RULES = (MapLocation(),)

@@ -128,6 +128,8 @@ class Calls(Rule):
             start = work.source.span(call.args[place - 1].value)[1]
             text = work.source.data[start:end]
             start += text.index(b",") if b"," in text else 0
+        elif arg.comma is not None and kind(arg.comma) == "Comma":  # the only argument, and a comma after it
+            end += work.source.data[end:].index(b",") + 1
         work.splice(start, end, "")
 
 
