@@ -16,6 +16,7 @@ import pytest
 import torch
 from emulated_cards import counts
 from lanes import Lane, needs_dtype, usable_lanes
+from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 from xamp.casting import active
@@ -140,6 +141,12 @@ def _children_are_as_their_test(request: pytest.FixtureRequest, monkeypatch: pyt
     if request.node.get_closest_marker("no_cover"):
         for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def no_other_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For calls that mean the only live session: those that earlier tests may have left do not count."""
+    monkeypatch.setattr("xamp.sessions.session._sessions", WeakIdKeyDictionary())
 
 
 @pytest.fixture(autouse=True)

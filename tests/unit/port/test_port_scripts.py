@@ -23,6 +23,8 @@ pytest.importorskip("libcst")  # the extra xamp[port]
 
 from xamp.port.engine import port_text
 
+pytestmark = pytest.mark.usefixtures("no_other_sessions")
+
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "port"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.txt") if not path.stem.endswith("by_hand"))
 OTHER_LISTS = ("mae",)  # layer_norm: xamp runs it in fp32 on every device, torch's autocast on a CPU in fp16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -37,8 +36,8 @@ all_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5
 each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
+@pytest.mark.usefixtures("no_other_sessions")
 def test_loss_scale_must_be_told_which_session(lane: Lane) -> None:
-    gc.collect()  # of earlier tests
     _, first = start(lane, "O1")
     _, second = start(lane, "O2", init_scale=128.0)
     with pytest.raises(StateError, match=r"loss_scale\(\): 2 sessions are live.*Pass a model or optimizer"):
