@@ -16,6 +16,8 @@ from torch.optim import SGD
 import xamp
 from xamp.errors import CheckpointError, PolicyError
 
+pytestmark = pytest.mark.usefixtures("no_other_sessions")
+
 
 class Plain:
     """The loop of torch.amp's manual, in fp32, whose GradScaler overflows at some steps."""

@@ -20,6 +20,8 @@ from torch.optim import SGD
 import xamp
 from xamp.errors import CheckpointError
 
+pytestmark = pytest.mark.usefixtures("no_other_sessions")
+
 masters_or_not = pytest.mark.parametrize("level", ["O1", "O2"])
 
 

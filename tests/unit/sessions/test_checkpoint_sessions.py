@@ -19,6 +19,8 @@ from torch.optim import SGD
 import xamp
 from xamp.errors import StateError
 
+pytestmark = pytest.mark.usefixtures("no_other_sessions")
+
 
 def level_on(lane: Lane, level: str) -> dict[str, Any]:
     if level not in lane.can.levels:

@@ -12,6 +12,8 @@ from torch.cuda import amp as torch_amp
 
 import xamp as amp
 
+pytestmark = pytest.mark.usefixtures("no_other_sessions")
+
 # torch's test of whether its own scaler would work: xamp's always does.
 NOT_TAKEN = {"amp_definitely_not_available"}
 # What `from apex import amp` offers (its __init__), with the names of the arguments; its init and _amp_state are the
