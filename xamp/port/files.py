@@ -84,7 +84,7 @@ def find(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[st
         if not os.path.isdir(path):
             yield from _once(path, seen)
             continue
-        for file in _below(path, exclude, set()):
+        for file in _below(path, exclude):
             if _matches(file, path, include) if include else file.endswith(_ENDINGS):
                 yield from _once(file, seen)
 
@@ -96,7 +96,7 @@ def _once(path: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         yield path
 
 
-def _below(folder: str, exclude: Sequence[str], entered: set[tuple[int, int]], top: str | None = None) -> Iterator[str]:
+def _below(folder: str, exclude: Sequence[str], top: str | None = None) -> Iterator[str]:
     """The files below a folder. Links to folders are not followed, so that a loop of links ends."""
     top = folder if top is None else top
     try:
@@ -107,7 +107,7 @@ def _below(folder: str, exclude: Sequence[str], entered: set[tuple[int, int]], t
         if entry.name in _SKIPPED or _matches(entry.path, top, exclude):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path, exclude, entered, top)
+            yield from _below(entry.path, exclude, top)
         elif not os.path.isdir(entry.path) and os.path.exists(entry.path) and stat.S_ISREG(os.stat(entry.path).st_mode):
             yield entry.path
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xamp.port.imports import is_plain
-from xamp.port.rule import Grade, Rule, Target
+from xamp.port.rule import Grade, Rule
 from xamp.port.scopes import Binding, Ref
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
@@ -117,9 +117,3 @@ def _write(work: Work, node: Node, ref: Ref, start: str, new: str) -> None:
         work.say(Rule(), node, Grade.NOTED, f"write {new} by hand: there is a comment inside the name")
         return
     work.replace(node, work.name(new, node))
-
-
-def target_of_import(work: Work, path: str) -> tuple[Rule, Target] | None:
-    """What becomes of an imported name."""
-    found = work.target(path)
-    return (found[0], found[1]) if found is not None and found[2] == path else None

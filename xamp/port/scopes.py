@@ -128,10 +128,6 @@ class Scopes:
             scope, first = scope.outer, False
         return []
 
-    def scope_of(self, node: Node) -> Scope:
-        """The scope in which the node is evaluated."""
-        return self._of.get(node, self.module)
-
     def is_bound(self, text: str) -> list[Binding]:
         """All bindings of a name, in any scope."""
         return [binding for scope in self._all for binding in scope.names.get(text, [])]

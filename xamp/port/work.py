@@ -192,11 +192,6 @@ class Work:
             done = end
         return b"".join([*out, data[done:]])
 
-    @property
-    def changes(self) -> bool:
-        """Whether any rule changes the file."""
-        return bool(self._edits or any(self._todos.values()))
-
 
 _LINES = (
     "SimpleStatementLine",

@@ -10,6 +10,7 @@ import torch
 
 from xamp.apex import amp_C
 from xamp.apex._loss_scaler import LossScaler
+from xamp.apex._wrapped import ShowsInner
 from xamp.apex.fp16_utils.fp16util import clip_grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.errors import CheckpointError
@@ -18,7 +19,7 @@ from xamp.ground.log import say
 __all__ = ["FP16_Optimizer"]
 
 
-class FP16_Optimizer:
+class FP16_Optimizer(ShowsInner):
     """Wraps an optimizer: its fp16 (or bf16) parameters are replaced by fp32 masters, and the loss is scaled.
 
     ``loss.backward()`` becomes ``optimizer.backward(loss)``.
@@ -248,24 +249,6 @@ class FP16_Optimizer:
     @loss_scale.setter
     def loss_scale(self, value: Any) -> None:
         self.loss_scaler._loss_scale = value
-
-    @property
-    def state(self) -> Any:
-        """The state of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the wrapped optimizer, with the masters in them."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value
 
 
 def _check_dtype(param: torch.Tensor) -> None:

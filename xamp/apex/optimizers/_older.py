@@ -15,6 +15,7 @@ import torch
 
 from xamp.apex import amp_C
 from xamp.apex._tensor_lists import floats, norms, whole_norm
+from xamp.apex._wrapped import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
@@ -216,7 +217,7 @@ class FusedSGD(_FusedSGD):
         return loss
 
 
-class FP16_Optimizer:
+class FP16_Optimizer(ShowsInner):
     """Wraps an optimizer of an fp16 model: it steps fp32 masters. ``loss.backward()`` becomes ``backward(loss)``.
 
     Args:
@@ -354,21 +355,3 @@ class FP16_Optimizer:
                 for master, value, param in zip(group, found, params, strict=True):
                     master.copy_(value)
                     param.copy_(value)
-
-    @property
-    def state(self) -> Any:
-        """The state of the wrapped optimizer."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> Any:
-        """The groups of the wrapped optimizer, with the masters in them."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: Any) -> None:
-        self.optimizer.param_groups = value

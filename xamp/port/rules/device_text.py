@@ -11,12 +11,10 @@ from xamp.port.rules.torch_device import is_choice
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
-__all__ = ["RULES", "WHERE", "place_of"]
+__all__ = ["RULES", "place_of"]
 
 _PREFIX = re.compile(r"(?:cuda|npu):")
 _LIKE_DEVICE = re.compile(r"dev(ice)?s?(_?(type|name|str|string))?\d*$|^(map_)?loc(ation)?$|accelerator$", re.I)
-_TORCH = ("torch.", "np.")
-WHERE = ("argument", "keyword", "default", "value", "choice", "return", "other")
 
 
 def is_like_device(name: str) -> bool:
