@@ -41,6 +41,11 @@ _UNCOVERED = (
 
 Each process that measures its coverage starts seconds later.
 """
+_COVERED_CASES = 4
+"""Of a test with many cases, this many are measured, from first to last: the others reach the same lines.
+
+What is measured takes about twice its time.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,14 +90,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("lane", _lanes(metafunc.config), ids=str)
 
 
+def _not_measured(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(_UNCOVERED):
+            yield item
+        else:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        measured = {round(k * (len(same) - 1) / (_COVERED_CASES - 1)) for k in range(_COVERED_CASES)}
+        yield from (item for place, item in enumerate(same) if place not in measured)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
     if config.pluginmanager.hasplugin("_cov"):
-        for item in items:
-            if item.nodeid.removeprefix("tests/").startswith(_UNCOVERED):
-                item.add_marker("no_cover")
+        for item in _not_measured(items):
+            item.add_marker("no_cover")
     marker = "sample" if config.getoption("--all") else "thorough"
     left = {item for item in items if item.get_closest_marker(marker)}
     if left:
