@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -67,7 +67,12 @@ class Listener:
 
 
 def run(
-    lanes: Sequence[Lane], clauses: Sequence[str] = (), listener: Listener | None = None, *, ledger: str = ""
+    lanes: Sequence[Lane],
+    clauses: Sequence[str] = (),
+    listener: Listener | None = None,
+    *,
+    ledger: str = "",
+    until: Callable[[Result], bool] | None = None,
 ) -> list[Result]:
     """Run the suite.
 
@@ -76,6 +81,7 @@ def run(
         clauses: Names or globs of the clauses to run, with or without their parameters in brackets; empty: all.
         listener: Receives the events of the run.
         ledger: Known gaps, in place of the ledger that the backend's spec names.
+        until: The run ends after the first result for which this returns True. None: it runs to its end.
 
     Returns:
         A result for each clause, in the order in which they ran.
@@ -85,7 +91,7 @@ def run(
         KeyboardInterrupt: the user interrupted the run.
         RuntimeError: pytest itself failed, or left clauses out.
     """
-    plugin = _Plugin(lanes, clauses, listener or Listener(), ledger)
+    plugin = _Plugin(lanes, clauses, listener or Listener(), ledger, until)
     file = Path(__file__).with_name("suite.py")
     arguments = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     arguments += ["--rootdir", str(file.parent), "--import-mode=append", str(file)]
@@ -100,7 +106,7 @@ def run(
         )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {code!s}: {plugin.trouble or 'it gave no reason'}")
-    if len(plugin.results) != plugin.chosen:
+    if len(plugin.results) != plugin.chosen and not plugin.ended:
         raise RuntimeError(f"pytest ran {len(plugin.results)} clauses of {plugin.chosen}")
     return plugin.results
 
@@ -117,18 +123,32 @@ def _no_other_pytest() -> Iterator[None]:
 class _Plugin:
     """A pytest plugin that selects clauses and keeps their results."""
 
-    def __init__(self, lanes: Sequence[Lane], clauses: Sequence[str], listener: Listener, ledger: str) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        clauses: Sequence[str],
+        listener: Listener,
+        ledger: str,
+        until: Callable[[Result], bool] | None,
+    ) -> None:
         self._lanes = lanes
         self._ledger = ledger
         self._wanted = clauses
         self._selecting = False  # a clause itself may ask later which clauses there are
         self._listener = listener
+        self._until = until
+        self._session: pytest.Session | None = None
         self._phases: list[pytest.TestReport] = []
         self._names: dict[str, tuple[str, str]] = {}
         self.results: list[Result] = []
         self.chosen = 0
+        self.ended = False
         self.unknown: list[str] = []
         self.trouble = ""
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Keep the session, to end it."""
+        self._session = session
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
@@ -180,6 +200,9 @@ class _Plugin:
         result = _result(*self._names[nodeid], self._phases)
         self.results.append(result)
         self._listener.end(result)
+        if self._until is not None and self._session is not None and self._until(result):
+            self.ended = True
+            self._session.shouldfail = "the caller has seen enough"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep the reason why collecting failed."""
