@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_the_exit_code_is_the_commands(command: list[str], code: int) -> None:
         (["ascend"], "no command given. Write it after --: xamp emulate ascend -- python train.py"),
         (["ascend", "--devices", "2"], "no command given."),
         (["abacus", "--", "true"], "'abacus': nothing of that name can be emulated. Choose one of ascend."),
+        (["ascend", "--wheel", "none.whl", "--", "true"], "--wheel none.whl: there is no such file"),
     ],
 )
 def test_wrong_use_is_said_with_exit_code_2(words: list[str], text: str) -> None:
@@ -115,6 +117,61 @@ def test_without_a_torch_npu_that_fits(said: str, text: str, tmp_path: Path, mon
     with pytest.raises(emulation.EmulationError, match=text):
         wheel._torch_npu("2.99.0")
     assert list(tmp_path.iterdir()) == []
+
+
+def make_wheel(folder: Path, package: str, version: str, module: str, tag: str = "py3-none-any") -> str:
+    """A wheel with one module, which knows its version."""
+    path = folder / f"{package}-{version}-{tag}.whl"
+    info = f"{package}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{module}.py", f"VERSION = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
+        file.writestr(f"{info}/RECORD", "")
+    return str(path)
+
+
+TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+def test_wheels_that_were_brought_along_need_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XAMP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(wheel, "_installed", lambda module: module not in ("torch_npu", "yaml"))
+    with pytest.raises(emulation.EmulationError, match=r"(?s)pip cannot fetch torch-npu==.*--wheel FILE"):
+        wheel.folders()
+    brought = [
+        make_wheel(tmp_path, "torch_npu", "2.13.0.post1", "torch_npu", f"{TAG}-none-any"),
+        make_wheel(tmp_path, "pyyaml", "9.9", "yaml"),
+    ]
+    monkeypatch.setattr(wheel, "_torch_version", lambda: "2.13.0")
+    card, needs = wheel.folders(brought)
+    assert (card / "torch_npu.py").read_text() == "VERSION = '2.13.0.post1'\n"
+    assert (needs / "yaml.py").read_text() == "VERSION = '9.9'\n"
+    assert wheel.folders() == [card, needs], "what was taken is kept"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "tag", "text"),
+    [
+        (
+            "torch_npu",
+            "2.9.0",
+            f"{TAG}-none-any",
+            f"for torch 2.9.0 and {TAG}, and this environment has torch 2.13.0",
+        ),
+        ("torch_npu", "2.13.0", "cp27-none-any", f"it is for torch 2.13.0 and cp27, and .* torch 2.13.0 and {TAG}"),
+        ("einops", "1.0", "py3-none-any", "takes wheels of torch_npu, numpy, pyyaml, packaging, setuptools only"),
+    ],
+)
+def test_a_wheel_that_does_not_fit_is_refused(
+    package: str, version: str, tag: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XAMP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(wheel, "_torch_version", lambda: "2.13.0")
+    with pytest.raises(emulation.EmulationError, match=text):
+        wheel.folders([make_wheel(tmp_path, package, version, package, tag)])
+    assert not (tmp_path / "cache").exists()
 
 
 def test_two_that_compile_at_a_time_end_with_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from xamp.errors import XampError
 __all__ = ["add_arguments", "run"]
 
 _START = "XAMP_EMULATED_START"  # what a Python of the command calls first
-_Run = Callable[[str, int, list[str]], int]
+_Run = Callable[..., int]  # (chip, devices, command), and ``wheels`` where some are given
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices (default: 1)")
+    parser.add_argument(
+        "--wheel",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="take the vendor's package, or one that it needs, from this wheel and not from the network (repeatable; "
+        "what was taken is kept)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
     os.environ[_START] = "xamp.apex:install"
     try:
-        return emulate(chip, args.devices, command)
+        return emulate(chip, args.devices, command, **({"wheels": args.wheel} if args.wheel else {}))
     except XampError as error:
         return _refuse(str(error))
     finally:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import xamp
@@ -28,7 +29,7 @@ __all__ = ["EmulationError", "prepare", "run"]
 _MAX_DEVICES = 16
 
 
-def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
+def prepare(soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment variables with which a command and its children find emulated Ascend cards.
 
     This builds and fetches what the cache does not hold yet.
@@ -36,6 +37,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
     Args:
         soc: the chip, as CANN names it; empty: the default one.
         devices: the number of cards.
+        wheels: files to install in place of what pip would fetch: torch_npu's wheel, and those that it needs.
 
     Raises:
         EmulationError: the emulation cannot run here; the text says why and what to do.
@@ -52,7 +54,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
         chips.EMULATED: chip.name,
         "XAMP_EMULATED_DEVICES": str(devices),
         "XAMP_EMULATED_CANN": str(build()),
-        "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders())),
+        "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders(wheels))),
         "XAMP_EMULATED_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "XAMP_EMULATED_XAMP": str(Path(xamp.__file__).parent),
         # With torch_npu's queue a later operator reports a failure, and the operators in between return zeros.
@@ -60,7 +62,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1) -> dict[str, str]:
     }
 
 
-def run(soc: str, devices: int, command: list[str]) -> int:
+def run(soc: str, devices: int, command: list[str], wheels: Sequence[str] = ()) -> int:
     """Run ``command`` with emulated Ascend cards and return its exit code.
 
     ``python`` in the command is the Python that runs this function.
@@ -69,11 +71,12 @@ def run(soc: str, devices: int, command: list[str]) -> int:
         soc: the chip, as CANN names it; empty: the default one.
         devices: the number of cards.
         command: the words of the command.
+        wheels: see :func:`prepare`.
 
     Raises:
         EmulationError: see :func:`prepare`; or the command cannot be started.
     """
-    environment = {**os.environ, **prepare(soc or chips.DEFAULT, devices)}
+    environment = {**os.environ, **prepare(soc or chips.DEFAULT, devices, wheels)}
     sys.stderr.write(f"xamp: emulated {environment[chips.EMULATED]} ({devices}); operators are computed on the CPU\n")
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     try:

@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from xamp.backends.npu.emulation.library import EmulationError, cache_folder, publish
 
@@ -22,24 +24,50 @@ __all__ = ["folders"]
 # Modules that torch_npu imports, and their packages; not every release of it declares all of these.
 _NEEDS = {"numpy": "numpy", "yaml": "pyyaml", "packaging": "packaging", "setuptools": "setuptools"}
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
+_WHEEL = re.compile(r"(?P<name>\w+)-(?P<version>[^-]+)(-\d[^-]*)?-(?P<python>[^-]+)-[^-]+-[^-]+\.whl")
 _TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
-def folders() -> list[Path]:
+def folders(wheels: Sequence[str] = ()) -> list[Path]:
     """The folders to put on the path: one with torch_npu, and one with its requirements that are not installed.
 
     This fetches what the cache does not hold yet. If torch_npu is installed in the environment, that one is used.
 
+    Args:
+        wheels: files to install in place of what pip would fetch, for a machine without a network.
+
     Raises:
-        EmulationError: there is no torch, no torch-npu for it, or pip fails.
+        EmulationError: there is no torch, no torch-npu for it, a wheel does not fit, or pip fails.
     """
     torch = _torch_version()
+    given = _by_package(wheels, torch)
     if outer := os.environ.get("XAMP_EMULATED_PATH"):  # inside an emulated command these are already on the path
         return [Path(folder) for folder in outer.split(os.pathsep)]
-    found = [] if _installed("torch_npu") else [_torch_npu(torch)]
+    found = [] if _installed("torch_npu") else [_torch_npu(torch, given)]
     missing = [package for module, package in _NEEDS.items() if not _installed(module)]
     if missing:
-        found.append(_fetched(f"needs-{_TAG}-{'-'.join(missing)}", missing))
+        found.append(_fetched(f"needs-{_TAG}-{'-'.join(missing)}", [given.get(name, name) for name in missing]))
+    return found
+
+
+def _by_package(wheels: Sequence[str], torch: str) -> dict[str, str]:
+    """The paths of ``wheels`` by the name of their package."""
+    found = {}
+    takes = ("torch_npu", *_NEEDS.values())
+    for wheel in wheels:
+        path = Path(wheel)
+        if not path.is_file():
+            raise EmulationError(f"--wheel {wheel}: there is no such file")
+        match = _WHEEL.fullmatch(path.name)
+        if match is None or match["name"].lower() not in takes:
+            raise EmulationError(f"--wheel {wheel}: the emulation takes wheels of {', '.join(takes)} only")
+        name, version, python = match["name"].lower(), match["version"], match["python"]
+        if name == "torch_npu" and (python != _TAG or re.split(r"\.post|rc", version)[0] != torch):
+            raise EmulationError(
+                f"--wheel {wheel}: it is for torch {version} and {python}, and this environment has torch {torch} and"
+                f" {_TAG}"
+            )
+        found[name] = str(path.absolute())
     return found
 
 
@@ -61,11 +89,11 @@ def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _torch_npu(torch: str) -> Path:
+def _torch_npu(torch: str, given: Mapping[str, str] = MappingProxyType({})) -> Path:
     # Any post-release of exactly this version; a release candidate if there is nothing else.
     name = f"torch_npu-{torch}-{_TAG}"
     try:
-        return _fetched(name, [f"torch-npu=={torch}.*"])
+        return _fetched(name, [given.get("torch_npu", f"torch-npu=={torch}.*")])
     except EmulationError as error:
         if offered := _offered(str(error)):
             near = ", ".join(offered)
@@ -93,7 +121,10 @@ def _fetched(name: str, packages: list[str]) -> Path:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise EmulationError(f"pip cannot fetch {', '.join(packages)}:\n{done.stderr.strip()}")
+            raise EmulationError(
+                f"pip cannot fetch {', '.join(packages)}:\n{done.stderr.strip()}\n"
+                "Without a network, name wheels that you brought along: xamp emulate --wheel FILE (docs/ascend.md)."
+            )
         publish(made, wanted)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
