@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ledger", default="", metavar="F", help="known gaps; default: what the backend's spec names")
     parser.add_argument("--json", default="", metavar="F", help="write the results to a file, - for standard output")
+    parser.add_argument("--junit", default="", metavar="F", help="write the results to a file as JUnit XML")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return _say(2, str(error))
     if not lanes:
         return _say(1, "no backend can be used here; xamp doctor says why")
+    from xamp.cli import _conformance_junit
     from xamp.cli._conformance_text import Progress, render
     from xamp.testing.run import run as run_suite
 
@@ -70,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             results = run_suite(lanes, args.clause, progress, ledger=args.ledger)
     except PolicyError as error:
         return _say(2, str(error))
+    if args.junit:
+        _conformance_junit.write(Path(args.junit), lanes, results)
     described = json.dumps(_describe(lanes, results, args.clause), indent=2)
     if args.json == "-":
         print(described)
@@ -87,8 +91,9 @@ def _reason_not_to_run(args: argparse.Namespace) -> str:
         return f"{missing} is needed: pip install 'xamp[testing]', and a torch"
     if not __debug__:
         return "Python runs with -O, which takes the checks out: run it without"
-    if args.json not in ("", "-") and not Path(args.json).absolute().parent.is_dir():
-        return f"--json {args.json}: there is no such folder"
+    for option, file in (("--json", args.json), ("--junit", args.junit)):
+        if file and (option, file) != ("--json", "-") and not Path(file).absolute().parent.is_dir():
+            return f"{option} {file}: there is no such folder"
     return ""
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from mutants import registered
@@ -67,9 +68,35 @@ def test_the_file_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["counts"] == written["counts"]
 
 
+def test_the_file_for_ci_services(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.xml"
+    words = ["--clause", "levels.effective", "--clause", "probe.product"]
+    with registered("probe_mutants:RunsTwoLevels")():
+        assert main(["conformance", "--backend", "mutant", "--require", "O2", "--junit", str(file), *words]) == 1
+    (suite,) = ElementTree.parse(file).getroot()
+    assert suite.get("name") == "mutant"
+    cases = {f"{case.get('classname')}.{case.get('name')}": case for case in suite.iter("testcase")}
+    outcomes = {name: [each.tag for each in case] for name, case in cases.items()}
+    assert outcomes["levels.effective[O0]"] == outcomes["probe.product[float32]"] == []
+    assert outcomes["levels.effective[O2]"] == ["failure"]
+    assert outcomes["levels.effective[O3]"] == ["skipped"]
+    failure = cases["levels.effective[O2]"].find("failure")
+    assert failure is not None
+    assert "O2 is required on mutant, and not declared" in str(failure.get("message"))
+    counted = {name: int(suite.get(name, "-1")) for name in ("tests", "failures", "skipped", "errors")}
+    tags = [tag for found in outcomes.values() for tag in found]
+    assert counted == {
+        "tests": len(cases),
+        "failures": tags.count("failure"),
+        "skipped": tags.count("skipped"),
+        "errors": 0,
+    }
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        (["--junit", "no/such/folder/results.xml"], 2, "no/such/folder/results.xml: there is no such folder"),
         (["--require", "speed"], 2, "require='speed': there is no such capability. There are O0, O1"),
         (["--backend", "nope"], 2, "backend='nope': no backend of that name is registered"),
         (["--device", "abc"], 2, "no backend is registered for device type 'abc'"),
