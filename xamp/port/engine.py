@@ -50,13 +50,19 @@ def _loaded() -> tuple[Rule, ...]:
     return tuple(load())
 
 
-def port_text(text: str, rules: Sequence[Rule] | None = None, last: Callable[[Work], Any] | None = None) -> Ported:
+def port_text(
+    text: str,
+    rules: Sequence[Rule] | None = None,
+    last: Callable[[Work], Any] | None = None,
+    exports: Sequence[str] = (),
+) -> Ported:
     """Port a Python file.
 
     Args:
         text: the file, without a byte order mark.
         rules: the rules; None: xamp's, and those of installed packages.
         last: looks at the file after the rules, and may edit too (``--add-amp``).
+        exports: names that other files take from this one; they stay bound.
 
     Raises:
         Unreadable: the text is not Python 3.
@@ -67,7 +73,7 @@ def port_text(text: str, rules: Sequence[Rule] | None = None, last: Callable[[Wo
     if last is None and not _WORDS.search(text.encode("utf-8", "surrogatepass")):
         return Ported(text, False)
     source = Source(text)
-    work = Work(source, rules)
+    work = Work(source, rules, exports)
     by_kind: dict[str, list[Rule]] = {}
     for rule in rules:
         for each in rule.kinds:
@@ -106,7 +112,10 @@ def _check_result(text: str, new: str) -> None:
 
 
 def port_bytes(
-    data: bytes, rules: Sequence[Rule] | None = None, last: Callable[[Work], Any] | None = None
+    data: bytes,
+    rules: Sequence[Rule] | None = None,
+    last: Callable[[Work], Any] | None = None,
+    exports: Sequence[str] = (),
 ) -> tuple[bytes, Ported]:
     """Port a file as it is on the disk; keep its encoding, byte order mark and line endings.
 
@@ -115,6 +124,6 @@ def port_bytes(
         MissingLibCST: LibCST is not installed.
     """
     text, encoding, mark = decode(data)
-    ported = port_text(text, rules, last)
+    ported = port_text(text, rules, last, exports)
     new = ported.text.encode(encoding)
     return (data[:3] if mark else b"") + new if ported.changed else data, ported

@@ -129,7 +129,10 @@ def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, s
                 parts.kept.append(written)
                 continue
             work.say(work.table["torch.cuda"][0], alias, Grade.CERTAIN)
-            parts.new.setdefault("", []).append("import torch")
+            if _has_torch(work, node, parts):
+                parts.dropped += 1
+            else:
+                parts.new.setdefault("", []).append("import torch")
         elif root in _ROOTS:
             _import_root(work, alias, root, written, parts)
         elif found is not None and found[1].new is not None:
@@ -143,6 +146,23 @@ def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, s
     if not parts.new and not parts.plain and not parts.dropped:
         return []
     return _statement(work, node, "import", parts, plain)
+
+
+def _has_torch(work: Work, node: Node, parts: _Parts) -> bool:
+    """Whether ``import torch`` stands above, or in the same statement, so that another one is of no use."""
+    if "torch" in parts.kept or "import torch" in parts.new.get("", []):
+        return True
+    if not is_plain(work, node.names[0]):
+        return False
+    return any(
+        binding.how == "import"
+        and binding.path == "torch"
+        and kind(work.parent(binding.node)) == "Import"
+        and binding.node.asname is None
+        and is_plain(work, binding.node)
+        and work.source.span(binding.node)[0] < work.source.span(node)[0]
+        for binding in work.scopes.module.names.get("torch", [])
+    )
 
 
 def _import_as(work: Work, alias: Node, path: str, written: str, parts: _Parts) -> None:
@@ -196,7 +216,15 @@ def _statement(work: Work, node: Node, start: str, parts: _Parts, plain: list[No
         offset = work.source.span(node)[0]
         indent = work.source.data[work.source.line_start(offset) : offset].decode()
         joint = work.source.newline.decode() + indent
+        statements = [*_comments(work, node), *statements]
     return [(*work.source.span(node), joint.join(statements))]
+
+
+def _comments(work: Work, node: Node) -> list[str]:
+    """The comments inside the brackets of an import; they go above what takes its place."""
+    if "#" not in work.code(node):
+        return []
+    return [f"#{line.partition('#')[2]}".rstrip() for line in work.code(node).splitlines() if "#" in line]
 
 
 def _drop(work: Work, node: Node) -> tuple[int, int, str]:
@@ -222,7 +250,7 @@ def _import_xamp(work: Work, plain: list[Node]) -> list[tuple[int, int, str]]:
     for node in plain:
         start, end = work.source.span(node)
         if node is home and text:
-            edits.append((start, end, work.source.newline.decode().join(text)))
+            edits.append((start, end, work.source.newline.decode().join([*_comments(work, node), *text])))
         else:
             edits.append(_drop(work, node))
     if home is None and text:

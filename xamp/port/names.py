@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xamp.port.imports import is_plain
-from xamp.port.rule import Grade, Rule
-from xamp.port.scopes import Binding, Ref
+from xamp.port.rule import Grade, Rule, Target
+from xamp.port.scopes import Binding, Ref, dotted
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
 
@@ -19,6 +19,8 @@ def choose_forms(work: Work) -> set[Binding]:
     chosen = set()
     for binding, uses in work.scopes.uses.items():
         if binding.how != "import" or binding.path != "apex.amp" or not is_plain(work, binding.node):
+            continue
+        if work.is_exported(_name(binding)):
             continue
         if len(work.scopes.module.names.get(_name(binding), [])) == 1 and all(_moves(work, use) for use in uses):
             chosen.add(binding)
@@ -49,10 +51,15 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
         return
     ref = _known(work, work.resolve(node))
     found = work.target(ref.path) if ref else None
-    if ref is None or found is None or not ref.bindings:  # a star import is dealt with as a whole
+    if ref is None:
+        _free(work, node)
+    if ref is None or found is None:
         return
     rule, target, start = found
     if target.imports_only or work.is_kept(rule, node) or work.is_taken(node):
+        return
+    if not ref.bindings:
+        _from_star(work, node, ref, found)
         return
     base = next(each.path for each in ref.bindings if each.path and ref.path.startswith(each.path))
     moved = work.target(base) if base else None
@@ -83,6 +90,34 @@ def rename(work: Work, node: Node, renamed: set[Binding]) -> None:
     else:
         _write(work, node, ref, start, target.new)
         work.say(rule, node, target.grade, target.note)
+
+
+def _from_star(work: Work, node: Node, ref: Ref, found: tuple[Rule, Target, str]) -> None:
+    """A name that nothing in the file binds: it comes from a star import, or from another cell."""
+    rule, target, start = found
+    if ref.certain and target.new is not None:
+        _write(work, node, ref, start, target.new)
+        work.say(rule, node, target.grade, target.note)
+    elif ref.certain and target.grade is not Grade.NEUTRAL:
+        work.say(rule, node, target.grade, target.note)
+    elif not ref.certain and target.new is not None and ref.path.startswith("torch.") and "torch" in work.scopes.stars:
+        new = target.new + ref.path[len(start) :]
+        work.say(rule, node, Grade.NOTED, f"this comes from a star import; where it is torch's, write {new}")
+
+
+def _free(work: Work, node: Node) -> None:
+    """``amp.initialize`` where a star import of another file brings ``amp``."""
+    parts = dotted(node).split(".")
+    if len(parts) < 2 or parts[0] != "amp" or not work.scopes.stars:
+        return
+    root = node
+    while kind(root) == "Attribute":
+        root = root.value
+    if work.scopes.bindings(root):
+        return
+    found = work.table.get(".".join(["apex", *parts[:2]]))
+    if found is not None:
+        work.say(found[0], node, Grade.NOTED, "amp comes from a star import; where it is Apex's, import xamp as amp")
 
 
 def _known(work: Work, ref: Ref | None) -> Ref | None:

@@ -9,6 +9,7 @@ from xamp.port.source import Node, Source, kind
 
 __all__ = ["Binding", "Ref", "Scope", "Scopes", "dotted"]
 
+FREE = ("torch", "apex", "torch_npu")  # names that stand for these packages where nothing in the file binds them
 _FUNCTIONS = ("FunctionDef", "Lambda")
 _COMPREHENSIONS = ("ListComp", "SetComp", "DictComp", "GeneratorExp")
 
@@ -128,11 +129,19 @@ class Scopes:
             scope, first = scope.outer, False
         return []
 
+    @property
+    def stars(self) -> list[str]:
+        """The modules from which names come by ``import *``."""
+        return self.module.stars
+
     def is_bound(self, text: str) -> list[Binding]:
         """All bindings of a name, in any scope."""
         return [binding for scope in self._all for binding in scope.names.get(text, [])]
 
     def _by_star(self, chain: str, root: Node) -> Ref | None:
+        """What a free name stands for: ``torch`` is torch, whoever's star import or notebook brings it."""
+        if root.value in FREE:
+            return Ref(chain, root, (), True)
         for path in self.module.stars:
             if path.partition(".")[0] in ("apex", "torch"):
                 return Ref(f"{path}.{chain}", root, (), False)
@@ -187,8 +196,7 @@ class Scopes:
         if what == "ImportAlias":
             self._import(node, scope)
         elif what == "ImportFrom" and kind(node.names) == "ImportStar" and node.module is not None:
-            if not node.relative:
-                self.module.stars.append(dotted(node.module))
+            self.module.stars.append("." * len(node.relative) + dotted(node.module))
         elif what == "Param":
             self._bind(scope, node.name.value, Binding("parameter", None, node))
         elif what in ("Global", "Nonlocal"):

@@ -166,13 +166,10 @@ class Source:
 
 
 def text_of(node: Node) -> str | None:
-    """The value of a string without prefix and without escapes; None for anything else."""
-    if kind(node) != "SimpleString":
+    """The value of a string without escapes, in any quotes, also after ``u`` or ``r``; None for anything else."""
+    if kind(node) != "SimpleString" or "b" in node.prefix.lower() or "\\" in node.value:
         return None
-    value: str = node.value
-    if value[0] not in "'\"" or "\\" in value:
-        return None
-    return value.strip(value[0])
+    return str(node.raw_value)
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}

@@ -28,8 +28,9 @@ class Work:
         root: the name under which the file has xamp.
     """
 
-    def __init__(self, source: Source, rules: Iterable[Rule]) -> None:
+    def __init__(self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = ()) -> None:
         self.source = source
+        self._exports = set(exports)
         self.scopes = Scopes(source)
         self.table: dict[str, tuple[Rule, Target]] = {}
         for rule in rules:
@@ -76,6 +77,15 @@ class Work:
                 return rule, target, start
             start = start.rpartition(".")[0]
         return None
+
+    def is_exported(self, name: str) -> bool:
+        """Whether other files use the name from this one, or ``__all__`` lists it."""
+        if name in self._exports:
+            return True
+        return any(
+            binding.value is not None and re.search(rf"['\"]{re.escape(name)}['\"]", self.code(binding.value))
+            for binding in self.scopes.module.names.get("__all__", [])
+        )
 
     def is_claimed(self, node: Node) -> bool:
         """Whether a rule has dealt with the node."""

@@ -22,6 +22,7 @@ _MODULES = (
     "map_location",
     "device_method",
     "torch_device",
+    "device_format",
     "device_text",
     "comparisons",
     "backend_names",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from xamp.port.places import default_of, is_spoken, last_name, place_of, whole_text
 from xamp.port.rule import Example, Grade, Rule
-from xamp.port.rules.device_text import last_name, place_of
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
 __all__ = ["RULES"]
 
 _NAMES = ("nccl", "hccl")
+_SEVERAL = re.compile(r"(?=.*(nccl|hccl))\w*:?\w*(,\w*:?\w*)*")
+_EACH = "a backend for each kind of device; write xamp.distributed_backend(), which names the one of the device in use"
 _ASK = "does this text name the backend of torch.distributed? Then write xamp.distributed_backend()"
 
 
@@ -23,7 +26,7 @@ class Backend(Rule):
 
     name = "distributed-backend"
     met = 101
-    kinds = ("SimpleString",)
+    kinds = ("SimpleString", "ConcatenatedString", "FormattedString")
     examples = (
         Example(
             "dist.init_process_group(backend='nccl', init_method='env://')\ndist.init_process_group('hccl')\n",
@@ -45,6 +48,10 @@ class Backend(Rule):
             "# TODO(xamp): the choices lack other devices' backends; add 'hccl', or what runs there needs\n"
             "parser.add_argument('--backend', choices=['nccl', 'gloo'])\n",
         ),
+        Example(
+            "dist.init_process_group(backend='cpu:gloo,cuda:nccl')\n",
+            f"# TODO(xamp): {_EACH}\ndist.init_process_group(backend='cpu:gloo,cuda:nccl')\n",
+        ),
         Example("call('nccl')\n", f"# TODO(xamp): {_ASK}\ncall('nccl')\n"),
     )
     unchanged = (
@@ -54,7 +61,10 @@ class Backend(Rule):
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
-        if text_of(node) not in _NAMES or work.is_claimed(node) or work.is_taken(node) or work.is_kept(self, node):
+        if work.is_claimed(node) or work.is_taken(node) or work.is_kept(self, node):
+            return
+        if kind(node) != "SimpleString" or text_of(node) not in _NAMES:
+            self._pieces(node, work)
             return
         verdict = self._verdict(node, work)
         if verdict is True:
@@ -63,11 +73,26 @@ class Backend(Rule):
         elif verdict:
             work.say(self, node, Grade.NOTED, str(verdict), once=True)
 
+    def _pieces(self, node: Node, work: Work) -> None:
+        """A text that names several backends, or one that is put together."""
+        value = text_of(node) or whole_text(work, node)
+        if value is None and kind(node) == "FormattedString":
+            value = "".join(getattr(part, "value", "0") for part in node.parts if "Text" in kind(part))
+        if value and _SEVERAL.fullmatch(value) and not is_spoken(work, node):
+            work.claim(node, *work.source.children(node))
+            work.say(self, node, Grade.NOTED, _EACH)
+
     def _verdict(self, node: Node, work: Work) -> bool | str:
         parent = work.parent(node)
         where = kind(parent)
-        if where in ("Expr", "ConcatenatedString", "Index", "Assert", "BinaryOperation", "Annotation"):
+        if where in ("Expr", "ConcatenatedString", "Annotation") or (where != "Index" and is_spoken(work, node)):
             return False
+        if (key := default_of(work, node)) is not None:
+            return True if "backend" in key else _ASK
+        if where in ("Index", "Assert"):
+            return False
+        if where in ("BinaryOperation", "Attribute"):
+            return _ASK
         if where == "Comparison" or where == "ComparisonTarget":
             return self._compared(node, work)
         place, name = place_of(work, node)
@@ -75,11 +100,7 @@ class Backend(Rule):
         if place == "call":
             if last in ("init_process_group", "new_group", "init_dist", "init_distributed", "setup_distributed"):
                 return True
-            return (
-                _ASK
-                if last not in ("print", "info", "warning", "debug", "get", "add_argument") and "Error" not in last
-                else False
-            )
+            return _ASK
         if place in ("keyword", "option", "default", "assign"):
             if name in ("help", "choices", "description", "dest"):
                 return False

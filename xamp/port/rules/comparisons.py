@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.places import is_like_device, last_name
 from xamp.port.rule import Example, Grade, Rule
-from xamp.port.rules.device_text import is_like_device, last_name
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
@@ -13,6 +13,16 @@ __all__ = ["RULES"]
 
 _DEVICES = ("cuda", "npu")
 _TESTS = ("If", "While", "Assert", "IfExp", "BooleanOperation", "UnaryOperation")
+
+
+_MISSING = "asks for a device that is not there, so the text stays as users write it; add the other devices' names"
+
+
+def _operands(node: Any, sign: str) -> list[Any]:
+    """The tests that ``and``, or ``or``, joins."""
+    if kind(node) == "BooleanOperation" and kind(node.operator) == sign:
+        return [*_operands(node.left, sign), *_operands(node.right, sign)]
+    return [node]
 
 
 class Compare(Rule):
@@ -23,7 +33,7 @@ class Compare(Rule):
 
     name = "device-compare"
     met = 69
-    kinds = ("Comparison",)
+    kinds = ("Comparison", "Call")
     examples = (
         Example(
             "if device.type == 'cuda':\n    pass\nif 'cuda' in str(device) and fast:\n    pass\n",
@@ -33,6 +43,15 @@ class Compare(Rule):
         Example(
             "slow = args.device != 'cuda'\n",
             "import xamp\nslow = (not xamp.is_available() or args.device != xamp.device_type())\n",
+        ),
+        Example(
+            "if args.device.startswith('cuda'):\n    pass\n",
+            "import xamp\nif xamp.is_available() and args.device.startswith(xamp.device_type()):\n    pass\n",
+        ),
+        Example(
+            "import torch\nif args.device == 'cuda' and not torch.cuda.is_available():\n    args.device = 'cpu'\n",
+            f"import torch\nimport xamp\n# TODO(xamp): {_MISSING}\n"
+            "if args.device == 'cuda' and not xamp.is_available():\n    args.device = 'cpu'\n",
         ),
         Example(
             "if mode == 'cuda':\n    pass\n",
@@ -46,6 +65,27 @@ class Compare(Rule):
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
+        if kind(node) == "Call":
+            self._start(node, work)
+        else:
+            self._comparison(node, work)
+
+    def _start(self, node: Any, work: Work) -> None:
+        """``device.startswith("cuda")``."""
+        if kind(node.func) != "Attribute" or node.func.attr.value != "startswith" or len(node.args) != 1:
+            return
+        text = node.args[0].value
+        if text_of(text) not in _DEVICES or not is_like_device(last_name(work, node.func.value)):
+            return
+        if work.is_kept(self, node) or work.is_taken(node):
+            return
+        work.claim(text)
+        if self._asks_for_a_missing_one(node, False, work):
+            work.say(self, node, Grade.NOTED, _MISSING)
+        else:
+            self._write(node, text, False, work)
+
+    def _comparison(self, node: Any, work: Work) -> None:
         if len(node.comparisons) != 1 or work.is_kept(self, node):
             return
         right, sign = node.comparisons[0].comparator, kind(node.comparisons[0].operator)
@@ -61,7 +101,40 @@ class Compare(Rule):
             if sign in ("Equal", "NotEqual"):
                 work.say(self, node, Grade.NOTED, "does this text name a device? Then write xamp.device_type()")
             return
-        self._write(node, text, sign in ("NotEqual", "NotIn"), work)
+        negative = sign in ("NotEqual", "NotIn")
+        if self._asks_for_a_missing_one(node, negative, work):
+            work.say(self, node, Grade.NOTED, _MISSING)
+        else:
+            self._write(node, text, negative, work)
+
+    def _asks_for_a_missing_one(self, node: Node, negative: bool, work: Work) -> bool:
+        """``device == "cuda" and not torch.cuda.is_available()``: rewritten, the test could never be true."""
+        sign = "Or" if negative else "And"
+        top = node
+        while kind(parent := work.parent(top)) == "BooleanOperation" and kind(parent.operator) == sign:
+            top = parent
+        if any(self._is_answer(each, not negative, work) for each in _operands(top, sign) if each is not node):
+            return True
+        if kind(parent) != "If" or parent.test is not top:
+            return False
+        block = parent.orelse if negative else parent.body
+        waiting = [block] if block is not None else []
+        while waiting:
+            each = waiting.pop()
+            if self._is_answer(each, True, work) or (
+                kind(each) == "Assert" and self._is_answer(each.test, False, work)
+            ):
+                return True
+            waiting += work.source.children(each)
+        return False
+
+    def _is_answer(self, node: Any, negative: bool, work: Work) -> bool:
+        """Whether a node is ``torch.cuda.is_available()``, or ``not`` that."""
+        if negative:
+            return kind(node) == "UnaryOperation" and self._is_answer(node.expression, False, work)
+        return kind(node) == "Call" and work.path(node.func).endswith(
+            ("cuda.is_available", "npu.is_available", "xamp.is_available")
+        )
 
     def _write(self, node: Any, text: Node, negative: bool, work: Work) -> None:
         root = work.name("xamp.device_type", node).partition(".")[0]

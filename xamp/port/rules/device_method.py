@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from xamp.port.receivers import OWN, doubt_about
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work, arguments
 
-__all__ = ["RULES", "index_of", "is_index"]
+__all__ = ["RULES", "index_of", "is_device_text", "is_index", "is_option"]
 
 _METHODS = ("cuda", "npu")
 _TEXT = re.compile(r"(?:cuda|npu)(?::(\d+))?")
 _INDEX = re.compile(r"(^|_)(rank|gpu|gpus|idx|index|id|ids|i|n|local|num|number|ordinal|cuda)\d*$|rank|gpu", re.I)
+_PART = re.compile(r"(cuda|npu|cpu):?\d*")
+_OPTIONS = re.compile(
+    r"(^|_)(args?|arguments|opts?|options?|cfg|conf|configs?|params?|hparams|hps?|flags|settings|namespace|self|cls)$",
+    re.I,
+)
 _DEVICE = re.compile(r"dev(ice)?s?\d*$", re.I)
 
 
@@ -21,6 +27,22 @@ def index_of(node: Node) -> str | None:
     """The index in a text such as ``"cuda:1"``, empty where it has none; None for what is no device."""
     found = _TEXT.fullmatch(text_of(node) or "")
     return None if found is None else found[1] or ""
+
+
+def is_device_text(text: str) -> bool:
+    """Whether a text may name a device, or devices: ``cuda``, ``cuda:``, ``cuda0``, ``cpu:0,cuda:0``."""
+    parts = [part.strip() for part in text.split(",")]
+    return all(_PART.fullmatch(part) for part in parts) and any(part.startswith(_METHODS) for part in parts)
+
+
+def is_option(work: Work, node: Node) -> bool:
+    """Whether an expression is where a script keeps its options, so that ``.cuda`` of it is a switch."""
+    last = node.attr.value if kind(node) == "Attribute" else node.value if kind(node) == "Name" else ""
+    if kind(node) == "Name":
+        made = [binding.value for binding in work.scopes.bindings(node) if binding.value is not None]
+        if any("parse" in work.code(value) or "Namespace" in work.code(value) for value in made):
+            return True
+    return bool(_OPTIONS.search(str(last)))
 
 
 def is_index(work: Work, node: Node, seen: tuple[Node, ...] = ()) -> bool | None:
@@ -105,8 +127,11 @@ class Method(Rule):
             return
         if kind(node.func) != "Attribute" or node.func.attr.value not in _METHODS or work.is_kept(self, node):
             return
-        receiver = node.func.value
-        if work.path(node.func) or self._is_own(receiver, node.func.attr.value, work) or work.is_claimed(node):
+        if work.is_claimed(node) or work.path(node.func) in work.table:
+            return
+        if doubt := doubt_about(work, node.func):
+            if doubt != OWN:
+                work.say(self, node, Grade.NOTED, doubt)
             return
         plain, named, open_ended = arguments(node)
         if open_ended or len(plain) > 2 or set(named) - {"device", "non_blocking", "memory_format"}:
@@ -147,43 +172,35 @@ class Method(Rule):
         work.say(self, call, Grade.CERTAIN)
 
     def _value(self, node: Any, work: Work) -> None:
+        """``move = model.cuda``; ``use = args.cuda`` and ``if net.cuda:`` ask for a switch."""
+        if node.attr.value not in _METHODS or work.is_kept(self, node) or is_option(work, node.value):
+            return
         parent = work.parent(node)
+        path = work.path(node)
+        if path and not path.startswith(("torch.Tensor.", "torch.nn.Module.")):
+            return
         if (
-            work.is_kept(self, node)
-            or node.attr.value not in _METHODS
-            or (kind(parent) == "Call" and parent.func is node)
+            kind(parent) not in _VALUES
+            or getattr(parent, "test", None) is node
+            or getattr(parent, "func", None) is node
         ):
             return
-        if kind(parent) not in ("IfExp", "AssignTarget", "Assign", "Arg", "Return") or work.path(node):
+        if kind(parent) == "Arg" and parent.keyword is not None and parent.keyword.value in _METHODS:
             return
-        code = work.code(parent)
-        if kind(parent) == "IfExp" and parent.test is not node and (".cpu" in code or ".to" in code):
-            work.say(
-                self, node, Grade.NOTED, "the method is used as a value; write a function that calls .to(xamp.device())"
-            )
+        if not _is_written(work, node):
+            work.say(self, node, Grade.NOTED, _AS_VALUE)
 
-    def _is_own(self, receiver: Node, method: str, work: Work) -> bool:
-        """Whether the receiver is an object of a class of this file that has the method itself."""
-        owners = (
-            [
-                node.name.value
-                for node in work.source.nodes
-                if kind(node) == "ClassDef"
-                and any(
-                    kind(each) == "FunctionDef" and each.name.value == method for each in getattr(node.body, "body", ())
-                )
-            ]
-            if f"def {method}(".encode() in work.source.data
-            else []
-        )
-        if not owners:
-            return False
-        if kind(receiver) == "Name" and receiver.value == "self":
-            return any(kind(each) == "ClassDef" and each.name.value in owners for each in work.source.above(receiver))
-        values = [receiver]
-        if kind(receiver) == "Name":
-            values = [each.value for each in work.scopes.bindings(receiver) if each.value is not None]
-        return any(kind(value) == "Call" and work.code(value.func) in owners for value in values)
+
+_VALUES = ("IfExp", "Assign", "AnnAssign", "NamedExpr", "Arg", "Return", "Element", "DictElement", "Lambda", "Yield")
+_AS_VALUE = "the method is used as a value; write a function that calls .to(xamp.device())"
+
+
+def _is_written(work: Work, node: Any) -> bool:
+    """Whether the file sets the attribute: then it is data."""
+    return any(
+        kind(each) == "AssignTarget" and kind(each.target) == "Attribute" and each.target.attr.value == node.attr.value
+        for each in work.source.nodes
+    )
 
 
 RULES = (Method(),)

@@ -1,0 +1,185 @@
+"""Whose method ``x.cuda()`` is: a tensor's or a module's, or a storage's, or one of a class of the file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xamp.port.scopes import Binding
+from xamp.port.source import Node, kind
+from xamp.port.work import Work
+
+__all__ = ["OWN", "doubt_about"]
+
+OWN = "own"
+_STORAGE = "a storage has no .to; give torch.load map_location=xamp.device(...), or move the tensor"
+_IMPORTED = "this is imported; where it is a tensor or a module, write .to(xamp.device(...))"
+_PERHAPS_OWN = "a class of this file has this method too; where it is a tensor or a module, write .to(xamp.device(...))"
+
+
+def doubt_about(work: Work, func: Any) -> str:
+    """Why ``x.cuda`` may not become ``x.to``.
+
+    Returns:
+        A note; ``OWN`` where the method is of a class of the file, which keeps it; empty where nothing is in the way.
+    """
+    receiver = func.value
+    if work.path(func):
+        return _IMPORTED
+    if _is_storage(work, receiver):
+        return _STORAGE
+    owners = _owners(work, func.attr.value)
+    found = _is_own(work, receiver, owners, 0) if owners else False
+    return OWN if found else _PERHAPS_OWN if found is None else ""
+
+
+def _is_storage(work: Work, receiver: Any) -> bool:
+    what = kind(receiver)
+    if what == "Call":
+        return kind(receiver.func) == "Attribute" and receiver.func.attr.value.endswith("storage")
+    last = receiver.attr.value if what == "Attribute" else receiver.value if what == "Name" else ""
+    if str(last).lower().endswith("storage"):
+        return True
+    if what != "Name":
+        return False
+    for binding in work.scopes.bindings(receiver):
+        if binding.how == "parameter" and _places_storages(work, binding.node):
+            return True
+    return False
+
+
+def _places_storages(work: Work, param: Node) -> bool:
+    """Whether a parameter is the first of a function that is given to a load as ``map_location``."""
+    function = work.parent(work.parent(param))
+    if kind(function) not in ("FunctionDef", "Lambda") or list(function.params.params)[:1] != [param]:
+        return False
+    if kind(function) == "Lambda" and _is_map_location(work, function):
+        return True
+    names = {function.name.value} if kind(function) == "FunctionDef" else _names_of(work, function)
+    return any(
+        kind(node) == "Name" and node.value in names and _is_map_location(work, node) for node in work.source.nodes
+    )
+
+
+def _names_of(work: Work, value: Node) -> set[str]:
+    assign = work.parent(value)
+    if kind(assign) != "Assign":
+        return set()
+    return {each.target.value for each in assign.targets if kind(each.target) == "Name"}
+
+
+def _is_map_location(work: Work, node: Node) -> bool:
+    parent = work.parent(node)
+    while kind(parent) in ("IfExp", "BooleanOperation"):
+        node, parent = parent, work.parent(parent)
+    if kind(parent) in ("Assign", "AnnAssign"):
+        target = parent.targets[0].target if kind(parent) == "Assign" else parent.target
+        return "map_loc" in work.code(target)
+    if kind(parent) != "Arg":
+        return False
+    if parent.keyword is not None:
+        return bool(parent.keyword.value == "map_location")
+    call = work.parent(parent)
+    if kind(call) != "Call" or call.args.index(parent) != 1:
+        return False
+    return work.path(call.func) == "torch.load" or work.code(call.func) in ("torch.load", "load_url")
+
+
+def _owners(work: Work, method: str) -> set[str]:
+    """The classes of the file that have the method themselves, or from another such class."""
+    if f"def {method}(".encode() not in work.source.data:
+        return set()
+    classes = [node for node in work.source.nodes if kind(node) == "ClassDef"]
+    found = {
+        node.name.value
+        for node in classes
+        if any(kind(each) == "FunctionDef" and each.name.value == method for each in getattr(node.body, "body", ()))
+    }
+    for _ in classes:
+        more = {node.name.value for node in classes if any(work.code(base.value) in found for base in node.bases)}
+        if more <= found:
+            break
+        found |= more
+    return found
+
+
+def _is_own(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
+    """Whether an expression is an object of such a class; None where that cannot be told."""
+    what = kind(node)
+    if depth > 4:
+        return None
+    if what == "Name":
+        return _is_own_name(work, node, owners, depth)
+    if what == "Attribute":
+        return any(_is_own(work, value, owners, depth + 1) for value in _assigned(work, node.attr.value))
+    if what == "Subscript":
+        return _mentions(work, node.value, owners, depth)
+    if what == "Call":
+        if work.code(node.func) in owners:
+            return True
+        if kind(node.func) == "Attribute" and node.func.attr.value in ("to", "half", "float", "eval", "train", "cuda"):
+            return _is_own(work, node.func.value, owners, depth + 1)
+        return None if _mentions(work, node.func, owners, depth) else False
+    if what in ("IfExp", "BooleanOperation"):
+        sides = [node.body, node.orelse] if what == "IfExp" else [node.left, node.right]
+        found = [_is_own(work, side, owners, depth + 1) for side in sides]
+        return found[0] if found[0] == found[1] else None
+    return False
+
+
+def _is_own_name(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
+    if node.value in ("self", "cls"):
+        return any(kind(each) == "ClassDef" and each.name.value in owners for each in work.source.above(node))
+    found = [_of_binding(work, binding, owners, depth) for binding in work.scopes.bindings(node)]
+    if any(found) and all(found):
+        return True
+    return None if any(each is not False for each in found) else False
+
+
+def _of_binding(work: Work, binding: Binding, owners: set[str], depth: int) -> bool | None:
+    if binding.how == "parameter":
+        return _of_parameter(work, binding.node, owners)
+    if binding.value is not None:
+        return _is_own(work, binding.value, owners, depth + 1)
+    source = next(
+        (each for each in work.source.above(binding.node) if kind(each) in ("For", "CompFor", "With", "Assign")), None
+    )
+    if source is None:
+        return False
+    if kind(source) in ("For", "CompFor"):
+        return True if _mentions(work, source.iter, owners, depth) else None
+    return None if any(owner in work.code(source) for owner in owners) else False
+
+
+def _of_parameter(work: Work, param: Any, owners: set[str]) -> bool | None:
+    written = work.code(param.annotation) if param.annotation is not None else ""
+    if any(owner in written for owner in owners):
+        return True
+    return False if "Tensor" in written or "Module" in written else None
+
+
+def _mentions(work: Work, node: Node, owners: set[str], depth: int) -> bool:
+    """Whether an expression, or what its names stand for, makes objects of such a class."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if kind(each) == "Name":
+            if each.value in owners:
+                return True
+            for binding in work.scopes.bindings(each) if depth < 4 else ():
+                if binding.value is not None and _mentions(work, binding.value, owners, depth + 1):
+                    return True
+                if kind(binding.node) == "FunctionDef" and _mentions(work, binding.node.body, owners, depth + 2):
+                    return True
+        waiting += work.source.children(each)
+    return False
+
+
+def _assigned(work: Work, last: str) -> list[Node]:
+    """The values that the file gives to an attribute, of the same object or another."""
+    found = []
+    for node in work.source.nodes:
+        if kind(node) == "Assign" and any(
+            kind(each.target) == "Attribute" and each.target.attr.value == last for each in node.targets
+        ):
+            found.append(node.value)
+    return found
