@@ -71,7 +71,9 @@ def _port(args: argparse.Namespace) -> int:
     settings: Settings = importlib.import_module("xamp.port.settings").read(args.paths[0])
     files.check_libcst()
     importlib.import_module("xamp.port.rules").load()
-    found = list(files.find(args.paths, args.include or settings.include, [*settings.exclude, *args.exclude]))
+    root = os.path.dirname(settings.path) if settings.path else None
+    exclude = [*settings.exclude, *args.exclude]
+    found = list(files.find(args.paths, args.include or settings.include, exclude, root))
     jobs = args.jobs or settings.jobs or os.cpu_count() or 1
     with _progress(len(found)) as step:
         outcomes = files.port_all(found, jobs, args.add_amp, step)

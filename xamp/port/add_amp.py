@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from xamp.port.rule import Grade, Rule
@@ -40,8 +41,8 @@ class AddAmp:
         for line, model, optimizer in made:
             self._initialize(work, line, model, optimizer)
         names = {optimizer for _, _, optimizer in made}
-        for line in backwards:
-            self._scale(work, line, names)
+        for call in backwards:
+            self._scale(work, call, names)
 
     def _has_amp(self, work: Work) -> bool:
         for node in work.source.nodes:
@@ -87,25 +88,32 @@ class AddAmp:
         work.splice(below, below, text)
         work.say(self.rule, line, Grade.CERTAIN)
 
-    def _scale(self, work: Work, line: Any, names: set[str]) -> None:
-        call = line.body[0].value
+    def _scale(self, work: Work, call: Any, names: set[str]) -> None:
         loss = call.func.value
-        stepped = self._stepped(work, line, names)
-        if stepped is None:
-            text = "put xamp.scale_loss(loss, optimizer) around this: which optimizer it is for is not clear"
-            work.say(self.rule, line, Grade.NOTED, text)
+        suite = _suite(work, call)
+        stepped = self._stepped(work, call, names)
+        if suite is None or stepped is None or "\n" in work.code(loss):
+            why = "which optimizer it is for is not clear" if stepped is None else "it is not a line of its own"
+            work.say(self.rule, call, Grade.NOTED, f"put xamp.scale_loss(loss, optimizer) around this: {why}")
             return
-        start, _ = work.source.span(line)
-        indent = work.source.data[work.source.line_start(start) : start].decode()
-        unit = work.source.tree.default_indent
+        start = work.source.span(call)[0]
+        newline, unit = work.source.newline.decode(), work.source.tree.default_indent
+        low = work.source.line_start(start)
+        indent = re.match(r"[ \t\f]*", work.source.data[low:start].decode())
+        inner = indent[0] if indent else ""
         _, high = work.source.span(loss)
-        open_low = work.source.span(call)[0]  # parentheses of the loss included
         dot = work.source.data.index(b".", high)
-        text = work.source.data[open_low:dot].decode().strip()
+        text = work.source.data[start:dot].decode().strip()
         text = text[1:-1] if getattr(loss, "lpar", ()) and len(loss.lpar) == 1 else text
-        head = f"with {work.name('xamp.scale_loss', line)}({text}, {stepped}) as scaled_loss:"
-        work.splice(open_low, dot, f"{head}{work.source.newline.decode()}{indent}{unit}scaled_loss")
-        work.say(self.rule, line, Grade.CERTAIN)
+        opening = ""
+        if kind(suite) == "SimpleStatementSuite":  # `if a: loss.backward()`
+            while work.source.data[start - 1 : start] in (b" ", b"\t"):
+                start -= 1
+            inner += unit
+            opening = f"{newline}{inner}"
+        head = f"with {work.name('xamp.scale_loss', call)}({text}, {stepped}) as scaled_loss:"
+        work.splice(start, dot, f"{opening}{head}{newline}{inner}{unit}scaled_loss")
+        work.say(self.rule, call, Grade.CERTAIN)
 
     def _stepped(self, work: Work, line: Node, names: set[str]) -> str | None:
         """The optimizer whose ``step`` comes after a backward, in the same function."""
@@ -123,7 +131,13 @@ class AddAmp:
 
 
 def _is_backward(node: Node) -> bool:
-    if kind(node) != "SimpleStatementLine" or len(node.body) != 1 or kind(node.body[0]) != "Expr":
-        return False
-    call = node.body[0].value
-    return bool(kind(call) == "Call" and kind(call.func) == "Attribute" and call.func.attr.value == "backward")
+    return bool(kind(node) == "Call" and kind(node.func) == "Attribute" and node.func.attr.value == "backward")
+
+
+def _suite(work: Work, call: Node) -> Node | None:
+    """The line, or the rest of a line such as ``if a:``, that has the call and nothing else."""
+    statement = work.parent(call)
+    line = work.parent(statement)
+    if kind(statement) != "Expr" or kind(line) not in ("SimpleStatementLine", "SimpleStatementSuite"):
+        return None
+    return line if len(line.body) == 1 else None

@@ -9,6 +9,7 @@ import fnmatch
 import multiprocessing
 import os
 import pathlib
+import re
 import stat
 import subprocess
 import tempfile
@@ -65,13 +66,16 @@ class Outcome:
         return sum(finding.grade is grade for finding in self.findings)
 
 
-def find(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Iterator[str]:
+def find(
+    paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = (), root: str | None = None
+) -> Iterator[str]:
     """Yield each file to port, once, in the order of names.
 
     Args:
         paths: files and folders. A file is taken whatever its ending.
         include: patterns; of the files in folders only those that match one. Empty: all Python files and notebooks.
-        exclude: patterns of files and folders to leave out.
+        exclude: patterns of files and folders to leave out, also where a call names them, as hooks do.
+        root: a folder that the patterns may start at; the working folder, and the one that is searched, are others.
 
     Raises:
         PolicyError: a path does not exist.
@@ -81,10 +85,13 @@ def find(paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[st
         if not os.path.exists(path):
             kind = "a link that leads nowhere" if os.path.islink(path) else "no such file or folder"
             raise PolicyError(f"xamp port {path!r}: {kind}. Name files or folders.")
+        tops = [top for top in (os.curdir, root) if top is not None]
+        if any(_leads_out(path, top, exclude) for top in tops):
+            continue
         if not os.path.isdir(path):
             yield from _once(path, seen)
             continue
-        for file in _below(path, exclude):
+        for file in _below(path, exclude, [path, *tops]):
             if _matches(file, path, include) if include else file.endswith(_ENDINGS):
                 yield from _once(file, seen)
 
@@ -96,18 +103,26 @@ def _once(path: str, seen: set[tuple[int, int]]) -> Iterator[str]:
         yield path
 
 
-def _below(folder: str, exclude: Sequence[str], top: str | None = None) -> Iterator[str]:
+def _leads_out(path: str, top: str, exclude: Sequence[str]) -> bool:
+    """Whether a pattern leaves out a file, or a folder around it, that stands below ``top``."""
+    inside = pathlib.PurePath(os.path.relpath(path, top))
+    if os.path.isabs(inside) or ".." in inside.parts:
+        return _matches(path, os.path.dirname(path) or os.curdir, exclude)
+    above = [each for each in (inside, *inside.parents) if each.parts]
+    return any(_matches(os.path.join(top, each), top, exclude) for each in above)
+
+
+def _below(folder: str, exclude: Sequence[str], tops: Sequence[str]) -> Iterator[str]:
     """The files below a folder. Links to folders are not followed, so that a loop of links ends."""
-    top = folder if top is None else top
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
     for entry in entries:
-        if entry.name in _SKIPPED or _matches(entry.path, top, exclude):
+        if entry.name in _SKIPPED or any(_matches(entry.path, top, exclude) for top in tops):
             continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path, exclude, top)
+            yield from _below(entry.path, exclude, tops)
         elif not os.path.isdir(entry.path) and os.path.exists(entry.path) and stat.S_ISREG(os.stat(entry.path).st_mode):
             yield entry.path
 
@@ -123,12 +138,44 @@ def _matches(path: str, top: str, patterns: Iterable[str]) -> bool:
     )
 
 
-def port_file(path: str, level: str | None = None) -> Outcome:
+_TAKES_AMP = re.compile(
+    rb"^[ \t]*from[ \t]+([.\w]+)[ \t]+import\b(?:[ \t]*\([^)]*?\bamp\b|[^\n#]*?\bamp\b|[ \t]*\*)"
+    rb"|\b(\w+)\.amp\.(?:initialize|scale_loss|master_params|state_dict)",
+    re.M,
+)
+
+
+def exporters(paths: Sequence[str]) -> frozenset[str]:
+    """The files from which another one of ``paths`` takes the name ``amp``."""
+    modules: set[str] = set()
+    for path in paths:
+        try:
+            if not path.endswith(".py") or not os.path.isfile(path) or os.path.getsize(path) > _LARGEST:
+                continue
+            with open(path, "rb") as file:
+                data = file.read()
+        except OSError:
+            continue
+        for found in _TAKES_AMP.finditer(data) if b"amp" in data or b"*" in data else ():
+            name = (found[1] or found[2]).decode("utf-8", "replace")
+            here = os.path.basename(os.path.dirname(os.path.abspath(path)))
+            modules.add(name.rpartition(".")[2] or here)
+    return frozenset(path for path in paths if _module(path) in modules)
+
+
+def _module(path: str) -> str:
+    """The name by which other files import a file: its own, or its folder's for ``__init__.py``."""
+    stem = os.path.splitext(os.path.basename(path))[0]
+    return os.path.basename(os.path.dirname(os.path.abspath(path))) if stem == "__init__" else stem
+
+
+def port_file(path: str, level: str | None = None, exports: Sequence[str] = ()) -> Outcome:
     """Port one file; do not write it. An error becomes part of the outcome.
 
     Args:
         path: the file.
         level: ``--add-amp``'s level; None: no AMP is added.
+        exports: names that other files take from it.
     """
     from xamp.port import engine, notebook
 
@@ -143,9 +190,9 @@ def port_file(path: str, level: str | None = None) -> Outcome:
         return Outcome(path, error=f"cannot be read: {error.strerror}")
     try:
         if path.endswith(".ipynb"):
-            after, ported = notebook.port_notebook(data)
+            after, ported = notebook.port_notebook(data, _adding(level))
         else:
-            after, ported = engine.port_bytes(data, last=_adding(level))
+            after, ported = engine.port_bytes(data, last=_adding(level), exports=exports)
     except Unreadable as error:
         return Outcome(path, data, data, error=str(error))
     except RecursionError:
@@ -176,6 +223,7 @@ def port_all(
         MissingLibCST: LibCST is not installed.
     """
     outcomes: dict[str, Outcome] = {}
+    exporting = exporters(paths)
 
     def keep(outcome: Outcome) -> None:
         outcomes[outcome.path] = outcome
@@ -184,18 +232,24 @@ def port_all(
 
     if jobs < 2 or len(paths) < 16:
         for path in paths:
-            keep(port_file(path, level))
+            keep(port_file(path, level, _names(path, exporting)))
         return [outcomes[path] for path in paths]
-    for path, outcome in _in_processes(paths, jobs, level):
-        keep(outcome if outcome is not None else _alone(path, level))
+    for path, outcome in _in_processes(paths, jobs, level, exporting):
+        keep(outcome if outcome is not None else _alone(path, level, _names(path, exporting)))
     return [outcomes[path] for path in paths]
 
 
-def _in_processes(paths: Sequence[str], jobs: int, level: str | None) -> Iterator[tuple[str, Outcome | None]]:
+def _names(path: str, exporting: frozenset[str]) -> tuple[str, ...]:
+    return ("amp",) if path in exporting else ()
+
+
+def _in_processes(
+    paths: Sequence[str], jobs: int, level: str | None, exporting: frozenset[str]
+) -> Iterator[tuple[str, Outcome | None]]:
     """Outcomes as they come; None for files of a pool that broke."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = {pool.submit(port_file, path, level): path for path in paths}
+        waiting = {pool.submit(port_file, path, level, _names(path, exporting)): path for path in paths}
         for future in concurrent.futures.as_completed(waiting):
             try:
                 yield waiting[future], future.result()
@@ -203,12 +257,12 @@ def _in_processes(paths: Sequence[str], jobs: int, level: str | None) -> Iterato
                 yield waiting[future], None
 
 
-def _alone(path: str, level: str | None) -> Outcome:
+def _alone(path: str, level: str | None, exports: Sequence[str]) -> Outcome:
     """Port a file in a process that may end: a file that ends it is told of."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            return pool.submit(port_file, path, level).result()
+            return pool.submit(port_file, path, level, exports).result()
         except concurrent.futures.process.BrokenProcessPool:
             return Outcome(path, error="ended the process that read it. Exclude the file, and please report it.")
 

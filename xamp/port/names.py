@@ -122,7 +122,10 @@ def _free(work: Work, node: Node) -> None:
 
 def _known(work: Work, ref: Ref | None) -> Ref | None:
     """Of a name that several imports bind, such as one of Apex and one of torch, the meaning that has a counterpart."""
-    if ref is None or ref.certain:
+    if ref is None:
+        return ref
+    found = work.target(ref.path)
+    if ref.certain and (found is None or found[1].new is not None):
         return ref
     rest = (
         ref.path[len(next(each.path for each in ref.bindings if each.path and ref.path.startswith(each.path))) :]

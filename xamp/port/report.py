@@ -6,6 +6,7 @@ import difflib
 import html
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def caret(finding: Finding) -> str:
 def diff(outcome: Outcome) -> str:
     """A unified diff of a file."""
     before, after = (
-        each.decode("utf-8", "replace").splitlines(keepends=True) for each in (outcome.before, outcome.after)
+        re.findall(r"[^\n]*\n|[^\n]+", each.decode("utf-8", "replace")) for each in (outcome.before, outcome.after)
     )
     lines = difflib.unified_diff(before, after, f"a/{outcome.path}", f"b/{outcome.path}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
@@ -148,7 +149,8 @@ def _html(outcomes: Sequence[Outcome]) -> str:
                 f'<p class="{finding.grade.value}">{html.escape(head)}</p><pre>{html.escape(caret(finding))}</pre>'
             )
         if outcome.is_changed:
-            parts.append(f"<pre>{''.join(_coloured(line) for line in diff(outcome).splitlines())}</pre>")
+            lines = "".join(map(_coloured, diff(outcome).rstrip("\n").split("\n")))
+            parts.append(f"<pre>{lines}</pre>")
     return "\n".join([*parts, "</html>\n"])
 
 

@@ -129,7 +129,9 @@ class Initialize(Rule):
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
-        if work.path(node.func) != "apex.amp.initialize" or work.is_kept(self, node):
+        path = work.path(node.func)
+        if path != "apex.amp.initialize" or work.is_kept(self, node):
+            self._of_another_file(path, node, work)
             return
         plain, named, open_ended = arguments(node)
         for position, arg in enumerate(plain):
@@ -154,6 +156,15 @@ class Initialize(Rule):
             comma = last.endswith(",")
             work.splice(tail, tail, ' level="O1"' if comma else ', level="O1"')
             work.say(self, node, Grade.CERTAIN)
+
+    def _of_another_file(self, path: str, node: Any, work: Work) -> None:
+        """``amp`` may come from a file that imports Apex: its port has xamp's default level."""
+        if not path.endswith(".amp.initialize") or path.startswith(("apex.", "torch", "xamp")):
+            return
+        _, named, open_ended = arguments(node)
+        if len(node.args) > 1 and not open_ended and not set(named) & {"opt_level", "level"}:
+            text = f"where {path.rpartition('.')[0]} was Apex, say level=\"O1\" here: Apex's default, and not xamp's"
+            work.say(self, node, Grade.NOTED, text, inline=False)
 
     def _leave_out(self, call: Any, arg: Any, work: Work) -> None:
         start, end = work.source.span(arg)

@@ -1,0 +1,89 @@
+"""Lines of a notebook's cell that are for IPython: hidden from the parser, and shown again as they were."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["MARK", "hide", "show"]
+
+MARK = "#xamp-magic "
+_LINE = re.compile(
+    r"[ \t]*(?:[%!?].*"  # %matplotlib inline, !pip install x, ?x
+    r"|[\w.*%]+\?{1,2}[ \t]*"  # x?, x??
+    r"|[\w.,*\[\]'\" \t()]+=[ \t]*(?:![^=]|%[A-Za-z]).*)"  # x = !ls, x = %time f()
+)
+_TOKEN = re.compile(r"""(?i)[rbfu]{0,3}('{3}|"{3}|'|")|\#|[(\[{]|[)\]}]""")
+
+
+def hide(code: str) -> str:
+    """Each such line as the statement ``pass`` with a comment, so that a block that has nothing else stays one."""
+    out: list[str] = []
+    state = _State()
+    goes_on = False  # a line for IPython that ends with a backslash takes the next one along
+    for number, line in enumerate(code.split("\n")):
+        starts = state.starts_statement
+        is_cell = number == 0 and line.startswith("%%")
+        if goes_on or is_cell or (starts and _LINE.fullmatch(line.rstrip("\r"))):
+            space = "" if goes_on else line[: len(line) - len(line.lstrip(" \t"))]
+            out.append(f"{space}pass{MARK}{line[len(space) :]}" if not goes_on else f"{MARK}{line}")
+            goes_on = line.rstrip("\r").endswith("\\")
+            continue
+        goes_on = False
+        out.append(line)
+        state.read(line)
+    return "\n".join(out)
+
+
+def show(code: str) -> str:
+    """The lines as they were."""
+    return re.sub(rf"(?m)^([ \t]*)(?:pass)?{MARK}", r"\1", code)
+
+
+class _State:
+    """What is open at the end of a line: brackets, a text in three quotes, a backslash."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.quote = ""
+        self.continued = False
+
+    @property
+    def starts_statement(self) -> bool:
+        """Whether the next line begins a statement."""
+        return self.depth == 0 and not self.quote and not self.continued
+
+    def read(self, line: str) -> None:
+        """Go past a line."""
+        at = 0
+        self.continued = line.rstrip("\r").endswith("\\")
+        while at < len(line):
+            if self.quote:
+                at = self._text(line, at)
+                continue
+            found = _TOKEN.search(line, at)
+            if found is None:
+                return
+            token, at = found[0], found.end()
+            if token == "#":
+                self.continued = False
+                return
+            if token in "([{":
+                self.depth += 1
+            elif token in ")]}":
+                self.depth = max(0, self.depth - 1)
+            else:
+                self.quote = found[1]
+        if len(self.quote) == 1 and not self.continued:
+            self.quote = ""  # a text in one quote ends with its line
+
+    def _text(self, line: str, at: int) -> int:
+        while at < len(line):
+            if line[at] == "\\":
+                at += 2
+            elif line.startswith(self.quote, at):
+                at += len(self.quote)
+                self.quote = ""
+                return at
+            else:
+                at += 1
+        return at
