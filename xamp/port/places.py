@@ -141,6 +141,8 @@ def is_spoken(work: Work, node: Node) -> bool:
         return True
     if kind(parent) == "Assert" and parent.msg is node:
         return True
+    if any(kind(each) == "Raise" for each in work.source.above(node)):
+        return True
     place, name = place_of(work, node)
     if place == "keyword":
         return name in (

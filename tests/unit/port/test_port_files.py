@@ -244,11 +244,6 @@ def test_a_notebook_is_ported_as_one_file(script: Path) -> None:
     path = script.parent / "a.ipynb"
     path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     before = path.read_text(encoding="utf-8").splitlines()
-    assert main(["port", "--write", "a.ipynb"]) == 1
-    assert path.read_text(encoding="utf-8").splitlines() == before  # a loop whose body is a line for IPython only
-    cells[3]["source"] = ["!echo {i}\n", "torch.cuda.empty_cache()"]
-    path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    before = path.read_text(encoding="utf-8").splitlines()
     assert main(["port", "--write", "a.ipynb"]) == 0
     after = path.read_text(encoding="utf-8").splitlines()
     assert [line for line in after if line not in before] == [
@@ -256,9 +251,132 @@ def test_a_notebook_is_ported_as_one_file(script: Path) -> None:
         '    "import xamp"',
         '    "xamp.accel.empty_cache()"',
     ]
-    assert json.loads("\n".join(after))["cells"][3]["source"] == ["!echo {i}\n", "xamp.accel.empty_cache()"]
+    assert json.loads("\n".join(after))["cells"][3]["source"] == [
+        "for i in x:\n",
+        "    !echo {i}\n",
+        "xamp.accel.empty_cache()",
+    ]
     path.write_text("{}")
     assert main(["port", "a.ipynb"]) == 1
+
+
+def notebook(path: Path, *cells: str) -> None:
+    book = {
+        "cells": [{"cell_type": "code", "metadata": {}, "outputs": [], "source": cell} for cell in cells],
+        "metadata": {},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    path.write_text(json.dumps(book), encoding="utf-8")
+
+
+def cells_of(path: Path) -> list[str]:
+    return [cell["source"] for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "%matplotlib inline",
+            "files = !ls -l",
+            "t = %timeit -o f()",
+            "net?",
+            "net.forward??",
+            "?net",
+            "!ls \\\n  -l",
+        ),
+        *("for i in x:\n    !echo {i}", "if x:\n\t%time f()", "%%time\nf()", "%%capture out"),
+    ],
+)
+def test_lines_for_ipython_stay_in_any_place(script: Path, line: str) -> None:
+    path = script.parent / "a.ipynb"
+    notebook(path, "import torch, xamp", f"{line}\nx = y.cuda()")
+    assert main(["port", "--write", "a.ipynb"]) == 0
+    assert cells_of(path) == ["import torch, xamp", f"{line}\nx = y.to(xamp.device())"]
+
+
+def test_texts_and_sums_of_a_cell_are_not_for_ipython(script: Path) -> None:
+    path = script.parent / "a.ipynb"
+    code = 's = """\n!ls\n%x\n"""\nn = (7\n  % 3)\nm = 7 \\\n  % 3\nx = y.cuda()'
+    notebook(path, "import xamp", code)
+    assert main(["port", "--write", "a.ipynb"]) == 0
+    assert cells_of(path)[1] == code.replace("cuda()", "to(xamp.device())")
+
+
+def test_a_cell_that_is_no_python_is_told_and_the_others_ported(script: Path, capsys: Output) -> None:
+    path = script.parent / "a.ipynb"
+    notebook(path, "import xamp\nx = y.cuda()", "x = = y.cuda()", "z = y.cuda()")
+    assert main(["port", "--write", "a.ipynb"]) == 1
+    assert cells_of(path) == ["import xamp\nx = y.to(xamp.device())", "x = = y.cuda()", "z = y.to(xamp.device())"]
+    assert "code cell 2 stays as it is" in capsys.readouterr().err
+
+
+def test_amp_is_added_to_a_notebook(script: Path) -> None:
+    path = script.parent / "a.ipynb"
+    notebook(path, "import torch\nopt = torch.optim.SGD(net.parameters(), 0.1)", "loss.backward()\nopt.step()")
+    assert main(["port", "--write", "--add-amp", "O2", "a.ipynb"]) == 0
+    assert cells_of(path) == [
+        "import torch\nimport xamp\nopt = torch.optim.SGD(net.parameters(), 0.1)\n"
+        'net, opt = xamp.initialize(net, opt, level="O2")',
+        "with xamp.scale_loss(loss, opt) as scaled_loss:\n    scaled_loss.backward()\nopt.step()",
+    ]
+
+
+def test_what_is_left_out_is_left_out_where_a_hook_names_it(script: Path, capsys: Output) -> None:
+    for name in ("tests/z.py", "a/tests.py"):
+        path = script.parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(BEFORE)
+    (script.parent / "pyproject.toml").write_text('[tool.xamp.port]\nexclude = ["tests", "a/*"]\njobs = 1\n')
+    assert main(["port", "--check", "tests/z.py", "train.py", "a/tests.py", "tests"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["would port train.py"]
+    assert main(["port", "--check", str(script.parent / "tests" / "z.py")]) == 0
+    assert main(["port", "--check", "train.py", "--exclude", "train.py"]) == 0
+
+
+def test_a_diff_has_the_lines_of_the_file(script: Path, capsys: Output) -> None:
+    script.write_text("import xamp\n\f\nx = y.cuda()  # a\x0cb\u2028c\n", encoding="utf-8")
+    assert main(["port", "train.py"]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[2:] == [
+        *("@@ -1,3 +1,3 @@", " import xamp", " \f", "-x = y.cuda()  # a\x0cb\u2028c"),
+        *("+x = y.to(xamp.device())  # a\x0cb\u2028c", ""),
+    ]
+
+
+def test_a_name_that_another_file_takes_stays(script: Path, capsys: Output) -> None:
+    text = "from apex import amp\namp.state_dict()\n"
+    for name in ("tools", "other"):
+        (script.parent / f"{name}.py").write_text(text)
+    script.write_text("from tools import (\n    amp,\n)\nm, o = amp.initialize(m, o)\n")
+    assert main(["port", "--write", "."]) == 0
+    assert (script.parent / "tools.py").read_text() == "import xamp as amp\namp.state_dict()\n"
+    assert (script.parent / "other.py").read_text() == "import xamp\nxamp.state_dict()\n"
+    assert 'where tools.amp was Apex, say level="O1" here' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "if i: loss.backward()",
+            "if i:\n        with xamp.scale_loss(loss, opt) as scaled_loss:\n            scaled_loss.backward()",
+        ),
+        (
+            "loss.backward(); n = 1",
+            "(loss, optimizer) around this: it is not a line of its own",
+        ),
+        ("r = loss.backward()", "(loss, optimizer) around this: it is not a line of its own"),
+    ],
+)
+def test_amp_is_added_around_any_backward_or_it_is_told(script: Path, line: str, wanted: str) -> None:
+    script.write_text(
+        f"import torch\nopt = torch.optim.SGD(net.parameters(), 0.1)\nfor i in x:\n    {line}\n    opt.step()\n"
+    )
+    assert main(["port", "--write", "--add-amp", "O1", "train.py"]) == 0
+    assert wanted in script.read_text()
+    compile(script.read_text(), "train.py", "exec")
 
 
 def test_amp_is_added_to_a_script_without(script: Path) -> None:
