@@ -90,7 +90,27 @@ A script without mixed precision gets it by `xamp port --write --add-amp O1 trai
 left alone, and works, because xamp has the names.
 - It does not change what a script measures, how it is launched, or YAML and shell files.
 - Frameworks that own the switch for precision (Lightning, accelerate, DeepSpeed) are told of and left alone.
-- The line `if device.type == "cuda":` asks for an accelerator: it stays false on a CPU.
+- The line `if device.type == "cuda":` asks for an accelerator: it stays false on a CPU. Joined to
+`not torch.cuda.is_available()` it asks for a device that is not there: the text stays as users write it, with a note.
+- A text that may name a device gets a note where it cannot be told: `"cuda" + str(i)`, `run("cuda")`,
+`name.startswith("cuda")`, `"cpu:gloo,cuda:nccl"`. So do `.cuda()` of a name that is imported, of a storage, and, in a
+file with a class that has a `cuda` of its own, of what may be such an object; and `move = model.cuda`, the method as a
+value. These places are kept.
+- Each file is read by itself, with one exception: where another file of the same call takes `amp` from a file, that
+file goes on binding `amp`.
+
+## What it reads
+
+Python 3.9 to 3.13: `match`, `except*`, type parameters with and without defaults, `type` statements, f-strings with
+quotes, lines and comments inside. LibCST does not read an annotation of an attribute in brackets, `(a.b): int`: such a
+file is told of, and left.
+
+In a notebook the code cells are ported as one file. Lines for IPython stay as they are: `%magic`, `!command`,
+`x = !command`, `x?`, also inside of blocks, and the first line of a cell such as `%%time`. Cells of other languages
+(`%%bash`) are left alone. A cell that is no Python is told of and stays; the others are ported.
+
+`--add-amp` takes `loss.backward()` on a line of its own, and as the only statement of a line such as `if i:`. At another
+place it leaves a note.
 
 ## Grades
 

@@ -149,8 +149,8 @@ def _html(outcomes: Sequence[Outcome]) -> str:
                 f'<p class="{finding.grade.value}">{html.escape(head)}</p><pre>{html.escape(caret(finding))}</pre>'
             )
         if outcome.is_changed:
-            lines = "".join(map(_coloured, diff(outcome).rstrip("\n").split("\n")))
-            parts.append(f"<pre>{lines}</pre>")
+            text = "".join(map(_coloured, diff(outcome).rstrip("\n").split("\n")))
+            parts.append(f"<pre>{text}</pre>")
     return "\n".join([*parts, "</html>\n"])
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from xamp.port.rule import Example, Grade, Rule
-from xamp.port.rules.device_text import place_of
+from xamp.port.places import place_of
 from xamp.port.source import kind, text_of
 from xamp.port.work import Work
 
