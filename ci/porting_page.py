@@ -109,8 +109,8 @@ In a notebook the code cells are ported as one file. Lines for IPython stay as t
 `x = !command`, `x?`, also inside of blocks, and the first line of a cell such as `%%time`. Cells of other languages
 (`%%bash`) are left alone. A cell that is no Python is told of and stays; the others are ported.
 
-`--add-amp` takes `loss.backward()` on a line of its own, and as the only statement of a line such as `if i:`. At another
-place it leaves a note.
+`--add-amp` takes `loss.backward()` on a line of its own, and as the only statement of a line such as `if i:`. At
+another place it leaves a note.
 
 ## Grades
 

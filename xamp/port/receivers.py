@@ -116,7 +116,7 @@ def _is_own(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
     if what == "Call":
         if work.code(node.func) in owners:
             return True
-        if kind(node.func) == "Attribute" and node.func.attr.value in ("to", "half", "float", "eval", "train", "cuda"):
+        if kind(node.func) == "Attribute" and node.func.attr.value in ("to", "half", "float", "eval", "train"):
             return _is_own(work, node.func.value, owners, depth + 1)
         return None if _mentions(work, node.func, owners, depth) else False
     if what in ("IfExp", "BooleanOperation"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from xamp.port.rule import Example, Grade, Rule
 from xamp.port.places import place_of
+from xamp.port.rule import Example, Grade, Rule
 from xamp.port.source import kind, text_of
 from xamp.port.work import Work
 
