@@ -8,7 +8,7 @@ from xamp.port.scopes import Binding
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
 
-__all__ = ["OWN", "doubt_about"]
+__all__ = ["OWN", "assigned", "doubt_about"]
 
 OWN = "own"
 _STORAGE = "a storage has no .to; give torch.load map_location=xamp.device(...), or move the tensor"
@@ -55,9 +55,16 @@ def _places_storages(work: Work, param: Node) -> bool:
     if kind(function) == "Lambda" and _is_map_location(work, function):
         return True
     names = {function.name.value} if kind(function) == "FunctionDef" else _names_of(work, function)
-    return any(
-        kind(node) == "Name" and node.value in names and _is_map_location(work, node) for node in work.source.nodes
-    )
+    return bool(names & _map_locations(work))
+
+
+def _map_locations(work: Work) -> set[str]:
+    """The names that the file gives to a load as ``map_location``."""
+    if "map-locations" not in work.found:
+        names = (node for node in work.source.nodes if kind(node) == "Name")
+        work.found["map-locations"] = {node.value for node in names if _is_map_location(work, node)}
+    found: set[str] = work.found["map-locations"]
+    return found
 
 
 def _names_of(work: Work, value: Node) -> set[str]:
@@ -88,6 +95,14 @@ def _owners(work: Work, method: str) -> set[str]:
     """The classes of the file that have the method themselves, or from another such class."""
     if f"def {method}(".encode() not in work.source.data:
         return set()
+    key = f"owners of {method}"
+    if key not in work.found:
+        work.found[key] = _classes_with(work, method)
+    found: set[str] = work.found[key]
+    return found
+
+
+def _classes_with(work: Work, method: str) -> set[str]:
     classes = [node for node in work.source.nodes if kind(node) == "ClassDef"]
     found = {
         node.name.value
@@ -110,7 +125,7 @@ def _is_own(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
     if what == "Name":
         return _is_own_name(work, node, owners, depth)
     if what == "Attribute":
-        return any(_is_own(work, value, owners, depth + 1) for value in _assigned(work, node.attr.value))
+        return any(_is_own(work, value, owners, depth + 1) for value in assigned(work, node.attr.value))
     if what == "Subscript":
         return _mentions(work, node.value, owners, depth)
     if what == "Call":
@@ -174,12 +189,14 @@ def _mentions(work: Work, node: Node, owners: set[str], depth: int) -> bool:
     return False
 
 
-def _assigned(work: Work, last: str) -> list[Node]:
+def assigned(work: Work, last: str) -> list[Node]:
     """The values that the file gives to an attribute, of the same object or another."""
-    found = []
-    for node in work.source.nodes:
-        if kind(node) == "Assign" and any(
-            kind(each.target) == "Attribute" and each.target.attr.value == last for each in node.targets
-        ):
-            found.append(node.value)
-    return found
+    if "assigned" not in work.found:
+        by_name: dict[str, list[Node]] = {}
+        for node in work.source.nodes:
+            for each in node.targets if kind(node) == "Assign" else ():
+                if kind(each.target) == "Attribute":
+                    by_name.setdefault(each.target.attr.value, []).append(node.value)
+        work.found["assigned"] = by_name
+    values: list[Node] = work.found["assigned"].get(last, [])
+    return values

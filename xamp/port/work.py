@@ -26,6 +26,7 @@ class Work:
         needs: modules of xamp that edits use -> where the first such edit is.
         aliased: bindings whose import must go on binding the old name.
         root: the name under which the file has xamp.
+        found: what rules found out about the whole file, by a key of theirs, so that they look through it once.
     """
 
     def __init__(self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = ()) -> None:
@@ -41,6 +42,7 @@ class Work:
         self.aliased: set[Binding] = set()
         others = [each for each in self.scopes.is_bound("xamp") if (each.path or "").partition(".")[0] != "xamp"]
         self.root = "_xamp" if others else "xamp"
+        self.found: dict[str, Any] = {}
         self._edits: list[tuple[int, int, int, bytes]] = []  # start, end, order, new
         self._whole: list[tuple[int, int]] = []
         self._claimed: set[Node] = set()

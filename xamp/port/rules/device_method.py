@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from xamp.port.receivers import OWN, doubt_about
+from xamp.port.receivers import OWN, assigned, doubt_about
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work, arguments
@@ -187,20 +187,12 @@ class Method(Rule):
             return
         if kind(parent) == "Arg" and parent.keyword is not None and parent.keyword.value in _METHODS:
             return
-        if not _is_written(work, node):
+        if not assigned(work, node.attr.value):  # what the file sets is data
             work.say(self, node, Grade.NOTED, _AS_VALUE)
 
 
 _VALUES = ("IfExp", "Assign", "AnnAssign", "NamedExpr", "Arg", "Return", "Element", "DictElement", "Lambda", "Yield")
 _AS_VALUE = "the method is used as a value; write a function that calls .to(xamp.device())"
-
-
-def _is_written(work: Work, node: Any) -> bool:
-    """Whether the file sets the attribute: then it is data."""
-    return any(
-        kind(each) == "AssignTarget" and kind(each.target) == "Attribute" and each.target.attr.value == node.attr.value
-        for each in work.source.nodes
-    )
 
 
 RULES = (Method(),)
