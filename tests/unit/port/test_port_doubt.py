@@ -61,6 +61,7 @@ CERTAIN = {
     "a dict of settings": ("c = dict(device='cuda')\n", "c = dict(device=xamp.device_type())\n"),
     "torch takes a device": ("x = x.new_zeros(3, device='cuda')\n", "x = x.new_zeros(3, device=xamp.device())\n"),
     "a default of a backend": ("b = c.get('backend', 'nccl')\n", "b = c.get('backend', xamp.distributed_backend())\n"),
+    "a backend of a dict": ("c = {'dist_backend': 'nccl'}\n", "c = {'dist_backend': xamp.distributed_backend()}\n"),
     "torch of a star import": ("torch.cuda.synchronize()\n", "xamp.accel.synchronize()\n"),
     "a parameter that says it": ("def f(x: torch.Tensor): x.cuda()\n", "def f(x: torch.Tensor): x.to(xamp.device())\n"),
 }

@@ -101,7 +101,7 @@ class Backend(Rule):
             if last in ("init_process_group", "new_group", "init_dist", "init_distributed", "setup_distributed"):
                 return True
             return _ASK
-        if place in ("keyword", "option", "default", "assign"):
+        if place in ("keyword", "option", "default", "assign", "value"):
             if name in ("help", "choices", "description", "dest"):
                 return False
             return True if "backend" in name.lower() else self._chosen(node, work)
