@@ -53,3 +53,13 @@ def test_ported_scripts_run_on_a_card(chip: str, tmp_path: Path) -> None:
     assert device == "npu"
     assert len(found) == len(words) >= 12
     assert all(len(losses) > 4 and all(map(math.isfinite, losses)) for losses in found.values())
+
+
+def test_two_ranks_of_a_port_run_on_two_cards(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(port_text((FOLDER / "ddp.txt").read_text(encoding="utf-8")).text, encoding="utf-8")
+    command = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
+    done = emulate("Ascend910B2", *command, devices=2, XAMP_DEVICE="npu", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, last(done)
+    losses = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[")))
+    assert losses[-1] < losses[0]
