@@ -23,6 +23,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.rank_groups import Layout
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState, Stats
 
@@ -39,7 +40,7 @@ class Engine:
         memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
-        process_group: ranks that decide together; None: the default group.
+        process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
         overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
@@ -183,6 +184,10 @@ class Engine:
     def models(self) -> dict[int, nn.Module]:
         """Return the models that are still alive, without their wrappers, by index in the call of ``initialize``."""
         return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
+
+    def layout(self, param: torch.Tensor) -> Layout:
+        """Return how the elements of ``param`` lie on the ranks."""
+        return self._wrappers.layout(param)
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Return the qualified names of parameters for messages. A master has the name of its parameter."""
