@@ -24,6 +24,7 @@ from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of,
 
 __all__ = [
     "Wrappers",
+    "is_running",
     "is_shard",
     "is_sharded",
     "note_given",
@@ -64,6 +65,11 @@ def note_given(wrapper: object) -> None:
 
 
 _is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+
+
+def is_running() -> bool:
+    """Return whether there is a default process group."""
+    return _is_initialized()
 
 
 def world_size(group: Any) -> int:
@@ -177,6 +183,10 @@ class Wrappers:
         found = [ddp.process_group for ddp, held in self._held.items() if not held.isdisjoint(ids)]
         found += [group for p in params for group in self.layout(p).holders]
         return list({id(group): group for group in found}.values())
+
+    def may_be_left(self) -> bool:
+        """Return whether ranks may run out of batches before others, under torch's ``Join``."""
+        return any(ddp._join_config.enable for ddp in self._held)
 
     def layout(self, param: torch.Tensor) -> Layout:
         """Return how the elements of ``param`` lie on the ranks."""

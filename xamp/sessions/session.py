@@ -221,13 +221,15 @@ def scale_loss(
         A context manager that yields the scaled loss, fp32.
 
     Raises:
-        PolicyError: the loss or ``loss_id`` cannot be right.
-        StateError: no session manages an optimizer, or the optimizers belong to different sessions.
+        PolicyError: the loss or ``loss_id`` cannot be right; or ranks that share the model were given other settings.
+        StateError: no session manages an optimizer, or the optimizers belong to different sessions; or another rank
+            that shares the model does not come here.
     """
     states, engine = _states_of("scale_loss", optimizers)
     if model is not None:
         distributed.note_given(model)
     if not engine.enabled:
+        engine.compare_settings()
         return contextlib.nullcontext(loss)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
@@ -239,6 +241,7 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
+        engine.compare_settings()
         return contextlib.nullcontext(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
 
