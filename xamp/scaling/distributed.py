@@ -30,6 +30,7 @@ __all__ = [
     "note_given",
     "note_wrapper",
     "note_wrapper_while_tracing",
+    "own_groups",
     "share_from_rank_zero",
     "share_overflow",
     "world_size",
@@ -70,6 +71,11 @@ _is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available()
 def is_running() -> bool:
     """Return whether there is a default process group."""
     return _is_initialized()
+
+
+def own_groups() -> list[Any]:
+    """Return all process groups that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 def world_size(group: Any) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.errors import StateError
@@ -31,6 +32,8 @@ from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState, Stats
 
 __all__ = ["Engine", "ScaledLoss"]
+
+_ALONE = "alone"  # where ranks find each other that only decide together, whatever their models are
 
 
 class Engine:
@@ -219,7 +222,7 @@ class Engine:
         self._alone = self._wrappers.absent()
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if not self._alone and (fresh or not self._rank_settings.is_settled):
-            self._compare_settings()
+            self._compare_settings([p for state in states for p in state.gradients.model_params()])
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:
@@ -227,30 +230,33 @@ class Engine:
                 entered.append(state)
             state.gradients.enter(scaler)
 
-    def compare_settings(self) -> None:
+    def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
         if not self._rank_settings.is_settled and not self._wrappers.absent():
             self._wrappers.find()
-            self._compare_settings()
+            self._compare_settings([p for one in optimizers for group in one.param_groups for p in group["params"]])
 
-    def _compare_settings(self) -> None:
-        """See :mod:`xamp.scaling.rank_settings`."""
+    def _compare_settings(self, params: Sequence[torch.Tensor]) -> None:
+        """See :mod:`xamp.scaling.rank_settings`. A model may hold others than ``params`` while FSDP2 gathers them."""
         if not distributed.is_running():
             return
-        models = self.models().values()
-        holders = self._wrappers.holders([p for model in models for p in model.parameters()])
+        holders = self._wrappers.holders(params)
         given = [] if self.process_group is None else [self.process_group]
-        name = ",".join(name for model in models for name, _ in model.named_parameters())
+        name = ",".join(name for model in self.models().values() for name, _ in model.named_parameters())
         name = hashlib.sha256(name.encode()).hexdigest()[:16]
-        decides = self.policy.checks or not self.enabled
         settings, settled = self._settings(), self._rank_settings
         settled.look()
         if holders:
             settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left())
-        elif not self.policy.manages_gradients:  # a DDP may be around the model where nothing notes it
-            settled.meet(widest([None]), name, settings, waits=False)
-        if decides and (given or not holders):
-            settled.meet(widest(given or [None]), "alone", settings, waits=False, compared=OF_THE_SCALE)
+        elif not self.policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
+            settled.tell(distributed.own_groups(), name, settings)
+        if given:  # these ranks were said to decide together
+            waits = self.policy.checks and not self._wrappers.may_be_left()
+            settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
+        elif not self.enabled:
+            settled.tell([None], _ALONE, settings)
+        elif self.policy.checks and not holders:  # some ranks may never come
+            settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
 
     def _settings(self) -> dict[str, str]:
         """Return all that ranks must share, by name."""

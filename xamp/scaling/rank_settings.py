@@ -35,33 +35,30 @@ _rounds: collections.Counter[tuple[str, str]] = collections.Counter()  # session
 
 
 class _Meeting:
-    """One place in the store of a process group where the settings of its ranks stand.
+    """One place in the store of a process group where the settings of its ranks stand. Making it writes this rank's.
 
     Args:
         group: the process group.
+        settings: names and values.
         name: what tells the sessions of a rank apart. The first session under a name on one rank meets the first on
             another, and so on.
         compared: names of the settings that must be equal; empty: all.
     """
 
-    def __init__(self, group: Any, name: str, compared: Sequence[str]) -> None:
+    def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._compared = compared
         _rounds[(group.group_name, name)] += 1
         self._key = f"xamp/{name}/{_rounds[(group.group_name, name)]}"
-        self._settings: Mapping[str, str] = {}
         self._looks = 0
+        self._settings = settings
+        self._store.set(self._key_of(dist.get_rank()), json.dumps(settings))
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to compare."""
         return self._looks >= _LOOKS
-
-    def write(self, settings: Mapping[str, str]) -> None:
-        """Write this rank's settings."""
-        self._settings = settings
-        self._store.set(self._key_of(dist.get_rank()), json.dumps(settings))
 
     def wait(self) -> None:
         """Wait until all ranks have written.
@@ -74,9 +71,9 @@ class _Meeting:
         except RuntimeError as error:
             missing = [rank for rank in self._ranks if not self._store.check([self._key_of(rank)])]
             raise StateError(
-                f"scale_loss: {_listed(missing)}, in the process group of a wrapper around this model, did not come to "
-                f"a scale_loss of the same model: {str(error).splitlines()[0]}. Look into the log of that rank, and "
-                "run the same steps on every rank of the wrapper's process group."
+                f"scale_loss: {_listed(missing)} did not come to a scale_loss of this model, and the wrapper around it "
+                f"or process_group= says that all ranks share it: {str(error).splitlines()[0]}. Look into the log of "
+                "the missing, and call xamp.scale_loss in the same steps on every rank of the group."
             ) from error
 
     def compare(self) -> None:
@@ -94,8 +91,9 @@ class _Meeting:
             for name in self._compared or self._settings
             if len(set((values := {rank: told.get(name, "") for rank, told in known.items() if told}).values())) > 1
         }
-        if "enabled" in different:  # and so all others too
-            different = {"enabled": different["enabled"]}
+        for first in ("enabled", "level"):  # which decide on many others
+            if first in different:
+                different = {first: different[first]}
         if different:
             raise PolicyError(
                 f"scale_loss: ranks that share a model were given different settings: {_told(different)}. Their "
@@ -142,21 +140,31 @@ class RankSettings:
             waits: wait for all ranks.
             compared: see :class:`_Meeting`.
         """
-        new = []
-        group: Any
-        for group in groups:
-            group = dist.group.WORLD if group is None else group
-            if (group.group_name, name) not in self._met:
-                self._met.add((group.group_name, name))
-                new.append(_Meeting(group, name, compared))
-        for meeting in new:
-            meeting.write(settings)
+        new = self._write(groups, name, settings, compared)
         self._open += new
         self.look()
         for meeting in new if waits else ():
             meeting.wait()
         if waits:
             self.look()
+
+    def tell(self, groups: Sequence[Any], name: str, settings: Mapping[str, str]) -> None:
+        """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
+        self._write(groups, name, settings, ())
+        self.is_settled = not self._open
+
+    def _write(
+        self, groups: Sequence[Any], name: str, settings: Mapping[str, str], compared: Sequence[str]
+    ) -> list[_Meeting]:
+        """Write into the stores of those of ``groups`` where the session has not met under ``name``."""
+        new = []
+        group: Any
+        for group in groups:
+            group = dist.group.WORLD if group is None else group
+            if (group.group_name, name) not in self._met:
+                self._met.add((group.group_name, name))
+                new.append(_Meeting(group, name, settings, compared))
+        return new
 
     def look(self) -> None:
         """Compare again where some rank had not written yet."""

@@ -28,7 +28,7 @@ from xamp.ground.log import say
 from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling import masters
+from xamp.scaling import distributed, masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
@@ -410,5 +410,8 @@ def _set_up_disabled(arguments: Arguments) -> None:
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(registry.HOST))
     policy = compile_policy(Request(), best_level(()), tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
-    engine = Engine(policy, backend, device, arguments.models, verbosity=0, enabled=False)
+    group = arguments.process_group
+    engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
+    for model in arguments.given:  # no region notes it
+        distributed.note_given(model)
     register(engine, arguments.objects)
