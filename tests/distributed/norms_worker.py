@@ -96,7 +96,7 @@ def fsdp2_hybrid(model: nn.Module) -> nn.Module:
 def tensor_parallel(model: nn.Module) -> nn.Module:
     """All ranks see the same batch; the last layer is whole on each of them."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    return parallelize_module(model, mesh(dist.get_world_size()), plan)  # type: ignore[arg-type]
+    return parallelize_module(model, mesh(dist.get_world_size()), plan)
 
 
 def tensor_parallel_and_fsdp2(model: Any) -> nn.Module:

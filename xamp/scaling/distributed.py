@@ -178,21 +178,24 @@ class Wrappers:
         if len(groups) != 1:
             return _Plan(params, groups)
         ranks = ranks_of(groups[0])
-        spanning = [ddp for ddp in self._held if ranks_of(ddp.process_group) == ranks]
+        spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == ranks]
         held: set[int] = set().union(*(self._held[ddp] for ddp in spanning))
         return _Plan(params, groups, spanning if all(id(p) in held for p in params) else ())
 
-    def holders(self, params: Iterable[torch.Tensor]) -> list[Any]:
-        """Return the process groups of the wrappers that hold any of ``params``, each once."""
-        params = list(params)
+    def _holding(self, params: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+        """Return the DDPs that hold any of ``params``."""
         ids = {id(p) for p in params}
-        found = [ddp.process_group for ddp, held in self._held.items() if not held.isdisjoint(ids)]
+        return [ddp for ddp, held in self._held.items() if not held.isdisjoint(ids)]
+
+    def holders(self, params: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the process groups of the wrappers that hold any of ``params``, each once."""
+        found = [ddp.process_group for ddp in self._holding(params)]
         found += [group for p in params for group in self.layout(p).holders]
         return list({id(group): group for group in found}.values())
 
-    def may_be_left(self) -> bool:
+    def may_be_left(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether ranks may run out of batches before others, under torch's ``Join``."""
-        return any(ddp._join_config.enable for ddp in self._held)
+        return any(ddp._join_config.enable for ddp in self._holding(params))
 
     def layout(self, param: torch.Tensor) -> Layout:
         """Return how the elements of ``param`` lie on the ranks."""

@@ -247,11 +247,11 @@ class Engine:
         settings, settled = self._settings(), self._rank_settings
         settled.look()
         if holders:
-            settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left())
+            settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left(params))
         elif not self.policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
             settled.tell(distributed.own_groups(), name, settings)
         if given:  # these ranks were said to decide together
-            waits = self.policy.checks and not self._wrappers.may_be_left()
+            waits = self.policy.checks and not self._wrappers.may_be_left(params)
             settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
         elif not self.enabled:
             settled.tell([None], _ALONE, settings)
