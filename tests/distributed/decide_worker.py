@@ -152,7 +152,7 @@ def compressed(level: str) -> Result:
 
 
 def built_in(level: str) -> Result:
-    average: Any = dist.distributed_c10d.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
+    average: Any = dist.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
     return hook(level, lambda ddp: ddp._register_builtin_comm_hook(average))
 
 
