@@ -65,10 +65,12 @@ class _Meeting:
 
         Raises:
             StateError: some have not within the store's timeout, which ``init_process_group`` was given.
+            PolicyError: some have not, and another one has other settings.
         """
         try:
             self._store.wait([self._key_of(rank) for rank in self._ranks])
         except RuntimeError as error:
+            self.compare()  # one that differs may have ended for that
             missing = [rank for rank in self._ranks if not self._store.check([self._key_of(rank)])]
             raise StateError(
                 f"scale_loss: {_listed(missing)} did not come to a scale_loss of this model, and the wrapper around it "
@@ -142,11 +144,9 @@ class RankSettings:
         """
         new = self._write(groups, name, settings, compared)
         self._open += new
-        self.look()
         for meeting in new if waits else ():
             meeting.wait()
-        if waits:
-            self.look()
+        self.look()
 
     def tell(self, groups: Sequence[Any], name: str, settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
