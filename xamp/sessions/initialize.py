@@ -133,8 +133,8 @@ def initialize(
             only, where it is the default.
         fused: ``"auto"``: use the fused form of an optimizer where it is right on this device and the user has not
             chosen a form. True: require the fused form. False: leave the optimizer as it is.
-        process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP, the
-            mesh of a DTensor) that hold the parameters; where there is no wrapper the default group, if there is one.
+        process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
+            the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
         enabled: False: change nothing. All other calls to xamp for these models and optimizers then do nothing.
         verbosity: 0: log nothing. 1: log the effective policy and each overflow, and at O0 warn of settings that make
