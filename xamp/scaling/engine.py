@@ -232,7 +232,7 @@ class Engine:
 
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
-        if not self._rank_settings.is_settled and not self._wrappers.absent():
+        if not self._rank_settings.is_settled:
             self._wrappers.find()
             self._compare_settings([p for one in optimizers for group in one.param_groups for p in group["params"]])
 

@@ -229,7 +229,8 @@ def scale_loss(
     if model is not None:
         distributed.note_given(model)
     if not engine.enabled:
-        engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return contextlib.nullcontext(loss)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
@@ -241,7 +242,8 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
-        engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return contextlib.nullcontext(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
 
