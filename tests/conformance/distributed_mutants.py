@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class TrustsTheReduction(InRanks):
     """Takes gradients that DDP made equal for proof that all see the same overflows."""
 
     def sabotage(self, rank: int) -> None:
-        def trusting(self: Any, flags: torch.Tensor, params: Iterable[torch.Tensor], saturates: bool) -> None:
+        def trusting(self: Any, flags: torch.Tensor, params: Sequence[torch.Tensor], saturates: bool) -> None:
             agree(self, flags, params, False)
 
         distributed.Wrappers.agree = trusting  # type: ignore[method-assign]
@@ -71,8 +71,7 @@ class KnowsOneGroup(InRanks):
     """All ranks decide together, whatever the process_group."""
 
     def sabotage(self, rank: int) -> None:
-        distributed.world_size = lambda group: dist.get_world_size()
-        distributed.share_overflow = lambda flags, group: dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        distributed.widest = lambda groups: [dist.group.WORLD]  # type: ignore[attr-defined]
 
 
 class UnscalesEarly(InRanks):

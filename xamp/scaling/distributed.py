@@ -8,6 +8,8 @@ and DDP leaves no trace in the model. xamp finds FSDP in the model itself.
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,13 +20,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
+
 __all__ = [
     "Wrappers",
+    "is_running",
     "is_shard",
     "is_sharded",
     "note_given",
     "note_wrapper",
     "note_wrapper_while_tracing",
+    "own_groups",
     "share_from_rank_zero",
     "share_overflow",
     "world_size",
@@ -62,6 +68,16 @@ def note_given(wrapper: object) -> None:
 _is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 
 
+def is_running() -> bool:
+    """Return whether there is a default process group."""
+    return _is_initialized()
+
+
+def own_groups() -> list[Any]:
+    """Return all process groups that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 def world_size(group: Any) -> int:
     """Return the number of processes in ``group`` (None: the default group); 1 where there is no group."""
     if not _is_initialized():
@@ -74,12 +90,20 @@ def share_overflow(flags: torch.Tensor, group: Any) -> None:
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
 
 
-def is_shard(param: torch.Tensor | None) -> bool:
-    """Return whether ``param`` is FSDP1's flat parameter or a view of it, which holds one rank's part only.
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Who decides on a step.
 
-    FSDP2's parts are DTensors. Their kernels agree on an overflow by themselves.
+    Attributes:
+        params: the parameters of the step.
+        groups: process groups of more than one rank, over each of which the ranks agree; empty: this rank is alone.
+        averagers: DDPs that hold all of ``params`` between them and span exactly the ranks of the one group; empty
+            where there are none, so that the gradients of the ranks may differ.
     """
-    return hasattr(param, "_fsdp_flattened") or hasattr(param, "_is_flat_param")
+
+    params: Sequence[torch.Tensor] = ()
+    groups: Sequence[Any] = ()
+    averagers: Sequence[DistributedDataParallel] = ()
 
 
 class Wrappers:
@@ -91,6 +115,8 @@ class Wrappers:
         self._held: Any = WeakIdKeyDictionary()  # DDP -> ids of the parameters it reduces
         self._searched_models = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
+        self._layouts: dict[int, Layout] | None = None
+        self._plan = _Plan()
 
     @staticmethod
     def absent() -> bool:
@@ -107,6 +133,7 @@ class Wrappers:
         for ddp in new:
             ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
             self._held[ddp] = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+            self._plan = _Plan()
         return new
 
     def postponed(self, params: Iterable[torch.Tensor]) -> bool:
@@ -118,16 +145,63 @@ class Wrappers:
                 return True
         return any(not _reduces(module) for module in self._shards())
 
-    def agree(self, flags: torch.Tensor, params: Iterable[torch.Tensor], saturates: bool) -> None:
-        """Raise ``flags`` (1.0: overflow) to their maximum over the ranks, unless a DDP made the gradients equal.
+    def agree(self, flags: torch.Tensor, params: Sequence[torch.Tensor], saturates: bool) -> None:
+        """Raise ``flags`` (1.0: overflow) to their maximum over the ranks that decide together.
 
-        On a device that ``saturates``, the ranks always share: equal gradients do not show another rank's overflow.
+        Nothing is shared where each of ``params`` is in a DDP that averages its gradient over these very ranks: an
+        overflow of one rank is then in the gradients of all. On a device that ``saturates``, it is not.
         """
-        if world_size(self._group) == 1:
-            return
-        reduced: set[int] = set().union(*self._held.values())
-        if saturates or not all(id(p) in reduced for p in params):
-            share_overflow(flags, self._group)
+        plan = self._plan_for(params)
+        if plan.groups and (saturates or not plan.averagers or not all(map(_averages, plan.averagers))):
+            for group in plan.groups:
+                share_overflow(flags, group)
+
+    def deciders(self, params: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return the groups whose ranks decide together on a step of ``params``; empty where this rank decides alone.
+
+        These are the group that ``initialize`` was given; else those of the wrappers that hold ``params``; else the
+        default group. A group whose ranks another one has too is left out.
+        """
+        return self._plan_for(params).groups
+
+    def _plan_for(self, params: Sequence[torch.Tensor]) -> _Plan:
+        """Return who decides on ``params``. Mostly they are those of the last call."""
+        known = self._plan.params
+        if len(known) != len(params) or not all(map(operator.is_, known, params)):
+            self._plan = self._make_plan(params)
+        return self._plan
+
+    def _make_plan(self, params: Sequence[torch.Tensor]) -> _Plan:
+        if not _is_initialized():
+            return _Plan(params)
+        groups = widest([self._group] if self._group is not None else self.holders(params) or [None])
+        if len(groups) != 1:
+            return _Plan(params, groups)
+        ranks = ranks_of(groups[0])
+        spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == ranks]
+        held: set[int] = set().union(*(self._held[ddp] for ddp in spanning))
+        return _Plan(params, groups, spanning if all(id(p) in held for p in params) else ())
+
+    def _holding(self, params: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+        """Return the DDPs that hold any of ``params``."""
+        ids = {id(p) for p in params}
+        return [ddp for ddp, held in self._held.items() if not held.isdisjoint(ids)]
+
+    def holders(self, params: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the process groups of the wrappers that hold any of ``params``, each once."""
+        found = [ddp.process_group for ddp in self._holding(params)]
+        found += [group for p in params for group in self.layout(p).holders]
+        return list({id(group): group for group in found}.values())
+
+    def may_be_left(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether ranks may run out of batches before others, under torch's ``Join``."""
+        return any(ddp._join_config.enable for ddp in self._holding(params))
+
+    def layout(self, param: torch.Tensor) -> Layout:
+        """Return how the elements of ``param`` lie on the ranks."""
+        if self._layouts is None or (is_shard(param) and id(param) not in self._layouts):
+            self._layouts = fsdp1_layouts(self._modules())
+        return layout_of(param, self._layouts)
 
     def keep_gradients(self) -> bool:
         """Return whether FSDP2 has yet to reduce gradients. It keeps them outside of any parameter's ``.grad``."""
@@ -158,6 +232,21 @@ def _reduces(module: Any) -> bool:
         return bool(module._sync_gradients)
     group = module._get_fsdp_state()._fsdp_param_group  # FSDP2
     return group is None or bool(group.reduce_grads)
+
+
+_AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # of torch's default_hooks
+
+
+def _averages(ddp: Any) -> bool:
+    """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
+    for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
+        is_own = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks") and state in (
+            None,
+            ddp.process_group,
+        )
+        if not is_own or getattr(hook, "__name__", "") not in _AVERAGING:
+            return False
+    return True
 
 
 def share_from_rank_zero(tensors: Iterable[torch.Tensor], group: Any) -> None:

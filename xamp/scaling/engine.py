@@ -8,6 +8,8 @@ that it is freed when they are.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.errors import StateError
@@ -23,10 +26,14 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
+from xamp.scaling.rank_groups import Layout, widest
+from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState, Stats
 
 __all__ = ["Engine", "ScaledLoss"]
+
+_ALONE = "alone"  # where ranks find each other that only decide together, whatever their models are
 
 
 class Engine:
@@ -39,7 +46,7 @@ class Engine:
         memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
-        process_group: ranks that decide together; None: the default group.
+        process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
         overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
@@ -47,6 +54,7 @@ class Engine:
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         state_class: the class of the elements of :attr:`states`.
         cast: the function that casts the models' arguments and results.
+        refusal: why no step can be right any more, for an error; empty: it can.
         scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
     """
 
@@ -90,6 +98,8 @@ class Engine:
         self._pairs: list[masters.Pair] = []
         self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._reconciled = False
+        self._rank_settings = RankSettings()
+        self.refusal = ""
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -184,6 +194,10 @@ class Engine:
         """Return the models that are still alive, without their wrappers, by index in the call of ``initialize``."""
         return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
 
+    def layout(self, param: torch.Tensor) -> Layout:
+        """Return how the elements of ``param`` lie on the ranks."""
+        return self._wrappers.layout(param)
+
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Return the qualified names of parameters for messages. A master has the name of its parameter."""
         many = len(self._models) > 1
@@ -207,12 +221,48 @@ class Engine:
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
+        if not self._alone and (fresh or not self._rank_settings.is_settled):
+            self._compare_settings([p for state in states for p in state.gradients.model_params()])
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
+
+    def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
+        """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
+        if not self._rank_settings.is_settled:
+            self._wrappers.find()
+            self._compare_settings([p for one in optimizers for group in one.param_groups for p in group["params"]])
+
+    def _compare_settings(self, params: Sequence[torch.Tensor]) -> None:
+        """See :mod:`xamp.scaling.rank_settings`. A model may hold others than ``params`` while FSDP2 gathers them."""
+        if not distributed.is_running():
+            return
+        holders = self._wrappers.holders(params)
+        given = [] if self.process_group is None else [self.process_group]
+        name = ",".join(name for model in self.models().values() for name, _ in model.named_parameters())
+        name = hashlib.sha256(name.encode()).hexdigest()[:16]
+        settings, settled = self._settings(), self._rank_settings
+        settled.look()
+        if holders:
+            settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left(params))
+        elif not self.policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
+            settled.tell(distributed.own_groups(), name, settings)
+        if given:  # these ranks were said to decide together
+            waits = self.policy.checks and not self._wrappers.may_be_left(params)
+            settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
+        elif not self.enabled:
+            settled.tell([None], _ALONE, settings)
+        elif self.policy.checks and not holders:  # some ranks may never come
+            settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
+
+    def _settings(self) -> dict[str, str]:
+        """Return all that ranks must share, by name."""
+        told = {field.name: str(getattr(self.policy, field.name)) for field in dataclasses.fields(self.policy)}
+        scales = ", ".join(f"{scaler.host_scale:g}" for scaler in self._scalers)
+        return {"enabled": str(self.enabled), **told, "loss_scale": scales}
 
     def _begin_backward(self) -> None:
         if self._watch is None:
@@ -288,8 +338,24 @@ class Engine:
                 state.gradients.unscale(scaler, None, False)
             return
         found_inf = self._check(states, scaler, delay_overflow_check, params)
+        if params and not self._rank_settings.is_settled:
+            self._rank_settings.look()  # all ranks have written by now: see there
         if not delay_overflow_check:
             scaler.update(found_inf)
+
+    def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
+        """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags.
+
+        The collective calls of its next backward would meet those that the others are in now. DDP does not notice
+        that: one rank's gradients of one batch are added to another's of the next.
+        """
+        params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
+        if params and not self._wrappers.postponed(params) and self._wrappers.deciders(params):
+            self.refusal = (
+                f"a backward in scale_loss raised {kind.__name__} on this rank, and the ranks that share its model or "
+                "decide with it may have gone on without it: their collective calls no longer meet. Let the error end "
+                "this process, so that the others end too, and go on from a checkpoint; torchrun restarts all of them."
+            )
 
     def _check(
         self,
@@ -391,5 +457,7 @@ class ScaledLoss:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close(abandoned=() if kind is None else self._states)
-        if kind is None:
+        if kind is not None:
+            self._engine.note_raised(self._states, kind)
+        else:
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)

@@ -1,4 +1,7 @@
-"""Arithmetic on lists of gradients of any kind: dense and sparse, of several dtypes, on several devices of a type."""
+"""Arithmetic on lists of gradients of any kind.
+
+They may be dense and sparse, of several dtypes, on several devices of a type, whole and sharded.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-__all__ = ["add_", "coalesce_half", "multiply_", "unscale_by_group_", "values", "zero_"]
+__all__ = ["add_", "coalesce_half", "kind", "multiply_", "unscale_by_group_", "values", "zero_"]
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
@@ -25,7 +28,7 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``grads`` in place by a scalar tensor."""
-    for group in _by_device_and_dtype(grads):
+    for group in _by_kind(grads):
         torch._foreach_mul_(group, factor.to(group[0].device))
 
 
@@ -43,8 +46,8 @@ def unscale_by_group_(
     inverse: torch.Tensor,
     unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each device and dtype among ``grads``."""
-    for group in _by_device_and_dtype(grads):
+    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``."""
+    for group in _by_kind(grads):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
         unscale_(group, found, inverse.to(device))
@@ -59,8 +62,13 @@ def coalesce_half(params: Iterable[torch.Tensor]) -> None:
             param.grad = grad.coalesce()
 
 
-def _by_device_and_dtype(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+def kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, object]:
+    """Return what the tensors of one ``_foreach`` call must have in common: device, dtype, mesh of a DTensor."""
+    return tensor.device, tensor.dtype, getattr(tensor, "device_mesh", None)
+
+
+def _by_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype, object], list[torch.Tensor]] = {}
     for grad in map(values, grads):
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+        groups.setdefault(kind(grad), []).append(grad)
     return groups.values()

@@ -125,7 +125,7 @@ class Gradients:
                 else:
                     self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
-        self._uniform = len({(p.device, p.dtype) for p in self.stepped}) <= 1
+        self._uniform = len(set(map(foreach.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         before, self._witness = self._witness, self._new_witness()
         if before is not None and before.collect() and self._witness is not None:

@@ -64,6 +64,7 @@ class StepOwner(Protocol):
     counts: Stats
     verbosity: int
     moves_before_step: bool
+    refusal: str
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -238,7 +239,9 @@ class OptimizerState:
         return self._step_on_host(base, args, kwargs)
 
     def refuse_wrong(self) -> None:
-        """Raise a StateError where the backend says that a step of this optimizer would be wrong."""
+        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
+        if self.engine.refusal:
+            raise StateError(f"optimizer.step(): {self.engine.refusal}")
         if self.engine.policy.casts_parameters:
             self.engine.backend.join_gradients(self.optimizer)
         if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):

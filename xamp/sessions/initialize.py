@@ -28,7 +28,7 @@ from xamp.ground.log import say
 from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling import masters
+from xamp.scaling import distributed, masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
@@ -133,7 +133,8 @@ def initialize(
             only, where it is the default.
         fused: ``"auto"``: use the fused form of an optimizer where it is right on this device and the user has not
             chosen a form. True: require the fused form. False: leave the optimizer as it is.
-        process_group: the ranks that decide together whether to skip a step. None: the default group, if there is one.
+        process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
+            the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
         enabled: False: change nothing. All other calls to xamp for these models and optimizers then do nothing.
         verbosity: 0: log nothing. 1: log the effective policy and each overflow, and at O0 warn of settings that make
@@ -410,5 +411,8 @@ def _set_up_disabled(arguments: Arguments) -> None:
     device = next((p.device for model in arguments.models for p in model.parameters()), torch.device(registry.HOST))
     policy = compile_policy(Request(), best_level(()), tuple(ops.OP_POLICIES))
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
-    engine = Engine(policy, backend, device, arguments.models, verbosity=0, enabled=False)
+    group = arguments.process_group
+    engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
+    for model in arguments.given:  # no region notes it
+        distributed.note_given(model)
     register(engine, arguments.objects)

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.scaling import norms
 from xamp.scaling.scale import LateNumber
 from xamp.scaling.step import OptimizerState, StepOutcome
 
@@ -112,7 +113,8 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: 
     if norm is None:
         grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
         busy = scaled or any(state.open or state.gradients.is_pending for state in states)
-        if busy or not grads or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
+        divided = norms.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
+        if busy or not grads or divided or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
             return math.nan
         norm = torch.nn.utils.get_total_norm(grads)
     if wait:

@@ -19,9 +19,10 @@ from xamp.casting.forward import Region
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError
 from xamp.policy import Policy
-from xamp.scaling import distributed, masters
+from xamp.scaling import distributed, masters, norms
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.optimizer import state_of
+from xamp.scaling.rank_groups import Layout, layout_of
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, Stats, StepOutcome
 from xamp.sessions import checkpoint, metrics
@@ -220,13 +221,16 @@ def scale_loss(
         A context manager that yields the scaled loss, fp32.
 
     Raises:
-        PolicyError: the loss or ``loss_id`` cannot be right.
-        StateError: no session manages an optimizer, or the optimizers belong to different sessions.
+        PolicyError: the loss or ``loss_id`` cannot be right; or ranks that share the model were given other settings.
+        StateError: no session manages an optimizer, or the optimizers belong to different sessions; or another rank
+            that shares the model does not come here.
     """
     states, engine = _states_of("scale_loss", optimizers)
     if model is not None:
         distributed.note_given(model)
     if not engine.enabled:
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return contextlib.nullcontext(loss)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
@@ -238,6 +242,8 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return contextlib.nullcontext(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
 
@@ -318,6 +324,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the norm of all gradients that ``optimizer`` will apply, in place, without waiting for the device.
 
+    Where parameters are sharded (FSDP1, FSDP2, DTensor), some or all of them, the norm is that of the whole gradients,
+    the same on every rank, and every rank must call this.
+
     Args:
         optimizer: one optimizer, or several whose gradients count as one vector.
         max_norm: the largest norm allowed.
@@ -327,17 +336,24 @@ def clip_grad_norm_(
         The norm before clipping, a scalar tensor.
 
     Raises:
-        StateError: the gradients are still scaled.
+        StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module.
     """
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-    if hasattr(norm, "full_tensor"):  # of sharded gradients: added up here, where all ranks are, not by who reads it
-        norm = norm.full_tensor()
+    params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    if norms.is_divided(param for _, param in params):
+        norm = norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_([param for _, param in params], max_norm, norm_type)
     for one in given:
         inner = _managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
-    return norm  # type: ignore[no-any-return]
+    return norm
+
+
+def _layout(optimizer: object, param: torch.Tensor) -> Layout:
+    """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
+    found = find_session(optimizer)
+    return layout_of(param, {}) if found is None else found.engine.layout(param)
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:

@@ -1,0 +1,349 @@
+"""What each process of test_decide.py runs: which ranks decide together, and what ranks of other settings are told.
+
+Each case makes process groups of its own, so that one that ends in an error leaves no other in trouble. Rank 1 alone
+overflows at the second of three steps. Writes one JSON file a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import xamp
+from xamp.scaling import distributed
+
+LEVELS = ("O1", "O2", "O4", "O5")
+LIMIT = datetime.timedelta(seconds=20)
+Result = dict[str, Any]
+
+
+def group(*ranks: int, seconds: float = 20.0) -> Any:
+    return dist.new_group(list(ranks) or None, timeout=datetime.timedelta(seconds=seconds))
+
+
+def everybody() -> Any:
+    """A new group of all ranks."""
+    return group(*range(dist.get_world_size()))
+
+
+def halves() -> Any:
+    """This rank's half of all ranks."""
+    size = dist.get_world_size() // 2
+    made = [group(*range(first, first + size)) for first in (0, size)]
+    return made[dist.get_rank() // size]
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def start(level: str, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = {"loss_scale": "dynamic", "init_scale": 1024.0, "verbosity": 0, **options}
+    xamp.initialize(model, optimizer, level, **told)
+    return model, optimizer
+
+
+def train(model: Any, optimizer: Any, steps: int = 3) -> Result:
+    """Outcomes and scales of the steps, and how often ranks agreed on them."""
+    outcomes, scales, calls, share = [], [], [0], distributed.share_overflow
+
+    def counted(flags: torch.Tensor, group: Any) -> None:
+        calls[0] += 1
+        share(flags, group)
+
+    distributed.share_overflow = counted
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean()
+        spoilt = step == 1 and dist.get_rank() == 1
+        with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        outcomes.append(xamp.session(optimizer).last_step.name)
+        scales.append(xamp.loss_scale(optimizer))
+    distributed.share_overflow = share
+    finite = all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])
+    return {"outcomes": outcomes, "scales": scales, "agreed": calls[0], "finite": finite}
+
+
+# ------------------------------------------------------------------ which ranks decide
+
+
+def ddp(level: str) -> Result:
+    model, optimizer = start(level)
+    return train(DistributedDataParallel(model, process_group=everybody()), optimizer)
+
+
+def given(level: str) -> Result:
+    """The group that is given has the ranks of the DDP's: there is nothing to agree on."""
+    model, optimizer = start(level, process_group=everybody())
+    return train(DistributedDataParallel(model, process_group=everybody()), optimizer)
+
+
+def halves_alone(level: str) -> Result:
+    model, optimizer = start(level)
+    return train(DistributedDataParallel(model, process_group=halves()), optimizer)
+
+
+def halves_together(level: str) -> Result:
+    model, optimizer = start(level, process_group=dist.group.WORLD)
+    return train(DistributedDataParallel(model, process_group=halves()), optimizer)
+
+
+def hook(level: str, register: Callable[[Any], object]) -> Result:
+    model, optimizer = start(level)
+    wrapped = DistributedDataParallel(model, process_group=everybody())
+    register(wrapped)
+    return train(wrapped, optimizer)
+
+
+def noop(level: str) -> Result:
+    return hook(level, lambda ddp: ddp.register_comm_hook(None, debugging_hooks.noop_hook))
+
+
+def own_hook(level: str) -> Result:
+    """One of the user's, of which nobody knows what it does; it does nothing."""
+
+    return hook(level, lambda ddp: ddp.register_comm_hook(None, lambda _, bucket: done(bucket.buffer())))
+
+
+def done(buffer: torch.Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
+def local_steps(level: str) -> Result:
+    halved = halves()
+
+    def register(ddp: Any) -> None:
+        state = local_sgd.PostLocalSGDState(ddp.process_group, halved, start_localSGD_iter=0)
+        ddp.register_comm_hook(state, local_sgd.post_localSGD_hook)
+
+    return hook(level, register)
+
+
+def averaged_over_halves(level: str) -> Result:
+    """A hook that averages, but over fewer ranks than DDP has."""
+    halved = halves()
+    return hook(level, lambda ddp: ddp.register_comm_hook(halved, default_hooks.allreduce_hook))
+
+
+def compressed(level: str) -> Result:
+    return hook(level, lambda ddp: ddp.register_comm_hook(None, default_hooks.fp16_compress_hook))
+
+
+def built_in(level: str) -> Result:
+    average: Any = dist.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
+    return hook(level, lambda ddp: ddp._register_builtin_comm_hook(average))
+
+
+def idle(level: str) -> Result:
+    """The second half of the ranks never calls xamp. The others do not average, and agree among themselves."""
+    half = halves()
+    if dist.get_rank() >= dist.get_world_size() // 2:
+        return {}
+    model, optimizer = start(level)
+    wrapped = DistributedDataParallel(model, process_group=half)
+    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    return train(wrapped, optimizer)
+
+
+def idle_sharded(level: str) -> Result:
+    """The same with shards: parameters that no DDP holds."""
+    size = dist.get_world_size() // 2
+    mesh = DeviceMesh("cpu", list(range(size)))  # all ranks make it
+    if dist.get_rank() >= size or level in ("O2", "O5"):
+        return {}
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=1024.0, verbosity=0)
+    return train(model, optimizer)
+
+
+def idle_while_others_pass(level: str) -> Result:
+    """One rank has a session of its own that neither scales nor shares, another is not enabled, others have none."""
+    if dist.get_rank() == 0:
+        model, optimizer = start(level, loss_scale=1.0)
+        for step in range(3):
+            with xamp.scale_loss(model(batch(step)).square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    elif dist.get_rank() == 1:
+        model, optimizer = start(level, enabled=False)
+        with xamp.scale_loss(model(batch(0)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+    return {}
+
+
+DECIDE = (
+    *(ddp, given, halves_alone, halves_together, noop, own_hook, local_steps, averaged_over_halves, compressed),
+    *(built_in, idle, idle_sharded, idle_while_others_pass),
+)
+
+# ------------------------------------------------------------------ ranks that differ
+
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "levels": ({"level": "O1"}, {"level": "O4"}),
+    "levels of one kind": ({"level": "O0"}, {"level": "O4", "loss_scale": 1.0}),
+    "init_scale": ({"init_scale": 1024.0}, {"init_scale": 65536.0}),
+    "growth": ({"growth_interval": 100}, {"growth_interval": 200}),
+    "enabled": ({}, {"enabled": False}),
+    "kept": ({"keep_fp32": [nn.Linear]}, {}),
+    "static": ({"loss_scale": 128.0}, {"loss_scale": 256.0}),
+    "checks": ({"level": "O4", "loss_scale": 1.0}, {"level": "O4", "loss_scale": 1.0, "on_static_overflow": "skip"}),
+}
+
+
+LEFT_OUT = (("kept", "none"), ("levels of one kind", "none"), ("checks", "none"))
+"""What ranks without a wrapper need not share, and ranks that wait for nobody."""
+
+
+def different(name: str, wrapper: str) -> Result:
+    """What each rank is told whose settings differ, and after how many scale_loss; the last rank has others."""
+    mine = DIFFERENT[name][dist.get_rank() == dist.get_world_size() - 1]
+    dist.barrier()  # some ranks may have waited for others in vain
+    waits_in_vain = (name, wrapper) == ("enabled", "ddp")
+    where = group(*range(dist.get_world_size()), seconds=3.0 if waits_in_vain else 20.0)
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4) if wrapper == "ddp before" else nn.Sequential(nn.Linear(8, 4))
+    outer = DistributedDataParallel(model, process_group=where) if wrapper == "ddp before" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = {"level": "O1", "init_scale": 1024.0, "verbosity": 0, **mine}
+    if wrapper == "none":
+        told["process_group"] = where
+    xamp.initialize(outer, optimizer, **told)
+    if wrapper == "ddp":
+        outer = DistributedDataParallel(model, process_group=where)
+    weights = [p.detach().clone() for p in model.parameters()]
+    error, step = "", 0
+    for step in range(2):
+        try:
+            loss = outer(batch(step)).float().square().mean()
+            with xamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        except (xamp.PolicyError, RuntimeError) as caught:
+            error = f"{type(caught).__name__}: {caught}"
+            break
+    same = all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    return {"error": error, "step": step, "same": same}
+
+
+def equal_after_load() -> Result:
+    """A checkpoint that one rank alone has loaded makes its scale another."""
+    model, optimizer = start("O1")
+    if dist.get_rank() == 0:
+        state = xamp.state_dict(optimizer)
+        state["scalers"][0]["scale"] = 8.0
+        xamp.load_state_dict(state, optimizer)
+    wrapped = DistributedDataParallel(model, process_group=everybody())
+    try:
+        return train(wrapped, optimizer)
+    except xamp.PolicyError as error:
+        return {"error": str(error)}
+
+
+def stages() -> Result:
+    """Stages of a pipeline: other models, methods and kept modules; one has sessions of its own besides."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4) if rank else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: dict[str, Any] = {} if rank else {"keep_fp32": ["1"]}
+    for _ in range(rank):
+        own, its = start("O4", loss_scale=1.0)
+        with xamp.scale_loss(own(batch(0)).square().mean(), its) as scaled:
+            scaled.backward()
+    xamp.initialize(model, optimizer, "O1", init_scale=1024.0, verbosity=0, process_group=everybody(), **kept)
+    return train(model, optimizer)
+
+
+def absent() -> Result:
+    """Rank 1 shares the model and does not come to scale_loss; the others are told within the store's timeout."""
+    where = everybody()
+    model, optimizer = start("O1")
+    wrapped = DistributedDataParallel(model, process_group=where)
+    loss = wrapped(batch(0)).square().mean()
+    if dist.get_rank() == 1:
+        return {}
+    dist.distributed_c10d._get_process_group_store(where).set_timeout(datetime.timedelta(seconds=1))
+    try:
+        with xamp.scale_loss(loss, optimizer):
+            pass
+    except xamp.StateError as error:
+        return {"error": str(error)}
+    finally:
+        dist.distributed_c10d._get_process_group_store(where).set_timeout(LIMIT)
+    return {}
+
+
+# ------------------------------------------------------------------ a backward that raised
+
+
+class Bang(Exception):
+    pass
+
+
+def raised(level: str, wrapper: str) -> Result:
+    """The backward raises before it reduces anything, and the rank goes on: is its next step refused?"""
+    where = everybody()
+    model, optimizer = start(level, process_group=where if wrapper == "none" else None)
+    outer: Any = model if wrapper == "none" else DistributedDataParallel(model, process_group=where)
+    if wrapper == "no_sync":
+        outer.require_backward_grad_sync = False
+    before = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    loss = outer(batch(0)).square().mean()
+    with contextlib.suppress(Bang), xamp.scale_loss(loss, optimizer):
+        raise Bang
+    optimizer.zero_grad()
+    error = ""
+    try:
+        optimizer.step()
+    except xamp.StateError as caught:
+        error = str(caught)
+    same = all(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
+    return {"error": error, "same": same}
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=LIMIT)
+    found: dict[str, Any] = {}
+    for case in DECIDE:
+        for level in LEVELS:
+            found[f"{case.__name__} {level}"] = case(level)
+    for name in DIFFERENT:
+        for wrapper in ("ddp", "ddp before", "none"):
+            if (name, wrapper) not in LEFT_OUT:
+                found[f"different {name}, {wrapper}"] = different(name, wrapper)
+    for other in (equal_after_load, stages, absent):
+        found[other.__name__] = other()
+        dist.barrier()
+    for wrapper in ("ddp", "none", "no_sync"):
+        found[f"raised {wrapper}"] = raised("O2", wrapper)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # see ddp_worker.py
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
