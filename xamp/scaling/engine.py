@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
+from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
@@ -77,7 +78,7 @@ class Engine:
         self._states: list[OptimizerState] = []
         self.counts = Stats()
         self.overflow_runs: dict[int, int] = {}
-        self.undo = contextlib.ExitStack()
+        self.undo = Undo()
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
         self.process_group = process_group
@@ -104,6 +105,11 @@ class Engine:
     def add_states(self, states: Iterable[OptimizerState]) -> None:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         self._states += states
+
+    def remove_states(self, states: Iterable[OptimizerState]) -> None:
+        """Undo :meth:`add_states`."""
+        gone = {id(state) for state in states}
+        self._states = [state for state in self._states if id(state) not in gone]
 
     def prepare_checkpoint(self) -> None:
         """Prepare for saving or loading a state. Every master must be known after this call."""

@@ -362,13 +362,8 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that removes the hooks.
     """
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_load_state_dict_pre_hook(load_masters))
-        module.register_state_dict_post_hook(save_masters)
-        _hooked[module] = True
-
     held_weakly = weakref.ref(model)
+    handles = []
 
     def undo() -> None:
         for handle in handles:
@@ -376,10 +371,24 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         found = held_weakly()
         for module in () if found is None else found.modules():
             _hooked.pop(module, None)
-            for key in [k for k, hook in module._state_dict_hooks.items() if hook is save_masters]:
-                del module._state_dict_hooks[key]
+            for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
 
-    return undo
+    try:
+        for module in model.modules():
+            handles.append(module.register_load_state_dict_pre_hook(load_masters))
+            module.register_state_dict_post_hook(save_masters)
+            _hooked[module] = True
+        return undo
+    except BaseException:
+        undo()
+        raise
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a state-dict hook of a module, which torch may have wrapped, is one of this file."""
+    return getattr(hook, "hook", hook) in (load_masters, save_masters)
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,6 +32,7 @@ __all__ = [
     "StepOutcome",
     "clip_grad_norm_",
     "find_session",
+    "forget_sessions",
     "load_state_dict",
     "loss_scale",
     "master_params",
@@ -125,20 +126,31 @@ class Session:
     def close(self) -> None:
         """Make the models and optimizers plain fp32 objects again. A second call does nothing.
 
+        If memory runs out, the session stays as it is. Ctrl-C during the call is raised when all is given back.
+
         Raises:
             StateError: a ``scale_loss`` is open, gradients are still scaled, or ``initialize(delegate=True)`` handed
                 the models to another implementation.
         """
         self.engine.check_closable()
-        for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
-            del _sessions[key]
-        self.engine.undo.close()
+        self.engine.undo.prepare()
+        self.engine.undo.unwind()
 
 
 def register(engine: Engine, objects: Iterable[object]) -> None:
     """Make :func:`session` find ``engine`` for each of ``objects``."""
     for found in objects:
         _sessions[found] = Session(engine, found)
+
+
+def forget_sessions(
+    engine: weakref.ref[Engine], objects: Iterable[weakref.ReferenceType[Any]] | None = None
+) -> None:
+    """Undo :func:`register`, for ``objects`` only or for all of the engine's."""
+    keys = None if objects is None else {id(ref()) for ref in objects}
+    for key, found in list(_sessions.items()):
+        if found.engine is engine() and (keys is None or id(key) in keys):
+            _sessions.pop(key, None)
 
 
 def own_session(found: object) -> Session | None:
