@@ -142,7 +142,7 @@ class ApexState(OptimizerState):
 
     def _warn_of_scaled(self) -> None:
         """Warn once of a step inside of ``scale_loss``. Apex accepts it silently; with Adam at O1 that even trains."""
-        if self.open and not self._warned:
+        if not self._warned and self.is_open():
             self._warned = True
             say(
                 "%s.step() inside of `with amp.scale_loss(...)`: gradients are not unscaled there yet, nor handed to "
@@ -279,4 +279,4 @@ class ApexLoss(ScaledLoss):
     __slots__ = ()
 
     def _is_busy(self) -> bool:
-        return any(state.open for state in self._states)
+        return any(state.is_open() for state in self._states)

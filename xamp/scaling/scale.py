@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xamp.policy import Policy
+from xamp.scaling.scope import Scope
 
 __all__ = ["CollapseWatch", "DeviceState", "History", "LateNumber", "LossScaler", "ScaleRules"]
 
@@ -116,7 +117,7 @@ class LossScaler:
     """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
     Attributes:
-        open: a ``scale_loss`` with this scale is being executed.
+        scope: the ``scale_loss`` with this scale that was entered last and not left; see :meth:`is_open`.
         scale: fp32 scalar tensor.
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
@@ -128,12 +129,21 @@ class LossScaler:
 
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
-        self.open = False
+        self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
         self.version = 0
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
+
+    def is_open(self) -> bool:
+        """Return whether a ``scale_loss`` with this scale is being executed."""
+        return self.scope is not None and self.scope.is_open()
+
+    @property
+    def updates(self) -> int:
+        """A number that grows with each update of a dynamic scale, in the very moment in which the device moves it."""
+        return self.growth_tracker._version
 
     def live_in(self, state: DeviceState) -> None:
         """Keep the scale in ``state`` from now on."""
@@ -199,20 +209,27 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        torch._amp_update_scale_(
-            self.scale,
-            self.growth_tracker,
-            found_inf,
-            rules.growth_factor,
-            rules.backoff_factor,
-            rules.growth_interval,
-        )
-        if self._safe_updates:
-            self._safe_updates -= 1
-        else:
-            self.scale.clamp_(rules.floor, rules.ceiling)
+        safe, updates = self._safe_updates, self.growth_tracker._version
+        self._safe_updates = 0
         self._inverse_is_stale = True
         self.version += 1
+        try:
+            torch._amp_update_scale_(
+                self.scale,
+                self.growth_tracker,
+                found_inf,
+                rules.growth_factor,
+                rules.backoff_factor,
+                rules.growth_interval,
+            )
+            if safe:
+                self._safe_updates = safe - 1
+            else:
+                self.scale.clamp_(rules.floor, rules.ceiling)
+        except BaseException:
+            if self.updates != updates:
+                self.scale.clamp_(rules.floor, rules.ceiling)
+            raise
 
 
 def _is_power_of_two(value: float) -> bool:

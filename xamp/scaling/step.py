@@ -26,6 +26,7 @@ from xamp.scaling import masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
+from xamp.scaling.scope import Scope
 
 __all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner"]
 
@@ -94,7 +95,7 @@ class OptimizerState:
         fused: the choice of the fused form.
         gradients: the optimizer's gradients.
         outcome: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
-        open: a ``scale_loss`` over this optimizer is being executed.
+        scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         seen: the device state as it was at the newest step that was counted; None before the first.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
@@ -110,7 +111,7 @@ class OptimizerState:
         self.index = index
         self.fused = fused
         self.outcome: StepOutcome | torch.Tensor | None = None
-        self.open = False
+        self.scope: Scope | None = None
         self.fresh = True
         self.seen: Sequence[float] | None = None
         self.norm: torch.Tensor | None = None
@@ -139,6 +140,16 @@ class OptimizerState:
         found = self._optimizer()
         assert found is not None, "the optimizer owns this object"
         return found
+
+    def is_open(self) -> bool:
+        """Return whether a ``scale_loss`` over this optimizer is being executed."""
+        return self.scope is not None and self.scope.is_open()
+
+    def forget_backwards(self) -> None:
+        """Drop all gradients since the last step, and the overflows that were found in them."""
+        self.gradients.drop()
+        self.sticky.zero_()
+        self.fresh = True
 
     @property
     def is_alive(self) -> bool:
@@ -204,7 +215,7 @@ class OptimizerState:
         Raises:
             StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
-        if self.open:
+        if self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         self.gradients.settle(call)
 

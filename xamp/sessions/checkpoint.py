@@ -60,7 +60,7 @@ def load(engine: Engine, saved_state: object) -> None:
     """
     if not engine.enabled:
         return
-    if any(state.open for state in engine.states):
+    if any(state.is_open() for state in engine.states):
         raise StateError(f"{_CALL}: inside `with xamp.scale_loss(...)`. Load after the block.")
     engine.prepare_checkpoint()
     saved = formats.read(f"{_CALL}(state)", saved_state)

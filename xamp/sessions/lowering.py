@@ -1,7 +1,7 @@
 """Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo each
-of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
+:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
+each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Plan:
         self._restored = {id(param): self._fp32_of(param) for param in self.lowered if masters.is_lowered(param)}
 
     def _fp32_of(self, param: nn.Parameter) -> _Values:
-        """Return the values and the gradient of a lowered parameter from before the call, or in fp32 once it is done."""
+        """Return values and gradient of a lowered parameter: from before the call, or in fp32 once it is done."""
         if id(param) in self._before:
             return self._before[id(param)]  # type: ignore[no-any-return]
         master = masters.master_of(param)

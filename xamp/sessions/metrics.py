@@ -111,7 +111,7 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: 
     norm = _clipped_norm(states)
     if norm is None:
         grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
-        busy = scaled or any(state.open or state.gradients.is_pending for state in states)
+        busy = scaled or any(state.scope is not None or state.gradients.is_pending for state in states)
         if busy or not grads or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
             return math.nan
         norm = torch.nn.utils.get_total_norm(grads)
