@@ -413,15 +413,17 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
-        entered = enter(mark, number())
+        entered = None
         try:
+            entered = enter(mark, number())
             return finish(function(self, *args, **kwargs))
         except RuntimeError as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))
             raise
         finally:
-            leave(entered)
+            if entered is not None:
+                leave(entered)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

@@ -24,6 +24,7 @@ from xamp.policy import Policy
 __all__ = [
     "GradientWitness",
     "Pair",
+    "agree",
     "clear_gradients",
     "copy_back",
     "ensure_master",
@@ -446,6 +447,13 @@ def load_masters(
         if loaded.dtype in LOWER:  # saved without masters: a master that rounds to the saved value stays exact
             loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
         overwrite(master, loaded)
+
+
+def agree(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that the masters among ``tensors``, and their parameters, were just made what they were before together."""
+    for tensor in tensors:
+        if tensor in _reconciled_versions:
+            _reconciled_versions[tensor] = tensor._version
 
 
 @torch.no_grad()

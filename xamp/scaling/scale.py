@@ -303,6 +303,14 @@ class History:
         """Drop all records."""
         self._waiting.clear()
 
+    def waiting_records(self) -> Sequence[Any]:
+        """Return the records that have not been read, for :meth:`put_back`."""
+        return tuple(self._waiting)
+
+    def put_back(self, records: Sequence[Any]) -> None:
+        """Undo :meth:`forget`."""
+        self._waiting = collections.deque(records)
+
     def drain(self) -> Sequence[tuple[Any, list[float]]]:
         """Return all records and forget them. Waits for the device."""
         return [self._oldest() for _ in range(len(self._waiting))] if self._waiting else ()

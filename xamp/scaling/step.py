@@ -28,7 +28,7 @@ from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
 from xamp.scaling.scope import Scope
 
-__all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner"]
+__all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner", "has_moved"]
 
 
 class StepOutcome(enum.Enum):
@@ -49,6 +49,13 @@ class Stats:
     def __init__(self, applied: int = 0, skipped: int = 0) -> None:
         self.applied = applied
         self.skipped = skipped
+
+    def add(self, skipped: bool) -> None:
+        """Count one step."""
+        if skipped:
+            self.skipped += 1
+        else:
+            self.applied += 1
 
     def __repr__(self) -> str:
         return f"Stats(applied={self.applied}, skipped={self.skipped})"
@@ -330,38 +337,77 @@ class OptimizerState:
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not args and not kwargs:  # a closure would make gradients
             self._warn_of_no_gradient()
-        result = base(*args, **kwargs)
-        self._finish(StepOutcome.APPLIED)
-        return result
+        mark, applied = self._mark(), self.engine.counts.applied
+        try:
+            result = base(*args, **kwargs)
+            self._finish(StepOutcome.APPLIED)
+            return result
+        except BaseException:
+            if has_moved(mark) and self.engine.counts.applied == applied:
+                self._finish(StepOutcome.APPLIED)
+            raise
+
+    def _mark(self) -> tuple[torch.Tensor, int] | None:
+        """Return the first tensor that a step will move, and its version: an exception may come before it or after it.
+
+        A step hook may raise, or Ctrl-C arrive, when the optimizer has stepped already.
+        """
+        for param in self.gradients.stepped:
+            if param.grad is not None:
+                return param, param._version
+        return None
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = self._memory.values.tolist()  # the one wait for the device
         result, outcome = None, StepOutcome.APPLIED
         used: tuple[int, ...] = ()
-        if self._memory.overflowed(values, self.index):
-            outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
-        else:
-            result = base(*args, **kwargs)
-        for scaler in self.engine.scalers:
-            scaler.know(values)
-        self._finish(outcome)
-        self.observe_all()  # the host has waited anyway, and steps must be judged in order
-        self._observe(used, values)
-        return result
+        mark = self._mark()
+        try:
+            if self._memory.overflowed(values, self.index):
+                outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
+            else:
+                result = base(*args, **kwargs)
+            for scaler in self.engine.scalers:
+                scaler.know(values)
+            self._finish(outcome)
+            self.observe_all()  # the host has waited anyway, and steps must be judged in order
+            self._observe(used, values)
+            return result
+        except BaseException:
+            if self.seen is not values and (outcome is StepOutcome.SKIPPED or has_moved(mark)):
+                self._finish(outcome)
+                self._observe(used, values)
+            raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
-        optimizer.found_inf = self.sticky
+        mark, flag, readable = self._mark(), None, None
         try:
+            optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
+            optimizer.found_inf = self.sticky
             result = base(*args, **kwargs)
-        finally:
             del optimizer.grad_scale, optimizer.found_inf
-        readable = list(self._history.push(tuple(self.gradients.used)))
-        self._finish(self.sticky.clone())
+            flag = self.sticky.clone()
+            readable = list(self._history.push(tuple(self.gradients.used)))
+            self._finish(flag)
+            for used, values in readable:
+                self._observe(used, values)
+            return result
+        except BaseException:
+            optimizer.__dict__.pop("grad_scale", None)
+            optimizer.__dict__.pop("found_inf", None)
+            if has_moved(mark):
+                self._conclude(flag, readable)
+            raise
+
+    def _conclude(self, flag: torch.Tensor | None, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
+        """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
+        flag = self.sticky.clone() if flag is None else flag
+        readable = list(self._history.push(tuple(self.gradients.used))) if readable is None else readable
+        self._finish(flag)
         for used, values in readable:
-            self._observe(used, values)
-        return result
+            if self.seen is not values:
+                self._observe(used, values)
 
     def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``base`` to step in the form the user gave. For a step before all is warm: see :meth:`_is_warm`."""
@@ -407,15 +453,17 @@ class OptimizerState:
         if outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
             self.note_masters()
-        if not self.engine.policy.checks:
-            self.engine.counts.applied += 1
-        elif self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED:
+        if self.engine.policy.checks and (
+            self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED
+        ):
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
         self.gradients.ready = False
         self.gradients.used.clear()
+        if not self.engine.policy.checks:  # else when the host sees the flag
+            self.engine.counts.applied += 1
 
     def known_outcome(self) -> StepOutcome | None:
         """Return what the last step did. May wait for the device."""
@@ -461,6 +509,18 @@ class OptimizerState:
             self.sticky.zero_()
             self.fresh = True
 
+    def kept(self) -> tuple[Any, ...]:
+        """Return what :meth:`resume` changes, for :meth:`put_back`."""
+        found = self.sticky.clone(), self.fresh, self.seen, self.gradients.ready
+        return copy.copy(self._watch), self._history.waiting_records(), found
+
+    def put_back(self, kept: tuple[Any, ...]) -> None:
+        """Undo :meth:`resume`."""
+        watch, records, (sticky, self.fresh, self.seen, self.gradients.ready) = kept
+        self._watch = copy.copy(watch)
+        self._history.put_back(records)
+        self.sticky.copy_(sticky)
+
     def observe_all(self) -> None:
         """Count, log and judge every recorded step. Waits for the device."""
         for late in self._history.drain():
@@ -476,13 +536,13 @@ class OptimizerState:
 
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
+        overflowed = self._memory.overflowed(values, self.index)
+        self.engine.counts.add(overflowed)
         self.seen = values
         collapsed = self._judge(self._watch, used, values)
-        if collapsed is None:
-            self.engine.counts.applied += 1
+        if not overflowed:
             return
         scales = self._memory.scales_in(values)
-        self.engine.counts.skipped += 1
         if self.engine.verbosity:
             self._tell_of_overflow(scales, used)
         if collapsed:
@@ -507,6 +567,11 @@ class OptimizerState:
             f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
             f"or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 ({wide})."
         )
+
+
+def has_moved(mark: tuple[torch.Tensor, int] | None) -> bool:
+    """Return whether the optimizer has stepped since ``mark`` was made; False where there was nothing to move."""
+    return mark is not None and mark[0]._version != mark[1]
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:

@@ -1,9 +1,9 @@
 """``initialize``: check everything first, then change all of it or nothing.
 
 The steps of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
-:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. How to undo a change
-is listed before it is made (:class:`~xamp.ground.undo.Undo`). A failure, or Ctrl-C before the call has returned, unwinds
-the list at once, ``session.close()`` later.
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. How to undo a
+change is listed before it is made (:class:`~xamp.ground.undo.Undo`). A failure, or Ctrl-C before the call has returned,
+unwinds the list at once, ``session.close()`` later.
 """
 
 from __future__ import annotations
@@ -387,9 +387,7 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     return forms
 
 
-def _take_optimizers(
-    engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo
-) -> None:
+def _take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
     """Put masters into the optimizers in place of lowered parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
@@ -443,9 +441,7 @@ def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer], before: dict[Any
         state["step"] = counter
 
 
-def _take_out_states(
-    engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]
-) -> None:
+def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:
     """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
     if before and (owner := engine()) is not None:
         owner.remove_states(states)
