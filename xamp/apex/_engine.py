@@ -25,7 +25,7 @@ from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.step import OptimizerState, StepOutcome, has_moved
+from xamp.scaling.step import NOT_STEPPED, OptimizerState, StepOutcome, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -133,13 +133,13 @@ class ApexState(OptimizerState):
         given = any(value is not None for value in (*args, *kwargs.values()))
         if given and (skips or self.engine.policy.master_weights):
             raise RuntimeError(_CLOSURE)
-        result, mark = None, self._mark()
+        result, mark = None if skips else NOT_STEPPED, self._mark()
         try:
             if not skips:
                 with self.engine.around_step():
                     result = base(*args, **kwargs)
-        except BaseException:
-            if has_moved(mark):
+        except BaseException as error:
+            if has_stepped(mark, result, error):
                 self._account(skips, values)
             raise
         self._account(skips, values)

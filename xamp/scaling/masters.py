@@ -25,6 +25,7 @@ __all__ = [
     "GradientWitness",
     "Pair",
     "agree",
+    "agrees",
     "clear_gradients",
     "copy_back",
     "ensure_master",
@@ -184,9 +185,16 @@ def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]]
 
 def copy_back(pairs: Sequence[Pair]) -> None:
     """Write the masters into the model's parameters. This is right after a skipped step too: no master has moved."""
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+    if not pairs:
+        return
+    before = torch.is_grad_enabled()
+    try:  # Ctrl-C at the end of a `with` block would leave it open
+        torch._C._set_grad_enabled(False)
+        torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        torch._C._set_grad_enabled(before)
+    except BaseException:
+        torch._C._set_grad_enabled(before)
+        raise
 
 
 def write_changed(pairs: Iterable[Pair]) -> None:
@@ -449,11 +457,15 @@ def load_masters(
         overwrite(master, loaded)
 
 
-def agree(tensors: Iterable[torch.Tensor]) -> None:
-    """Note that the masters among ``tensors``, and their parameters, were just made what they were before together."""
-    for tensor in tensors:
-        if tensor in _reconciled_versions:
-            _reconciled_versions[tensor] = tensor._version
+def agrees(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a master to which nothing was written since it was made equal to its parameter."""
+    return _reconciled_versions.get(tensor) == tensor._version  # type: ignore[no-any-return]
+
+
+def agree(agreeing: Iterable[torch.Tensor]) -> None:
+    """Note that the masters have the values again that they had in common with their parameters."""
+    for master in agreeing:
+        _reconciled_versions[master] = master._version
 
 
 @torch.no_grad()

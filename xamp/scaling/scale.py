@@ -123,7 +123,8 @@ class LossScaler:
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale.
-        version: counts the updates. While it is the same, the host knows that the scale has not moved.
+        updates: counts the updates of a dynamic scale that are done.
+        version: counts the updates, also those that failed. While it is the same, the scale has not moved.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
 
@@ -131,7 +132,7 @@ class LossScaler:
         self.index = index
         self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        self.version = 0
+        self.version = self.updates = 0
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
@@ -139,11 +140,6 @@ class LossScaler:
     def is_open(self) -> bool:
         """Return whether a ``scale_loss`` with this scale is being executed."""
         return self.scope is not None and self.scope.is_open()
-
-    @property
-    def updates(self) -> int:
-        """A number that grows with each update of a dynamic scale, in the very moment in which the device moves it."""
-        return self.growth_tracker._version
 
     def live_in(self, state: DeviceState) -> None:
         """Keep the scale in ``state`` from now on."""
@@ -209,7 +205,7 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        safe, updates = self._safe_updates, self.growth_tracker._version
+        safe, before, done = self._safe_updates, self.scale._version, self.updates + 1
         self._safe_updates = 0
         self._inverse_is_stale = True
         self.version += 1
@@ -226,9 +222,11 @@ class LossScaler:
                 self._safe_updates = safe - 1
             else:
                 self.scale.clamp_(rules.floor, rules.ceiling)
+            self.updates = done
         except BaseException:
-            if self.updates != updates:
+            if self.scale._version != before:  # the kernel has run
                 self.scale.clamp_(rules.floor, rules.ceiling)
+                self.updates = done
             raise
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import enum
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -28,7 +29,12 @@ from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
 from xamp.scaling.scope import Scope
 
-__all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner", "has_moved"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "Stats", "StepOutcome", "StepOwner", "has_stepped"]
+
+NOT_STEPPED = object()
+"""Stands for the result of a step that has not returned one."""
+
+_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # torch's wrapper, whose `out` is the step's result
 
 
 class StepOutcome(enum.Enum):
@@ -49,13 +55,6 @@ class Stats:
     def __init__(self, applied: int = 0, skipped: int = 0) -> None:
         self.applied = applied
         self.skipped = skipped
-
-    def add(self, skipped: bool) -> None:
-        """Count one step."""
-        if skipped:
-            self.skipped += 1
-        else:
-            self.applied += 1
 
     def __repr__(self) -> str:
         return f"Stats(applied={self.applied}, skipped={self.skipped})"
@@ -337,13 +336,13 @@ class OptimizerState:
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not args and not kwargs:  # a closure would make gradients
             self._warn_of_no_gradient()
-        mark, applied = self._mark(), self.engine.counts.applied
+        mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
         try:
             result = base(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)
             return result
-        except BaseException:
-            if has_moved(mark) and self.engine.counts.applied == applied:
+        except BaseException as error:
+            if has_stepped(mark, result, error) and self.engine.counts.applied == applied:
                 self._finish(StepOutcome.APPLIED)
             raise
 
@@ -359,12 +358,12 @@ class OptimizerState:
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = self._memory.values.tolist()  # the one wait for the device
-        result, outcome = None, StepOutcome.APPLIED
+        result, outcome = NOT_STEPPED, StepOutcome.APPLIED
         used: tuple[int, ...] = ()
         mark = self._mark()
         try:
             if self._memory.overflowed(values, self.index):
-                outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
+                result, outcome, used = None, StepOutcome.SKIPPED, tuple(self.gradients.used)
             else:
                 result = base(*args, **kwargs)
             for scaler in self.engine.scalers:
@@ -373,36 +372,35 @@ class OptimizerState:
             self.observe_all()  # the host has waited anyway, and steps must be judged in order
             self._observe(used, values)
             return result
-        except BaseException:
-            if self.seen is not values and (outcome is StepOutcome.SKIPPED or has_moved(mark)):
+        except BaseException as error:
+            if self.seen is not values and has_stepped(mark, result, error):
                 self._finish(outcome)
                 self._observe(used, values)
             raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        mark, flag, readable = self._mark(), None, None
+        mark, result, readable = self._mark(), NOT_STEPPED, None
+        flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
             optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
             optimizer.found_inf = self.sticky
             result = base(*args, **kwargs)
             del optimizer.grad_scale, optimizer.found_inf
-            flag = self.sticky.clone()
             readable = list(self._history.push(tuple(self.gradients.used)))
             self._finish(flag)
             for used, values in readable:
                 self._observe(used, values)
             return result
-        except BaseException:
+        except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
-            if has_moved(mark):
+            if has_stepped(mark, result, error):
                 self._conclude(flag, readable)
             raise
 
-    def _conclude(self, flag: torch.Tensor | None, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
+    def _conclude(self, flag: torch.Tensor, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
         """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
-        flag = self.sticky.clone() if flag is None else flag
         readable = list(self._history.push(tuple(self.gradients.used))) if readable is None else readable
         self._finish(flag)
         for used, values in readable:
@@ -537,8 +535,11 @@ class OptimizerState:
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
         overflowed = self._memory.overflowed(values, self.index)
-        self.engine.counts.add(overflowed)
-        self.seen = values
+        counts = self.engine.counts
+        if overflowed:  # one line, so that no interrupt comes between the two
+            self.seen, counts.skipped = values, counts.skipped + 1
+        else:
+            self.seen, counts.applied = values, counts.applied + 1
         collapsed = self._judge(self._watch, used, values)
         if not overflowed:
             return
@@ -569,9 +570,19 @@ class OptimizerState:
         )
 
 
-def has_moved(mark: tuple[torch.Tensor, int] | None) -> bool:
-    """Return whether the optimizer has stepped since ``mark`` was made; False where there was nothing to move."""
-    return mark is not None and mark[0]._version != mark[1]
+def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
+    """Return whether the optimizer had stepped when ``error`` was raised.
+
+    Args:
+        mark: what :meth:`OptimizerState._mark` returned before the step.
+        result: what the step has returned, or :data:`NOT_STEPPED`.
+        error: the exception. Where a step hook raised it, torch's wrapper around the step has a result already; fused
+            kernels leave no other trace, for they move tensors without a new version.
+    """
+    if result is not NOT_STEPPED or (mark is not None and mark[0]._version != mark[1]):
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is _HOOKED and "out" in frame.f_locals for frame in frames)
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
