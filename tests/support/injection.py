@@ -72,7 +72,8 @@ class Fault:
 
     def reach(self, where: str) -> None:
         point, self.points = self.points, self.points + 1
-        self.seen.append(where)
+        if self._n is None:
+            self.seen.append(where)
         if self._n is None or point < self._n or (self.raised and self._kind != "memory"):
             return
         self.raised = True

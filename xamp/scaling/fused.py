@@ -109,8 +109,8 @@ class FusedForm:
             return
         for group in optimizer.param_groups:
             if self._is_open(group) and self._is_right_for(group["params"]):
+                self._switched.append(group)  # first, so that switch_off knows it
                 group["fused"] = True
-                self._switched.append(group)
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
             self._move_step_counters(optimizer)

@@ -26,6 +26,7 @@ from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
+from xamp.ground.shown import shown
 from xamp.ground.undo import Undo
 from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
@@ -162,7 +163,7 @@ def initialize(
     spelt = int(verbosity) if isinstance(verbosity, bool) else verbosity
     loudness = int(number_between("verbosity", spelt, -1, math.inf, whole=True))
     if not isinstance(backend, str):
-        raise PolicyError(f"initialize(backend={backend!r}): must be a backend's name, or 'auto'.")
+        raise PolicyError(f"initialize(backend={shown(backend)}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
     model_list: list[nn.Module] = checks.as_list("models", models, nn.Module)  # type: ignore[assignment]
     given_optimizers = [] if optimizers is None else optimizers
@@ -212,12 +213,12 @@ class Arguments:
 
 
 def _level_of(level: object, opt_level: object) -> object:
-    if opt_level is None or opt_level == level:
+    if opt_level is None or opt_level is level or (isinstance(opt_level, str) and opt_level == level):
         return level
-    if level != Request.level:
+    if not isinstance(level, str) or level != Request.level:
         raise PolicyError(
-            f"initialize(level={level!r}, opt_level={opt_level!r}): two names for one thing that say different things. "
-            "Give level."
+            f"initialize(level={shown(level)}, opt_level={shown(opt_level)}): two names for one thing that say "
+            "different things. Give level."
         )
     return opt_level
 

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.casting.forward import Region
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError
+from xamp.ground.arguments import number
+from xamp.ground.shown import shown
 from xamp.policy import Policy
 from xamp.scaling import distributed, masters
 from xamp.scaling.engine import Engine, ScaledLoss
@@ -42,6 +44,8 @@ __all__ = [
     "state_dict",
 ]
 
+_NUMBERS = (float, int, torch.Tensor)
+
 # Each model, wrapper and optimizer that was given to initialize -> its session.
 _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
 
@@ -56,6 +60,17 @@ class Session:
     def __init__(self, engine: Engine, seen_from: object) -> None:
         self.engine = engine
         self._seen_from = weakref.ref(seen_from)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled or copied: a session is a view of live objects.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "pickle or copy of a Session: it leads to live models and optimizers, so it cannot be pickled or copied. "
+            "Save session.state_dict(), and load it into the session of the new model."
+        )
 
     @property
     def policy(self) -> Policy:
@@ -256,7 +271,7 @@ def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
     """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(engine.scalers):
         raise PolicyError(
-            f"{call}(loss_id={loss_id!r}): initialize was called with num_losses={engine.policy.num_losses}, so "
+            f"{call}(loss_id={shown(loss_id)}): initialize was called with num_losses={engine.policy.num_losses}, so "
             f"loss_id is one of 0 to {len(engine.scalers) - 1}. Raise num_losses there."
         )
     return engine.scalers[loss_id]
@@ -338,7 +353,12 @@ def clip_grad_norm_(
 
     Raises:
         StateError: the gradients are still scaled.
+        PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
+    if not isinstance(max_norm, _NUMBERS):
+        max_norm = number("max_norm", max_norm, call="clip_grad_norm_")
+    if not isinstance(norm_type, _NUMBERS):
+        norm_type = number("norm_type", norm_type, call="clip_grad_norm_")
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
     norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
