@@ -314,7 +314,8 @@ def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | N
         raise PolicyError(
             f"initialize(level={level.name!r}, keep_batchnorm_fp32={shown(request.keep_batchnorm_fp32)}): at "
             f"{level.name} all parameters are fp32 and the op policy chooses batch norm's dtype. Leave "
-            f"keep_batchnorm_fp32 out, or use {listed(casting)}; to run batch norm in fp32, keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
+            f"keep_batchnorm_fp32 out, or use {listed(casting)}; to run batch norm in fp32, "
+            "keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
         )
     if level.dtype is None:
         keep_bn = True
