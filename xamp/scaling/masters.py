@@ -372,7 +372,7 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         A function that removes the hooks.
     """
     held_weakly = weakref.ref(model)
-    handles = []
+    handles: list[Any] = []
 
     def undo() -> None:
         for handle in handles:

@@ -355,10 +355,7 @@ def clip_grad_norm_(
         StateError: the gradients are still scaled.
         PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
-    if not isinstance(max_norm, _NUMBERS):
-        max_norm = number("max_norm", max_norm, call="clip_grad_norm_")
-    if not isinstance(norm_type, _NUMBERS):
-        norm_type = number("norm_type", norm_type, call="clip_grad_norm_")
+    max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
     norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -368,6 +365,10 @@ def clip_grad_norm_(
         inner = _managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
     return norm  # type: ignore[no-any-return]
+
+
+def _as_number(name: str, value: Any) -> Any:
+    return value if isinstance(value, _NUMBERS) else number(name, value, call="clip_grad_norm_")
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:
