@@ -46,7 +46,7 @@ class Fault:
         self.points = 0
         self.seen: list[str] = []
         self.raised = False
-        self._mode = _Operators(self)
+        self._mode: Any = _Operators(self)
 
     def __enter__(self) -> Fault:
         if self._kind == "line":
@@ -93,7 +93,7 @@ class Fault:
 
 class _Operators(TorchDispatchMode):
     def __init__(self, fault: Fault) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fault = fault
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -73,7 +73,10 @@ def test_a_block_whose_exit_never_began_is_recognised(level: str, keeps: bool, m
 def test_a_block_that_is_open_stays_open() -> None:
     """In a with statement, on an ExitStack, in a variable, in a generator that waits."""
     model, optimizer = made("O2")
-    loss = lambda: model(X).square().mean()  # noqa: E731
+
+    def loss() -> torch.Tensor:
+        found: torch.Tensor = model(X).square().mean()
+        return found
 
     def refused() -> None:
         with pytest.raises(StateError, match="another scale_loss over this optimizer"):
@@ -170,7 +173,7 @@ class NoMemory(TorchDispatchMode):
     """From the n-th operator that ``counts`` on, nothing that ``counts`` runs."""
 
     def __init__(self, n: int, counts: Callable[[Any], bool]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._left, self._counts = n, counts
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -61,9 +61,9 @@ def test_a_hostile_argument_is_a_typed_error(name: str, value: object) -> None:
 
 def test_hostile_lists_of_models() -> None:
     model, optimizer = made()
-    for given in ((Listed([model]), optimizer), (model, Listed([optimizer])), (Hostile(), optimizer)):
+    for models, optimizers in ((Listed([model]), optimizer), (model, Listed([optimizer])), (Hostile(), optimizer)):
         with pytest.raises(PolicyError):
-            xamp.initialize(*given, level="O2")
+            xamp.initialize(models, optimizers, level="O2")
 
 
 @pytest.mark.parametrize("value", ["x", None, [1.0], Hostile()], ids=lambda value: type(value).__name__)
