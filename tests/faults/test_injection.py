@@ -22,7 +22,8 @@ SCALING = ("O1", "O2")  # at O5 no gradient is checked
 STEPS = 3
 
 EVERY = bool(os.environ.get("XAMP_EVERY_POINT"))
-"""Set: a line that is reached often is a point each time, not only the first and the last time. Takes 10 minutes."""
+"""Set: each time that a line is reached is a point, at each level; takes 10 minutes. Else the first and the last time
+that each line is reached at O2, and a third of these at O1 and O5, which differ from O2 in few lines."""
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
@@ -278,7 +279,9 @@ def test_a_fault_at_every_point(level: str) -> None:
     for name in cases_of(level):
         for kind in KINDS:
             points = points_of(name, level, kind)
-            chosen = list(range(len(points))) if EVERY or kind != "line" else ends_of(points)
+            chosen = (
+                list(range(len(points))) if EVERY or kind != "line" else ends_of(points)[:: 1 if level == "O2" else 3]
+            )
             total += len(chosen)
             found += damaged(name, level, kind, chosen)
     print(f"{len(found)} damaged of {total} faults at {level}")
