@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from xamp.errors import PolicyError
 from xamp.ground import arguments
+from xamp.ground.shown import shown
 
 if TYPE_CHECKING:
     import torch
@@ -241,7 +242,7 @@ def parse_level(level: object) -> Level | None:
     if found is None:
         hint = "  The prefix is the letter O, not the digit zero." if key and key.startswith("0") else ""
         choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases))
-        raise PolicyError(f"initialize(level={level!r}): no such level. Choices: 'auto', {choices}.{hint}")
+        raise PolicyError(f"initialize(level={shown(level)}): no such level. Choices: 'auto', {choices}.{hint}")
     return found
 
 
@@ -311,9 +312,10 @@ def _parameter_overrides(request: Request, level: Level) -> tuple[bool, bool | N
     if keep_bn is not None and level.casts_operators:
         casting = levels_where(lambda row: row.casts_parameters)
         raise PolicyError(
-            f"initialize(level={level.name!r}, keep_batchnorm_fp32={request.keep_batchnorm_fp32!r}): at {level.name} "
-            "all parameters are fp32 and the op policy chooses batch norm's dtype. Leave keep_batchnorm_fp32 out, or "
-            f"use {listed(casting)}; to run batch norm in fp32, keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
+            f"initialize(level={level.name!r}, keep_batchnorm_fp32={shown(request.keep_batchnorm_fp32)}): at "
+            f"{level.name} all parameters are fp32 and the op policy chooses batch norm's dtype. Leave "
+            f"keep_batchnorm_fp32 out, or use {listed(casting)}; to run batch norm in fp32, "
+            "keep_fp32=[torch.nn.modules.batchnorm._BatchNorm]."
         )
     if level.dtype is None:
         keep_bn = True
@@ -335,12 +337,12 @@ def _lower_dtype(value: object, level: Level) -> torch.dtype:
             by_dtype.setdefault(row.dtype or "", []).append(row.name)
         lowering = ", ".join(f"{', '.join(names)} for {name}" for name, names in by_dtype.items() if name)
         raise PolicyError(
-            f"initialize(level={level.name!r}, dtype={value!r}): {level.name} is fp32 throughout. Leave dtype out, or "
-            f"choose the level that lowers to it: {lowering}."
+            f"initialize(level={level.name!r}, dtype={shown(value)}): {level.name} is fp32 throughout. Leave dtype "
+            f"out, or choose the level that lowers to it: {lowering}."
         )
     if level.dtype is not None and dtype == torch.float32:
         raise PolicyError(
-            f"initialize(level={level.name!r}, dtype={value!r}): {level.name} lowers to float16 or bfloat16. "
+            f"initialize(level={level.name!r}, dtype={shown(value)}): {level.name} lowers to float16 or bfloat16. "
             f"For fp32 use level {best_level(()).name!r}."
         )
     return dtype
@@ -358,8 +360,8 @@ def _loss_scale(value: object, level: Level) -> tuple[bool, float]:
         scale = math.nan
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise PolicyError(
-            f"initialize(loss_scale={value!r}): a loss scale is 'dynamic' or a finite number above 0, such as 128.0 "
-            "(also as a string), that fp32 can hold. Leave it out for the level's own."
+            f"initialize(loss_scale={shown(value)}): a loss scale is 'dynamic' or a finite number above 0, such as "
+            "128.0 (also as a string), that fp32 can hold. Leave it out for the level's own."
         )
     return False, scale
 

@@ -15,6 +15,7 @@ from xamp import policy
 from xamp.casting import active, autocast, forward, functions
 from xamp.casting.mark import Mark
 from xamp.ground import containers
+from xamp.ground.undo import Undo
 from xamp.policy import compile_policy
 from xamp.scaling.engine import Engine
 from xamp.sessions import initialize, lowering
@@ -66,15 +67,9 @@ def _eager(module: Any, region: Any) -> Any:
     return (lambda: None) if isinstance(module, torch.jit.ScriptModule) else _enter_policy(module, region)
 
 
-class _NoUndo(contextlib.ExitStack):
-    """Forgets how to take back what was done."""
-
-    def callback(self, callback: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return callback
-
-
-def _apply_for_good(self: Any, undo: contextlib.ExitStack) -> None:
-    _apply(self, _NoUndo())
+def _apply_for_good(self: Any, undo: Undo) -> None:
+    """Applies the plan, and forgets how to take back what was done."""
+    _apply(self, Undo())
 
 
 def _of_another_device(device_type: str | None, dtype: Any, portable: bool = False, *_: Any) -> Any:

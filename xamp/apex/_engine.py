@@ -25,7 +25,7 @@ from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.scaling.step import NOT_STEPPED, OptimizerState, StepOutcome, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -133,16 +133,21 @@ class ApexState(OptimizerState):
         given = any(value is not None for value in (*args, *kwargs.values()))
         if given and (skips or self.engine.policy.master_weights):
             raise RuntimeError(_CLOSURE)
-        result = None
-        if not skips:
-            with self.engine.around_step():
-                result = base(*args, **kwargs)
+        result, mark = None if skips else NOT_STEPPED, self._mark()
+        try:
+            if not skips:
+                with self.engine.around_step():
+                    result = base(*args, **kwargs)
+        except BaseException as error:
+            if has_stepped(mark, result, error):
+                self._account(skips, values)
+            raise
         self._account(skips, values)
         return result
 
     def _warn_of_scaled(self) -> None:
         """Warn once of a step inside of ``scale_loss``. Apex accepts it silently; with Adam at O1 that even trains."""
-        if self.open and not self._warned:
+        if not self._warned and self.is_open():
             self._warned = True
             say(
                 "%s.step() inside of `with amp.scale_loss(...)`: gradients are not unscaled there yet, nor handed to "
@@ -279,4 +284,4 @@ class ApexLoss(ScaledLoss):
     __slots__ = ()
 
     def _is_busy(self) -> bool:
-        return any(state.open for state in self._states)
+        return any(state.is_open() for state in self._states)

@@ -257,7 +257,7 @@ def _returned(models: Any, optimizers: Any) -> Any:
 def _hold(engine: ApexEngine, handle: _handle.AmpHandle) -> None:
     """Keep the patches until the models are deleted, and run the engine's steps without casts."""
     engine.around_step, engine.after_backward = _casts_handle.disable_casts, _casts_handle.clear_caches
-    engine.undo.callback(handle._deactivate)
+    engine.undo.steps.append(handle._deactivate)
     _patched.append((weakref.ref(engine), handle))
 
 

@@ -57,7 +57,7 @@ def start_engine(
     arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _is_already_under(m, policy)])
     engine = set_up(policy, backend, device, arguments, ApexEngine)
     assert isinstance(engine, ApexEngine)
-    return engine
+    return (engine, arguments.undo.before.clear())[0]  # type: ignore[func-returns-value]  # see xamp.initialize
 
 
 def _is_already_under(model: nn.Module, policy: ApexPolicy) -> bool:

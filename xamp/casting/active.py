@@ -75,7 +75,7 @@ _is_cached, _set_cached = torch._C.is_autocast_cache_enabled, torch._C.set_autoc
 _increment_nesting, _decrement_nesting = torch._C.autocast_increment_nesting, torch._C.autocast_decrement_nesting
 _clear_cache = torch._C.clear_autocast_cache
 
-Entered = tuple[Mark, "Mark | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None"]
+Entered = tuple[Mark, "Mark | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None", int]
 
 
 def get_slot() -> torch.dtype | None:
@@ -112,39 +112,67 @@ def enter(mark: Mark, number: int, cached: bool | None = True) -> Entered:
     device, dtype, was_cached = mark.device_type, mark.dtype, _is_cached()
     if device is None:
         _thread.mark = mark
-        return mark, before, number, False, None, was_cached, None
-    enabled, old = _is_enabled(device), _get_dtype(device)
-    _set_enabled(device, dtype is not None and mark.casting is None)
-    if dtype is not None and dtype is not old:
-        _set_dtype(device, dtype)
-    _increment_nesting()
-    if cached is not was_cached and cached is not None:
-        _set_cached(cached)
-    _thread.mark = mark
-    slot = None
-    if mark.slot is not (None if before is None else before.slot):
-        slot = (get_slot(),)
-        set_slot(mark.slot)
-    return mark, before, number, enabled, old, was_cached, slot
+        return mark, before, number, False, None, was_cached, None, 0
+    enabled, old, depth, slot = _is_enabled(device), _get_dtype(device), 0, None
+    try:
+        depth = _increment_nesting()
+        _set_enabled(device, dtype is not None and mark.casting is None)
+        if dtype is not None and dtype is not old:
+            _set_dtype(device, dtype)
+        if cached is not was_cached and cached is not None:
+            _set_cached(cached)
+        _thread.mark = mark
+        if mark.slot is not (None if before is None else before.slot):
+            slot = (get_slot(),)
+            set_slot(mark.slot)
+        return mark, before, number, enabled, old, was_cached, slot, depth
+    except BaseException:  # Ctrl-C: nobody will leave this region
+        _put_back((mark, before, number, enabled, old, was_cached, slot, depth))
+        raise
 
 
 @keep_eager
 def leave(entered: Entered) -> None:
     """Restore the state that :func:`enter` found."""
-    mark, before, number, enabled, dtype, cached, slot = entered
+    try:
+        mark, before, number, enabled, dtype, cached, slot, _ = entered
+        _thread.mark = before
+        if slot is not None:
+            set_slot(slot[0])
+        if mark.device_type is not None and dtype is not None:
+            _set_enabled(mark.device_type, enabled)
+            _set_dtype(mark.device_type, dtype)
+            _set_cached(cached)
+            if _decrement_nesting() == 0:
+                _clear_cache()
+                if mark.casting is not None:
+                    mark.casting.clear()
+        if needs.marks and _thread.mark_was_read:
+            _keep_node_numbers(mark, before, number)
+    except BaseException:  # Ctrl-C in the middle
+        _put_back(entered)
+        raise
+
+
+@keep_eager
+def _put_back(entered: Entered) -> None:
+    """Restore the state that :func:`enter` found, however much of that is done."""
+    mark, before, _, enabled, dtype, cached, slot, depth = entered
     _thread.mark = before
     if slot is not None:
         set_slot(slot[0])
-    if mark.device_type is not None and dtype is not None:
-        if _decrement_nesting() == 0:
-            _clear_cache()
-            if mark.casting is not None:
-                mark.casting.clear()
-        _set_enabled(mark.device_type, enabled)
-        _set_dtype(mark.device_type, dtype)
-        _set_cached(cached)
-    if needs.marks and _thread.mark_was_read:
-        _keep_node_numbers(mark, before, number)
+    if mark.device_type is None or dtype is None:
+        return
+    _set_enabled(mark.device_type, enabled)
+    _set_dtype(mark.device_type, dtype)
+    _set_cached(cached)
+    _increment_nesting()
+    now = _decrement_nesting()
+    while depth and now >= depth:
+        now = _decrement_nesting()
+    _clear_cache()  # it only saves casts
+    if mark.casting is not None:
+        mark.casting.clear()
 
 
 @keep_eager
@@ -191,16 +219,22 @@ def restore(before: tuple[Mark | None, torch.dtype | None, bool]) -> None:
 
 def open_region(mark: Mark, cached: bool | None = True) -> Callable[[], None]:
     """Enter a region as :func:`enter` does; return a function that leaves it."""
-    leave_it = functools.partial(leave, enter(mark, next_number(), cached))
-    device = mark.device_type
-    if device is None or not _has_function_mode():
-        return leave_it
-    # A tracer such as torch.export's records only torch.autocast objects.
-    stack = contextlib.ExitStack()
-    stack.callback(leave_it)
-    on = _is_enabled(device)
-    stack.enter_context(torch.autocast(device, dtype=_get_dtype(device), enabled=on, cache_enabled=cached))
-    return stack.close
+    entered = None
+    try:
+        leave_it = functools.partial(leave, entered := enter(mark, next_number(), cached))
+        device = mark.device_type
+        if device is None or not _has_function_mode():
+            return leave_it
+        # A tracer such as torch.export's records only torch.autocast objects.
+        stack = contextlib.ExitStack()
+        stack.callback(leave_it)
+        on = _is_enabled(device)
+        stack.enter_context(torch.autocast(device, dtype=_get_dtype(device), enabled=on, cache_enabled=cached))
+        return stack.close
+    except BaseException:
+        if entered is not None:
+            _put_back(entered)
+        raise
 
 
 def _traced_slot(mark: Mark) -> torch.dtype | None:

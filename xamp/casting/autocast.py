@@ -66,7 +66,7 @@ class Reentrant:
             region.__enter__()
             self._traced.append(region)
         else:
-            _opened.regions.append(active.open_region(mark, self._cached))
+            _opened.regions.append(active.open_region(mark, self._cached))  # one line: both or none
         return self
 
     @keep_eager
@@ -76,7 +76,10 @@ class Reentrant:
         else:
             if not _opened.regions:
                 raise StateError(f"{type(self).__name__}.__exit__(): this thread is in no region to leave.")
-            _opened.regions.pop()()
+            try:
+                _opened.regions[-1]()
+            finally:
+                _opened.regions.pop()
 
 
 class Casts(Reentrant, torch.autocast):

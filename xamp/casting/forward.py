@@ -195,17 +195,6 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
     scripted = isinstance(module, torch.jit.ScriptModule)
     hidden = [name for name in region.methods if scripted or name in module.__dict__]
     before = type(module)
-    if not scripted:
-        try:
-            set_class(module, _subclass(before, region, _explained(module, region)))
-        except TypeError as error:
-            raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
-    for name in hidden:
-        module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
-    if scripted:
-        module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
-        module.__dict__["__prepare_scriptable__"] = refuse_script  # called where it is a part of what is compiled
-
     module_ref = weakref.ref(module)  # the function that undoes this must not keep the model alive
 
     def leave() -> None:
@@ -213,7 +202,8 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
         if found is None:
             return
         if scripted:
-            del found.__dict__["__deepcopy__"], found.__dict__["__prepare_scriptable__"]
+            found.__dict__.pop("__deepcopy__", None)
+            found.__dict__.pop("__prepare_scriptable__", None)
         else:
             set_class(found, before)
         for name in region.methods:
@@ -221,7 +211,20 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
             if isinstance(method, InstanceMethod):
                 found.__dict__[name] = method.function
 
-    return leave
+    try:
+        if not scripted:
+            set_class(module, _subclass(before, region, _explained(module, region)))
+        for name in hidden:
+            module.__dict__[name] = InstanceMethod(getattr(module, name), region, module)
+        if scripted:
+            module.__dict__["__deepcopy__"] = _ScriptCopy(module, region)
+            module.__dict__["__prepare_scriptable__"] = refuse_script  # called where it is a part of what is compiled
+        return leave
+    except BaseException as error:
+        leave()
+        if isinstance(error, TypeError):
+            raise PolicyError(f"initialize: {before.__name__} cannot be put under a policy: {error}.") from error
+        raise
 
 
 def _explained(module: nn.Module, region: Region) -> tuple[str, ...]:
@@ -410,15 +413,17 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
-        entered = enter(mark, number())
+        entered = None
         try:
+            entered = enter(mark, number())
             return finish(function(self, *args, **kwargs))
         except RuntimeError as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))
             raise
         finally:
-            leave(entered)
+            if entered is not None:
+                leave(entered)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

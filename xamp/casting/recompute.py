@@ -23,7 +23,7 @@ from xamp.casting.compiler import keep_eager
 __all__ = ["watch"]
 
 _patched: list[str] = []
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def watch() -> None:
@@ -31,10 +31,10 @@ def watch() -> None:
     with _lock:
         if _patched:
             return
-        _patched.append("torch.utils.checkpoint")
         saved, reentrant = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
         checkpoint._checkpoint_without_reentrant_generator = _restoring(saved, 0)
         reentrant.forward = staticmethod(_restoring(reentrant.forward, 1))  # type: ignore[method-assign]
+        _patched.append("torch.utils.checkpoint")
 
 
 def _restoring(original: Callable[..., Any], position: int) -> Callable[..., Any]:

@@ -112,7 +112,7 @@ class _Replacement:
 
 
 _registered: dict[tuple[int, str], _Replacement] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _record_of(function: object) -> _Replacement | None:

@@ -2,7 +2,7 @@
 
 A command is a module with a docstring (its help text), ``add_arguments(parser)`` and ``run(args) -> int``, and has one
 line in ``_COMMANDS``. These modules import no torch at module level, so that each command works where torch does not.
-Exit codes: 0 fine, 1 found something, 2 wrong use.
+Exit codes: 0 fine, 1 found something, 2 wrong use or an output that cannot be written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import sys
 
 import xamp
+from xamp.cli._output import flush, open_closed_streams, output_failed, tells_of_output
 
 __all__ = ["main"]
 
@@ -32,8 +33,22 @@ def main(argv: list[str] | None = None) -> int:
         argv: the arguments after the program's name; None means those of this process.
 
     Returns:
-        The exit code: 0 fine, 1 found something, 2 wrong use, 130 interrupted.
+        The exit code: 0 fine, 1 found something, 2 wrong use or an output that cannot be written, 130 interrupted, 141
+        where the reader of the output has left.
     """
+    if argv is None:
+        open_closed_streams()
+    try:
+        code = _run(argv)
+        flush()
+    except OSError as error:
+        if not tells_of_output(error):
+            raise
+        code = output_failed(error)
+    return code
+
+
+def _run(argv: list[str] | None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(argv)

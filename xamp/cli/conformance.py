@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xamp
+from xamp.cli._words import named
 from xamp.errors import BackendUnavailable, PolicyError, XampError
 
 if TYPE_CHECKING:
@@ -29,12 +30,17 @@ SCHEMA = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``xamp conformance``."""
-    parser.add_argument("--device", action="append", default=[], metavar="D", help="such as cuda or npu:1 (repeatable)")
-    parser.add_argument("--backend", default="auto", metavar="B", help="by name; default: the best one for the device")
+    parser.add_argument(
+        "--device", action="append", default=[], type=named, metavar="D", help="such as cuda or npu:1 (repeatable)"
+    )
+    parser.add_argument(
+        "--backend", default="auto", type=named, metavar="B", help="by name; default: the best one for the device"
+    )
     parser.add_argument(
         "--require",
         action="append",
         default=[],
+        type=named,
         metavar="CAP,...",
         help="capabilities that must be there, such as O2,bf16,fused,distributed (repeatable)",
     )
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clause",
         action="append",
         default=[],
+        type=named,
         metavar="NAME",
         help="run these only: a name or a glob, such as 'scaling.*' (repeatable)",
     )

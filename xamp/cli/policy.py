@@ -186,5 +186,5 @@ def _print(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"  # names of files may not fit a terminal's encoding
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe: it has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

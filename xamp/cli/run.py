@@ -13,6 +13,7 @@ import contextlib
 import os
 import sys
 
+from xamp.cli._words import named
 from xamp.errors import XampError
 
 __all__ = ["add_arguments", "run"]
@@ -21,7 +22,7 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``xamp run``."""
     parser.add_argument(
-        "--device", metavar="D", help="the device that answers, such as cpu or npu:1 (default: XAMP_DEVICE)"
+        "--device", type=named, metavar="D", help="the device that answers, such as cpu or npu:1 (default: XAMP_DEVICE)"
     )
     parser.add_argument("--pretend-cuda", action="store_true", help="tell the script that CUDA is there, if it insists")
     parser.add_argument(

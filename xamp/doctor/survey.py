@@ -15,7 +15,8 @@ from typing import Any
 from xamp.contract import BackendReport
 from xamp.doctor.children import Outcome, kill_children, run_child
 from xamp.doctor.known import Known, Record, no_choice, row_of
-from xamp.registry.plugins import EntryPoint, list_entry_points
+from xamp.registry.findings import NOTE, Finding
+from xamp.registry.plugins import PLUGINS_VARIABLE, EntryPoint, allowed_points, list_entry_points
 from xamp.registry.registry import ENTRY_POINT_GROUP
 
 __all__ = ["LIMIT", "Examined", "examine_machine"]
@@ -53,7 +54,8 @@ def examine_machine(limit: float = LIMIT, say: Callable[[str], object] = len) ->
         say: called with a line of progress where the examination takes longer; the default does nothing.
     """
     listed = list_entry_points(ENTRY_POINT_GROUP)
-    survey = _Survey([] if isinstance(listed, BackendReport) else listed, limit, say)
+    points, left_out = allowed_points([] if isinstance(listed, BackendReport) else listed)
+    survey = _Survey(points, limit, say)
     while not survey.known.is_complete():
         known = len(survey.known.records)
         outcome = survey.run(survey.whole_plan())
@@ -61,7 +63,7 @@ def examine_machine(limit: float = LIMIT, say: Callable[[str], object] = len) ->
             survey.isolate(outcome)
         elif len(survey.known.records) == known:  # this should not happen; but then the loop would never end
             survey.give_up("the process that examines it finds nothing out", outcome)
-    rows = survey.known.rows()
+    rows = [*survey.known.rows(), *map(row_of, left_out)]
     if isinstance(listed, BackendReport):
         rows.append(row_of(listed, broken=True))
     torch, choose = survey.known.of("torch"), survey.known.of("choose")
@@ -178,7 +180,8 @@ class _Survey:
             self._load_ended(key, outcome)
 
     def _load_ended(self, key: str, outcome: Outcome) -> None:
-        hint = "; until then whatever asks xamp for a backend in this environment meets the same"
+        hint = "; until then whatever asks xamp for a backend in this environment meets the same, unless "
+        hint += f"{PLUGINS_VARIABLE} leaves it out: none, or the names of the others"
         self.known.keep("load", key, failed=outcome.how, hint=hint, printed=outcome.last_lines)
         self.known.fatal.add(key)
 
@@ -220,7 +223,11 @@ class _Survey:
         for record in answer.records:
             if record["at"] == ["explain", name]:
                 report = dataclasses.replace(report, reason=record["cause"], hint=record["cure"], detail=how)
-        self.known.keep("start", name, row=row_of(report), broken=True, printed=outcome.last_lines)
+        leaving = (
+            [Finding(NOTE, f"{PLUGINS_VARIABLE} can leave it out: none, or the names of the others")] if key else []
+        )
+        findings = [dataclasses.asdict(finding) for finding in leaving]
+        self.known.keep("start", name, row=row_of(report), broken=True, printed=outcome.last_lines, findings=findings)
 
     def give_up(self, reason: str, outcome: Outcome) -> None:
         """Fill all missing records with ``reason``: not even xamp's own code runs to its end in a child."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from xamp.errors import PolicyError
+from xamp.ground.shown import shown
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,10 @@ def number(name: str, value: object, *, call: str = "initialize") -> float:
     """Return a real number, also from a string; a bool is not accepted."""
     try:
         found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError):
+    except Exception:  # an object of somebody else's class raises what it likes
         found = math.nan
     if math.isnan(found):
-        raise PolicyError(f"{call}({name}={value!r}): must be a number.")
+        raise PolicyError(f"{call}({name}={shown(value)}): must be a number.")
     return found
 
 
@@ -59,7 +60,7 @@ def number_between(
     if not low < found < high or (whole and found != int(found)):
         kind = "a whole number" if whole else "a number"
         bound = f"above {low:g}" + (f" and below {high:g}" if high < math.inf else "")
-        raise PolicyError(f"{call}({name}={value!r}): must be {kind} {bound}.")
+        raise PolicyError(f"{call}({name}={shown(value)}): must be {kind} {bound}.")
     return int(found) if whole else found
 
 
@@ -69,7 +70,7 @@ def boolean(name: str, value: object, *, call: str = "initialize") -> bool | Non
     if found is None or isinstance(found, bool):
         return found
     choices = "True, False, 'True', 'False', or None for the level's own" if call == "initialize" else "True or False"
-    raise PolicyError(f"{call}({name}={value!r}): must be {choices}.")
+    raise PolicyError(f"{call}({name}={shown(value)}): must be {choices}.")
 
 
 def _parse_boolean(value: object) -> object:
@@ -81,7 +82,7 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return one of ``choices``; the spelling must be exact."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
-        raise PolicyError(f"initialize({name}={value!r}): no such choice. Choices: {listed}.")
+        raise PolicyError(f"initialize({name}={shown(value)}): no such choice. Choices: {listed}.")
     return value
 
 
@@ -90,7 +91,7 @@ def fused(value: object) -> str | bool:
     found = _parse_boolean(value)
     if isinstance(found, bool) or (isinstance(found, str) and found == "auto"):
         return found
-    raise PolicyError(f"initialize(fused={value!r}): no such choice. Choices: 'auto', True, False.")
+    raise PolicyError(f"initialize(fused={shown(value)}): no such choice. Choices: 'auto', True, False.")
 
 
 def dtype(name: str, value: object) -> torch.dtype:
@@ -104,7 +105,7 @@ def dtype(name: str, value: object) -> torch.dtype:
     canonical = _DTYPE_SPELLINGS.get(spelling)
     if canonical is None:
         raise PolicyError(
-            f"initialize({name}={value!r}): not a dtype that mixed precision works in. Choices: torch.float16, "
+            f"initialize({name}={shown(value)}): not a dtype that mixed precision works in. Choices: torch.float16, "
             f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_SPELLINGS)}."
         )
     return getattr(torch, canonical)  # type: ignore[no-any-return]
@@ -129,8 +130,8 @@ def cast_inputs(value: object) -> tuple[bool, tuple[type | str, ...]]:
     for item in items:
         if not isinstance(item, type) and not (isinstance(item, str) and item.isidentifier()):
             raise PolicyError(
-                f"initialize(cast_model_inputs={value!r}): {item!r} is neither the name of an argument of forward nor "
-                "a type. Give True, False, or what is not to be cast, such as ('boxes', MyBatch)."
+                f"initialize(cast_model_inputs={shown(value)}): {shown(item)} is neither the name of an argument of "
+                "forward nor a type. Give True, False, or what is not to be cast, such as ('boxes', MyBatch)."
             )
     return True, tuple(dict.fromkeys(items))
 
@@ -144,8 +145,8 @@ def keep_fp32(value: object) -> tuple[type | str, ...]:
     for item in items:
         if not ((isinstance(item, type) and issubclass(item, nn.Module)) or (isinstance(item, str) and item)):
             raise PolicyError(
-                f"initialize(keep_fp32={value!r}): {item!r} is neither a module class, nor a qualified name such as "
-                "'encoder.norm', nor a glob pattern such as '*.norm'."
+                f"initialize(keep_fp32={shown(value)}): {shown(item)} is neither a module class, nor a qualified name "
+                "such as 'encoder.norm', nor a glob pattern such as '*.norm'."
             )
         kept.append(item)
     return tuple(kept)
@@ -157,7 +158,8 @@ def methods(value: object) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
             raise PolicyError(
-                f"initialize(methods={value!r}): {name!r} is no method name. Names look like ('forward', 'generate')."
+                f"initialize(methods={shown(value)}): {shown(name)} is no method name. Names look like "
+                "('forward', 'generate')."
             )
     return tuple(dict.fromkeys(("forward", *names)))
 
@@ -166,5 +168,11 @@ def _items(name: str, value: object) -> Iterable[Any]:
     if value is None:
         return ()
     if not isinstance(value, Iterable) or isinstance(value, (bytes, dict)):
-        raise PolicyError(f"initialize({name}={value!r}): must be a list or tuple.")
-    return value
+        raise PolicyError(f"initialize({name}={shown(value)}): must be a list or tuple.")
+    try:
+        return list(value)
+    except Exception as error:
+        raise PolicyError(
+            f"initialize({name}={shown(value)}): must be a list or tuple, and cannot be read as one: "
+            f"{type(error).__name__}."
+        ) from error

@@ -1,20 +1,37 @@
-"""Checks specs of third parties, and reads those that installed distributions offer as entry points."""
+"""Checks specs of third parties, and reads those that installed distributions offer as entry points.
+
+``XAMP_PLUGINS`` says which entry points are read. Only their names are looked at before that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
 from xamp.contract import CONTRACT, BackendReport, BackendSpec
 from xamp.errors import PolicyError
+from xamp.ground.shown import shown
 from xamp.ground.version import __version__
 from xamp.registry.causes import one_line
 from xamp.registry.spellings import RESERVED
 
-__all__ = ["EntryPoint", "PluginSpec", "check_spec", "list_entry_points", "read_entry_points", "spec_of"]
+__all__ = [
+    "PLUGINS_VARIABLE",
+    "EntryPoint",
+    "PluginSpec",
+    "allowed_points",
+    "check_spec",
+    "list_entry_points",
+    "read_entry_points",
+    "spec_of",
+]
+
+PLUGINS_VARIABLE = "XAMP_PLUGINS"
+"""The variable that says which plugins are read: ``none``, or names of entry points; unset or empty: all."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -54,29 +71,34 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     """
     if not isinstance(spec, BackendSpec):
         raise PolicyError(f"{call}: must be an xamp.contract.BackendSpec, not {type(spec).__name__}")
-    if spec.contract != CONTRACT:
+    if type(spec.contract) is not int or spec.contract != CONTRACT:
         raise PolicyError(f"{call}: {_other_contract(spec.contract)}")
     # Read with getattr: a type checker trusts the annotations and would call these checks unreachable.
     fields = ("name", "device_types", "target", "priority", "masks", "causes", "ledger", "emulations")
     name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
+    hint, tested = (getattr(spec, field) for field in ("install_hint", "tested"))
     problem = ""
     if not _matches(_NAME, name) or name.lower() in RESERVED:
         reserved = " or ".join(f'"{word}"' for word in sorted(RESERVED, reverse=True))
-        problem = f'name={name!r} must be letters, digits and "_.-", begin with a letter, and not be {reserved}'
+        problem = f'name={shown(name)} must be letters, digits and "_.-", begin with a letter, and not be {reserved}'
     elif not isinstance(types, tuple) or not types or not all(_matches(_DEVICE_TYPE, kind) for kind in types):
-        problem = f'device_types={types!r} must be a non-empty tuple of torch device types, such as ("cpu",)'
+        problem = f'device_types={shown(types)} must be a non-empty tuple of torch device types, such as ("cpu",)'
     elif not _matches(_TARGET, target):
-        problem = f'target={target!r} must have the form "package.module:Class"'
-    elif not isinstance(priority, int):
-        problem = f"priority={priority!r} must be an int; the highest wins"
+        problem = f'target={shown(target)} must have the form "package.module:Class"'
+    elif not isinstance(priority, int) or isinstance(priority, bool):
+        problem = f"priority={shown(priority)} must be an int; the highest wins"
+    elif not isinstance(hint, str):
+        problem = f"install_hint={shown(hint)} must be a text: what to do where the backend's framework is missing"
+    elif not isinstance(tested, bool):
+        problem = f"tested={shown(tested)} must be True or False"
     elif not isinstance(masks, tuple) or not all(isinstance(mask, str) for mask in masks):
-        problem = f"masks={masks!r} must be a tuple of names of environment variables"
-    elif causes != "" and not _matches(_TARGET, causes):
-        problem = f'causes={causes!r} must have the form "package.module:NAME"'
+        problem = f"masks={shown(masks)} must be a tuple of names of environment variables"
+    elif not isinstance(causes, str) or (causes and not _matches(_TARGET, causes)):
+        problem = f'causes={shown(causes)} must have the form "package.module:NAME"'
     elif not isinstance(ledger, str):
-        problem = f'ledger={ledger!r} must be a file, as "package:file" or a path'
+        problem = f'ledger={shown(ledger)} must be a file, as "package:file" or a path'
     elif not isinstance(emulations, tuple) or not all(_is_emulation(each) for each in emulations):
-        problem = f'emulations={emulations!r} must be a tuple of pairs (name, "package.module:function")'
+        problem = f'emulations={shown(emulations)} must be a tuple of pairs (name, "package.module:function")'
     if problem:
         raise PolicyError(f"{call}: {problem}")
     return spec
@@ -87,7 +109,7 @@ def _other_contract(version: object) -> str:
     newer = isinstance(version, int) and version > CONTRACT
     fix = "Update xamp" if newer else "Update the package that ships the backend"
     return (
-        f"it was written for version {version!r} of the contract between xamp and backends, and this xamp "
+        f"it was written for version {shown(version)} of the contract between xamp and backends, and this xamp "
         f"({__version__}) has version {CONTRACT}. {fix}, or install releases of the two that belong together."
     )
 
@@ -171,15 +193,72 @@ def list_entry_points(group: str) -> list[EntryPoint] | BackendReport:
     return sorted(found, key=lambda point: (point.source, point.name))
 
 
-def read_entry_points(group: str) -> list[PluginSpec | BackendReport]:
-    """Load the entry points of ``group``, by distribution and name.
+def allowed_points(points: Iterable[EntryPoint]) -> tuple[list[EntryPoint], list[BackendReport]]:
+    """Return the entry points that :data:`PLUGINS_VARIABLE` lets xamp read, and a report on each other one.
+
+    A name in the variable that no entry point has gets a report too.
+    """
+    points = list(points)
+    said = os.environ.get(PLUGINS_VARIABLE, "")
+    names = [name for part in said.split(",") if (name := part.strip())]
+    if not names:
+        return points, []
+    wanted = [] if names == ["none"] else names
+    known = {point.name for point in points}
+    left_out = [
+        BackendReport(
+            point.name,
+            (),
+            usable=False,
+            reason=f"{PLUGINS_VARIABLE}={said!r} leaves it out, so it was not read",
+            hint=f"unset {PLUGINS_VARIABLE}, or add the name {point.name!r} to it",
+            source=point.source,
+        )
+        for point in points
+        if point.name not in wanted
+    ]
+    unknown = [
+        BackendReport(
+            name,
+            (),
+            usable=False,
+            reason=f"{PLUGINS_VARIABLE}={said!r} names it, and nothing that is installed has such an entry point",
+            hint=f"names to choose from: none, {', '.join(sorted(known)) or 'and there are no others'}",
+            source=PLUGINS_VARIABLE,
+        )
+        for name in dict.fromkeys(wanted)
+        if name not in known
+    ]
+    return [point for point in points if point.name in wanted], [*left_out, *unknown]
+
+
+def read_entry_points(group: str, interrupted: set[str] | None = None) -> list[PluginSpec | BackendReport]:
+    """Load the entry points of ``group`` that :data:`PLUGINS_VARIABLE` allows, by distribution and name.
+
+    Args:
+        group: the group.
+        interrupted: keys of entry points at which a KeyboardInterrupt came, which this function adds to. One at which
+            it comes again raises it itself, and gets a report.
 
     Returns:
         For each entry point a :class:`PluginSpec`, or an unusable report with the reason where it raised or gave no
-        valid spec. Raises only KeyboardInterrupt.
+        valid spec, or where it was not read. Raises only KeyboardInterrupt.
     """
     listed = list_entry_points(group)
-    return [listed] if isinstance(listed, BackendReport) else [point.read() for point in listed]
+    if isinstance(listed, BackendReport):
+        return [listed]
+    read, rest = allowed_points(listed)
+    return [*(_read(point, set() if interrupted is None else interrupted) for point in read), *rest]
+
+
+def _read(point: EntryPoint, interrupted: set[str]) -> PluginSpec | BackendReport:
+    try:
+        return point.read()
+    except KeyboardInterrupt:
+        if point.key in interrupted:
+            return point.failed("raises KeyboardInterrupt each time it is read")
+        interrupted.add(point.key)
+        raise
 
 
 def _source(point: metadata.EntryPoint) -> str:

@@ -22,6 +22,7 @@ from types import ModuleType
 
 from xamp.contract import CONTRACT, Backend, BackendReport, BackendSpec
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.ground.shown import shown
 from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, find_torch
 from xamp.registry.plugins import PluginSpec, check_spec, read_entry_points
@@ -102,11 +103,12 @@ class Registry:
         self._rejected: list[BackendReport] = []
         self._outcomes: dict[BackendSpec, Ready | Failed] = {}
         self._unread_group = group
+        self._interrupted: set[str] = set()  # entry points at whose reading a KeyboardInterrupt came
         self._lock = threading.RLock()  # reentrant: a backend may ask for another one in its probe
 
     def register(self, spec: BackendSpec, *, override: bool = False, source: str = "a call of register") -> None:
         """See :func:`register_backend`; ``source`` says in reports and errors who registered it."""
-        check_spec(spec, f"register_backend({spec!r})")
+        check_spec(spec, f"register_backend({shown(spec)})")
         with self._lock:
             self._read_entry_points()
             if spec.name in self._specs and not override:
@@ -150,7 +152,7 @@ class Registry:
 
     def load(self, spec: BackendSpec) -> Backend:
         """See :func:`load`."""
-        outcome = self.outcome(check_spec(spec, f"load({spec!r})"))
+        outcome = self.outcome(check_spec(spec, f"load({shown(spec)})"))
         if isinstance(outcome, Failed):
             raise BackendUnavailable(f"backend {spec.name!r} cannot be used: {outcome}") from outcome.error
         return outcome.backend
@@ -217,18 +219,24 @@ class Registry:
         if self._unread_group is None:
             return
         group, self._unread_group = self._unread_group, None  # first: a plugin's module may call register_backend
-        self._take(read_entry_points(group))
+        try:
+            self._take(read_entry_points(group, self._interrupted))
+        except BaseException:
+            self._unread_group = group  # Ctrl-C: all of them are read again, for none was taken
+            raise
 
     def _take(self, entries: Iterable[PluginSpec | BackendReport]) -> None:
-        self._generation += 1
+        specs, sources, rejected = dict(self._specs), dict(self._sources), list(self._rejected)
         for entry in entries:
             if isinstance(entry, BackendReport):
-                self._rejected.append(entry)
-            elif entry.spec.name in self._specs:
-                self._rejected.append(entry.clashing_with(self._sources[entry.spec.name]))
+                rejected.append(entry)
+            elif entry.spec.name in specs:
+                rejected.append(entry.clashing_with(sources[entry.spec.name]))
             else:
-                self._specs[entry.spec.name] = entry.spec
-                self._sources[entry.spec.name] = entry.source
+                specs[entry.spec.name] = entry.spec
+                sources[entry.spec.name] = entry.source
+        self._generation += 1
+        self._specs, self._sources, self._rejected = specs, sources, rejected  # all at once, or nothing
 
     def outcome(self, spec: BackendSpec) -> Ready | Failed:
         """The outcome of starting the backend of ``spec``; starts it on the first call, or again if it may pass."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
+from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
@@ -29,6 +30,7 @@ from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_groups import Layout, widest
 from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
 from xamp.scaling.scale import DeviceState, LossScaler
+from xamp.scaling.scope import Scope
 from xamp.scaling.step import OptimizerState, Stats
 
 __all__ = ["Engine", "ScaledLoss"]
@@ -85,7 +87,7 @@ class Engine:
         self._states: list[OptimizerState] = []
         self.counts = Stats()
         self.overflow_runs: dict[int, int] = {}
-        self.undo = contextlib.ExitStack()
+        self.undo = Undo()
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
         self.process_group = process_group
@@ -115,6 +117,11 @@ class Engine:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         self._states += states
 
+    def remove_states(self, states: Iterable[OptimizerState]) -> None:
+        """Undo :meth:`add_states`."""
+        gone = {id(state) for state in states}
+        self._states = [state for state in self._states if id(state) not in gone]
+
     def prepare_checkpoint(self) -> None:
         """Prepare for saving or loading a state. Every master must be known after this call."""
 
@@ -141,7 +148,7 @@ class Engine:
 
     def check_closable(self) -> None:
         """Raise a StateError where models and optimizers cannot be given back in their present state."""
-        if any(state.open for state in self.states):
+        if any(state.is_open() for state in self.states):
             raise StateError("session.close(): inside `with xamp.scale_loss(...)`. Close after the block.")
         for state in self.states:
             state.gradients.refuse_scaled("session.close()")
@@ -397,7 +404,9 @@ class Engine:
 class ScaledLoss:
     """The context manager of :func:`scale_loss`. A class, because a generator costs more time than its body here."""
 
-    __slots__ = ("_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_states")
+    __slots__ = (
+        *("__weakref__", "_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_scope", "_states"),
+    )
 
     def __init__(
         self,
@@ -417,9 +426,9 @@ class ScaledLoss:
 
     def _is_busy(self) -> bool:
         """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
-        busy = self._scaler.open
+        busy = self._scaler.is_open()
         for state in self._states:
-            busy = busy or state.open
+            busy = busy or state.is_open()
         return busy
 
     def __enter__(self) -> torch.Tensor:
@@ -428,15 +437,15 @@ class ScaledLoss:
                 "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
                 "Leave it first, or add the losses up and scale their sum."
             )
-        self._scaler.open = True
-        for state in self._states:
-            state.open = True
-        entered: list[OptimizerState] = []
+        self._scope = scope = Scope(self, self._engine, self._states, self._scaler)
         try:
-            self._engine.enter(self._states, self._scaler, entered)
+            self._scaler.scope = scope
+            for state in self._states:
+                state.scope = scope
+            self._engine.enter(self._states, self._scaler, scope.entered)
             return self._scaled()
         except BaseException:  # the body does not run, so nobody calls __exit__
-            self._close(abandoned=entered)
+            scope.abandon()
             raise
 
     def _scaled(self) -> torch.Tensor:
@@ -446,18 +455,21 @@ class ScaledLoss:
         loss, factor = self._loss, self._scaler.factor
         return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
 
-    def _close(self, abandoned: Sequence[OptimizerState]) -> None:
-        """End the scope; of optimizers in ``abandoned`` drop the gradients that a backward may have left half made."""
-        self._engine.end_backward()
-        self._scaler.open = False
-        for state in self._states:
-            state.open = False
-        for state in abandoned:
-            state.gradients.abandon(self._scaler)
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(abandoned=() if kind is None else self._states)
-        if kind is not None:
-            self._engine.note_raised(self._states, kind)
-        else:
+        scope, updates = self._scope, self._scaler.updates
+        try:
+            if kind is not None:
+                scope.abandon()
+                self._engine.note_raised(self._states, kind)
+                return
+            scope.end_backward()
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
+            scope.end()
+        except BaseException:
+            if not scope.ended and kind is not None:
+                scope.abandon()
+            elif not scope.ended and self._scaler.updates == updates:
+                scope.forget()
+            else:  # the scale has moved, which comes last: all is done
+                scope.end()
+            raise

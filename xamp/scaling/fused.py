@@ -109,8 +109,8 @@ class FusedForm:
             return
         for group in optimizer.param_groups:
             if self._is_open(group) and self._is_right_for(group["params"]):
+                self._switched.append(group)  # first, so that switch_off knows it
                 group["fused"] = True
-                self._switched.append(group)
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
             self._move_step_counters(optimizer)
@@ -131,15 +131,22 @@ class FusedForm:
     @contextlib.contextmanager
     def off(self, optimizer: Optimizer) -> Iterator[None]:
         """Switch the fused form off, for one step, in the groups where xamp switched it on."""
-        for group in self._switched:
-            group["fused"] = None
         try:
+            for group in self._switched:
+                group["fused"] = None
             yield
         finally:
-            for group in self._switched:
-                group["fused"] = True
-            if self._switched:
-                self._move_step_counters(optimizer)
+            try:
+                self._on_again(optimizer)
+            except BaseException:  # interrupted in the middle: groups of both forms would step wrongly
+                self._on_again(optimizer)
+                raise
+
+    def _on_again(self, optimizer: Optimizer) -> None:
+        for group in self._switched:
+            group["fused"] = True
+        if self._switched:
+            self._move_step_counters(optimizer)
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused form off for good: a sparse gradient came, and the fused kernels do not take them."""

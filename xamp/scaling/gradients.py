@@ -55,11 +55,20 @@ class _Entry:
     """
 
     def __init__(
-        self, grads: Sequence[torch.Tensor] = (), stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self,
+        grads: Sequence[torch.Tensor] = (),
+        stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        *,
+        complete: bool = True,
     ) -> None:
         self.grads = grads
         self.stash = stash  # (parameter, its gradient before)
         self.versions = [g._version for g in grads]
+        self.complete = complete  # False: these are the gradients of before, and one operation changes them now
+
+    def was_multiplied(self) -> bool:
+        """Return whether the operation that was to multiply the gradients was run, on all of them."""
+        return all(g._version == v + 1 for g, v in zip(self.grads, self.versions, strict=True))
 
     def untouched(self, now: Sequence[torch.Tensor]) -> bool:
         """Return whether ``now`` holds the same tensors as on entry, and nobody has written to them."""
@@ -177,11 +186,13 @@ class Gradients:
         elif not self._scales:
             self._entry = _Entry(existing)
         elif scaler.exact and self._in_fp32 and not self.sets_aside:
+            self._entry = _Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
             self.mixed = True
             self._entry = _Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
+            self._entry = _Entry(existing, stash, complete=False)
             foreach.zero_(existing)
             self._entry = _Entry(existing, stash)
 
@@ -329,7 +340,9 @@ class Gradients:
                 self._drop()
             return
         self.drop_lowered()
-        if not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
+        if not entry.complete:
+            self._undo_entry(entry, scaler)
+        elif not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
             self._drop()
         elif entry.stash is not None:
             foreach.add_(entry.to_put_back())
@@ -337,6 +350,25 @@ class Gradients:
             foreach.multiply_(entry.grads, scaler.inverse)
         if self._witness is not None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
+
+    def _undo_entry(self, entry: _Entry, scaler: LossScaler) -> None:
+        """Make the gradients again what they were, where the entry was interrupted before the body."""
+        if entry.stash is not None:
+            for grad, old in entry.to_put_back():
+                grad.copy_(old)
+        elif entry.was_multiplied():
+            foreach.multiply_(entry.grads, scaler.inverse)
+        elif not entry.untouched([g for p in self.plain if (g := p.grad) is not None]):
+            self._drop()
+
+    def drop(self) -> None:
+        """Drop all gradients, those put aside and those still scaled as well."""
+        self._drop()
+        self._entry = _NOTHING
+        self.mixed = False
+        self.forward_overflow = None
+        if self._witness is not None:
+            self._witness.collect()
 
     def _drop(self) -> None:
         for param in (*self.model_params(), *self.stepped):

@@ -24,6 +24,8 @@ from xamp.policy import Policy
 __all__ = [
     "GradientWitness",
     "Pair",
+    "agree",
+    "agrees",
     "clear_gradients",
     "copy_back",
     "ensure_master",
@@ -183,9 +185,16 @@ def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]]
 
 def copy_back(pairs: Sequence[Pair]) -> None:
     """Write the masters into the model's parameters. This is right after a skipped step too: no master has moved."""
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+    if not pairs:
+        return
+    before = torch.is_grad_enabled()
+    try:  # Ctrl-C at the end of a `with` block would leave it open
+        torch._C._set_grad_enabled(False)
+        torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        torch._C._set_grad_enabled(before)
+    except BaseException:
+        torch._C._set_grad_enabled(before)
+        raise
 
 
 def write_changed(pairs: Iterable[Pair]) -> None:
@@ -362,13 +371,8 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that removes the hooks.
     """
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_load_state_dict_pre_hook(load_masters))
-        module.register_state_dict_post_hook(save_masters)
-        _hooked[module] = True
-
     held_weakly = weakref.ref(model)
+    handles: list[Any] = []
 
     def undo() -> None:
         for handle in handles:
@@ -376,10 +380,24 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         found = held_weakly()
         for module in () if found is None else found.modules():
             _hooked.pop(module, None)
-            for key in [k for k, hook in module._state_dict_hooks.items() if hook is save_masters]:
-                del module._state_dict_hooks[key]
+            for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+                    del hooks[key]
 
-    return undo
+    try:
+        for module in model.modules():
+            handles.append(module.register_load_state_dict_pre_hook(load_masters))
+            module.register_state_dict_post_hook(save_masters)
+            _hooked[module] = True
+        return undo
+    except BaseException:
+        undo()
+        raise
+
+
+def _is_ours(hook: Any) -> bool:
+    """Return whether a state-dict hook of a module, which torch may have wrapped, is one of this file."""
+    return getattr(hook, "hook", hook) in (load_masters, save_masters)
 
 
 def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -437,6 +455,17 @@ def load_masters(
         if loaded.dtype in LOWER:  # saved without masters: a master that rounds to the saved value stays exact
             loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
         overwrite(master, loaded)
+
+
+def agrees(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a master to which nothing was written since it was made equal to its parameter."""
+    return _reconciled_versions.get(tensor) == tensor._version  # type: ignore[no-any-return]
+
+
+def agree(agreeing: Iterable[torch.Tensor]) -> None:
+    """Note that the masters have the values again that they had in common with their parameters."""
+    for master in agreeing:
+        _reconciled_versions[master] = master._version
 
 
 @torch.no_grad()

@@ -40,16 +40,6 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
         PolicyError: its class admits no subclass.
     """
     before = type(optimizer)
-    try:
-        set_class(optimizer, _subclass(before))
-    except TypeError as error:
-        raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
-    # A scheduler made before has put a wrapper of the class's old step into the instance. Our step carries the marker
-    # that a scheduler looks for, so that wrapper is not needed. If somebody else put a step into the instance, our step
-    # must call it.
-    optimizer.__dict__["_xamp"] = state
-    if "step" in optimizer.__dict__:
-        optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__.pop("step")
     held_weakly = weakref.ref(optimizer)
 
     def give_back() -> None:
@@ -57,11 +47,26 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
         if found is None:
             return
         set_class(found, before)
-        del found.__dict__["_xamp"]
+        found.__dict__.pop("_xamp", None)
         if "_xamp_own_step" in found.__dict__:
-            found.__dict__["step"] = found.__dict__.pop("_xamp_own_step")
+            found.__dict__["step"] = found.__dict__["_xamp_own_step"]
+            del found.__dict__["_xamp_own_step"]
 
-    return give_back
+    # A scheduler made before has put a wrapper of the class's old step into the instance. Our step carries the marker
+    # that a scheduler looks for, so that wrapper is not needed. If somebody else put a step into the instance, our step
+    # must call it.
+    try:
+        optimizer.__dict__["_xamp"] = state
+        set_class(optimizer, _subclass(before))
+        if "step" in optimizer.__dict__:
+            optimizer.__dict__["_xamp_own_step"] = optimizer.__dict__["step"]
+            del optimizer.__dict__["step"]
+        return give_back
+    except BaseException as error:
+        give_back()
+        if isinstance(error, TypeError):
+            raise PolicyError(f"initialize: optimizer {before.__name__} cannot be managed: {error}.") from error
+        raise
 
 
 _subclasses: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
@@ -207,8 +212,6 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
                 made = value.to(param.dtype)
                 if made is not value:
                     cast.append((state, key, value, made, made._version))
-    for state, key, _, made, _ in cast:
-        state[key] = made
     held_weakly = weakref.ref(optimizer)
 
     lowered = any(p.dtype in LOWER for p in params)
@@ -223,7 +226,14 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
                 if isinstance(value, torch.Tensor) and value.dtype in LOWER:
                     state[key] = before.get(id(value), value.float())
 
-    return undo
+    try:
+        for state, key, _, made, _ in cast:
+            state[key] = made
+        return undo
+    except BaseException:
+        for state, key, value, _, _ in cast:
+            state[key] = value
+        raise
 
 
 def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -232,4 +242,5 @@ def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, tor
     for group in optimizer.param_groups:
         group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]
     for old in [p for p in optimizer.state if id(p) in new_of]:
-        optimizer.state[new_of[id(old)]] = optimizer.state.pop(old)
+        optimizer.state[new_of[id(old)]] = optimizer.state[old]  # it is in both places before it leaves one
+        del optimizer.state[old]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xamp.policy import Policy
+from xamp.scaling.scope import Scope
 
 __all__ = ["CollapseWatch", "DeviceState", "History", "LateNumber", "LossScaler", "ScaleRules"]
 
@@ -116,24 +117,29 @@ class LossScaler:
     """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
     Attributes:
-        open: a ``scale_loss`` with this scale is being executed.
+        scope: the ``scale_loss`` with this scale that was entered last and not left; see :meth:`is_open`.
         scale: fp32 scalar tensor.
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale.
-        version: counts the updates. While it is the same, the host knows that the scale has not moved.
+        updates: counts the updates of a dynamic scale that are done.
+        version: counts the updates, also those that failed. While it is the same, the scale has not moved.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
 
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
-        self.open = False
+        self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        self.version = 0
+        self.version = self.updates = 0
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
+
+    def is_open(self) -> bool:
+        """Return whether a ``scale_loss`` with this scale is being executed."""
+        return self.scope is not None and self.scope.is_open()
 
     def live_in(self, state: DeviceState) -> None:
         """Keep the scale in ``state`` from now on."""
@@ -199,20 +205,29 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        torch._amp_update_scale_(
-            self.scale,
-            self.growth_tracker,
-            found_inf,
-            rules.growth_factor,
-            rules.backoff_factor,
-            rules.growth_interval,
-        )
-        if self._safe_updates:
-            self._safe_updates -= 1
-        else:
-            self.scale.clamp_(rules.floor, rules.ceiling)
+        safe, before, done = self._safe_updates, self.scale._version, self.updates + 1
+        self._safe_updates = 0
         self._inverse_is_stale = True
         self.version += 1
+        try:
+            torch._amp_update_scale_(
+                self.scale,
+                self.growth_tracker,
+                found_inf,
+                rules.growth_factor,
+                rules.backoff_factor,
+                rules.growth_interval,
+            )
+            if safe:
+                self._safe_updates = safe - 1
+            else:
+                self.scale.clamp_(rules.floor, rules.ceiling)
+            self.updates = done
+        except BaseException:
+            if self.scale._version != before:  # the kernel has run
+                self.scale.clamp_(rules.floor, rules.ceiling)
+                self.updates = done
+            raise
 
 
 def _is_power_of_two(value: float) -> bool:
@@ -285,6 +300,14 @@ class History:
     def forget(self) -> None:
         """Drop all records."""
         self._waiting.clear()
+
+    def waiting_records(self) -> Sequence[Any]:
+        """Return the records that have not been read, for :meth:`put_back`."""
+        return tuple(self._waiting)
+
+    def put_back(self, records: Sequence[Any]) -> None:
+        """Undo :meth:`forget`."""
+        self._waiting = collections.deque(records)
 
     def drain(self) -> Sequence[tuple[Any, list[float]]]:
         """Return all records and forget them. Waits for the device."""

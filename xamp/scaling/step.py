@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import enum
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,8 +27,14 @@ from xamp.scaling import masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
+from xamp.scaling.scope import Scope
 
-__all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "Stats", "StepOutcome", "StepOwner", "has_stepped"]
+
+NOT_STEPPED = object()
+"""Stands for the result of a step that has not returned one."""
+
+_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # torch's wrapper, whose `out` is the step's result
 
 
 class StepOutcome(enum.Enum):
@@ -95,7 +102,7 @@ class OptimizerState:
         fused: the choice of the fused form.
         gradients: the optimizer's gradients.
         outcome: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
-        open: a ``scale_loss`` over this optimizer is being executed.
+        scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         seen: the device state as it was at the newest step that was counted; None before the first.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
@@ -111,7 +118,7 @@ class OptimizerState:
         self.index = index
         self.fused = fused
         self.outcome: StepOutcome | torch.Tensor | None = None
-        self.open = False
+        self.scope: Scope | None = None
         self.fresh = True
         self.seen: Sequence[float] | None = None
         self.norm: torch.Tensor | None = None
@@ -140,6 +147,16 @@ class OptimizerState:
         found = self._optimizer()
         assert found is not None, "the optimizer owns this object"
         return found
+
+    def is_open(self) -> bool:
+        """Return whether a ``scale_loss`` over this optimizer is being executed."""
+        return self.scope is not None and self.scope.is_open()
+
+    def forget_backwards(self) -> None:
+        """Drop all gradients since the last step, and the overflows that were found in them."""
+        self.gradients.drop()
+        self.sticky.zero_()
+        self.fresh = True
 
     @property
     def is_alive(self) -> bool:
@@ -205,7 +222,7 @@ class OptimizerState:
         Raises:
             StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
-        if self.open:
+        if self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         self.gradients.settle(call)
 
@@ -322,38 +339,76 @@ class OptimizerState:
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not args and not kwargs:  # a closure would make gradients
             self._warn_of_no_gradient()
-        result = base(*args, **kwargs)
-        self._finish(StepOutcome.APPLIED)
-        return result
+        mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
+        try:
+            result = base(*args, **kwargs)
+            self._finish(StepOutcome.APPLIED)
+            return result
+        except BaseException as error:
+            if has_stepped(mark, result, error) and self.engine.counts.applied == applied:
+                self._finish(StepOutcome.APPLIED)
+            raise
+
+    def _mark(self) -> tuple[torch.Tensor, int] | None:
+        """Return the first tensor that a step will move, and its version: an exception may come before it or after it.
+
+        A step hook may raise, or Ctrl-C arrive, when the optimizer has stepped already.
+        """
+        for param in self.gradients.stepped:
+            if param.grad is not None:
+                return param, param._version
+        return None
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         values = self._memory.values.tolist()  # the one wait for the device
-        result, outcome = None, StepOutcome.APPLIED
+        result, outcome = NOT_STEPPED, StepOutcome.APPLIED
         used: tuple[int, ...] = ()
-        if self._memory.overflowed(values, self.index):
-            outcome, used = StepOutcome.SKIPPED, tuple(self.gradients.used)
-        else:
-            result = base(*args, **kwargs)
-        for scaler in self.engine.scalers:
-            scaler.know(values)
-        self._finish(outcome)
-        self.observe_all()  # the host has waited anyway, and steps must be judged in order
-        self._observe(used, values)
-        return result
+        mark = self._mark()
+        try:
+            if self._memory.overflowed(values, self.index):
+                result, outcome, used = None, StepOutcome.SKIPPED, tuple(self.gradients.used)
+            else:
+                result = base(*args, **kwargs)
+            for scaler in self.engine.scalers:
+                scaler.know(values)
+            self._finish(outcome)
+            self.observe_all()  # the host has waited anyway, and steps must be judged in order
+            self._observe(used, values)
+            return result
+        except BaseException as error:
+            if self.seen is not values and has_stepped(mark, result, error):
+                self._finish(outcome)
+                self._observe(used, values)
+            raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self.optimizer
-        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
-        optimizer.found_inf = self.sticky
+        mark, result, readable = self._mark(), NOT_STEPPED, None
+        flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
+            optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
+            optimizer.found_inf = self.sticky
             result = base(*args, **kwargs)
-        finally:
             del optimizer.grad_scale, optimizer.found_inf
-        readable = list(self._history.push(tuple(self.gradients.used)))
-        self._finish(self.sticky.clone())
+            readable = list(self._history.push(tuple(self.gradients.used)))
+            self._finish(flag)
+            for used, values in readable:
+                self._observe(used, values)
+            return result
+        except BaseException as error:
+            optimizer.__dict__.pop("grad_scale", None)
+            optimizer.__dict__.pop("found_inf", None)
+            if has_stepped(mark, result, error):
+                self._conclude(flag, readable)
+            raise
+
+    def _conclude(self, flag: torch.Tensor, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
+        """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
+        readable = list(self._history.push(tuple(self.gradients.used))) if readable is None else readable
+        self._finish(flag)
         for used, values in readable:
-            self._observe(used, values)
-        return result
+            if self.seen is not values:
+                self._observe(used, values)
 
     def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``base`` to step in the form the user gave. For a step before all is warm: see :meth:`_is_warm`."""
@@ -399,15 +454,17 @@ class OptimizerState:
         if outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
             self.note_masters()
-        if not self.engine.policy.checks:
-            self.engine.counts.applied += 1
-        elif self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED:
+        if self.engine.policy.checks and (
+            self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED
+        ):
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
         self.gradients.ready = False
         self.gradients.used.clear()
+        if not self.engine.policy.checks:  # else when the host sees the flag
+            self.engine.counts.applied += 1
 
     def known_outcome(self) -> StepOutcome | None:
         """Return what the last step did. May wait for the device."""
@@ -453,6 +510,18 @@ class OptimizerState:
             self.sticky.zero_()
             self.fresh = True
 
+    def kept(self) -> tuple[Any, ...]:
+        """Return what :meth:`resume` changes, for :meth:`put_back`."""
+        found = self.sticky.clone(), self.fresh, self.seen, self.gradients.ready
+        return copy.copy(self._watch), self._history.waiting_records(), found
+
+    def put_back(self, kept: tuple[Any, ...]) -> None:
+        """Undo :meth:`resume`."""
+        watch, records, (sticky, self.fresh, self.seen, self.gradients.ready) = kept
+        self._watch = copy.copy(watch)
+        self._history.put_back(records)
+        self.sticky.copy_(sticky)
+
     def observe_all(self) -> None:
         """Count, log and judge every recorded step. Waits for the device."""
         for late in self._history.drain():
@@ -468,13 +537,16 @@ class OptimizerState:
 
     def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has."""
-        self.seen = values
+        overflowed = self._memory.overflowed(values, self.index)
+        counts = self.engine.counts
+        if overflowed:  # one line, so that no interrupt comes between the two
+            self.seen, counts.skipped = values, counts.skipped + 1
+        else:
+            self.seen, counts.applied = values, counts.applied + 1
         collapsed = self._judge(self._watch, used, values)
-        if collapsed is None:
-            self.engine.counts.applied += 1
+        if not overflowed:
             return
         scales = self._memory.scales_in(values)
-        self.engine.counts.skipped += 1
         if self.engine.verbosity:
             self._tell_of_overflow(scales, used)
         if collapsed:
@@ -499,6 +571,21 @@ class OptimizerState:
             f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
             f"or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 ({wide})."
         )
+
+
+def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
+    """Return whether the optimizer had stepped when ``error`` was raised.
+
+    Args:
+        mark: what :meth:`OptimizerState._mark` returned before the step.
+        result: what the step has returned, or :data:`NOT_STEPPED`.
+        error: the exception. Where a step hook raised it, torch's wrapper around the step has a result already; fused
+            kernels leave no other trace, for they move tensors without a new version.
+    """
+    if result is not NOT_STEPPED or (mark is not None and mark[0]._version != mark[1]):
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is _HOOKED and "out" in frame.f_locals for frame in frames)
 
 
 def _state_of(optimizer: Optimizer) -> Mapping[Any, Any]:

@@ -7,7 +7,7 @@ its parameter, so the states of model, optimizer and session can be loaded in an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from xamp.errors import CheckpointError, StateError
 from xamp.ground.log import say
+from xamp.ground.undo import Undo
 from xamp.scaling import masters
 from xamp.sessions import formats
 from xamp.sessions.formats import Saved, SavedScale
@@ -54,13 +55,15 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
 def load(engine: Engine, saved_state: object) -> None:
     """Load ``saved_state``, in any format that xamp reads, into ``engine``: all of it or nothing.
 
+    While it is loaded, what it replaces is kept in host memory: 6 bytes for each parameter that has a master.
+
     Raises:
         CheckpointError: the state does not fit; the message names the key.
         StateError: a ``scale_loss`` is open.
     """
     if not engine.enabled:
         return
-    if any(state.open for state in engine.states):
+    if any(state.is_open() for state in engine.states):
         raise StateError(f"{_CALL}: inside `with xamp.scale_loss(...)`. Load after the block.")
     engine.prepare_checkpoint()
     saved = formats.read(f"{_CALL}(state)", saved_state)
@@ -68,16 +71,55 @@ def load(engine: Engine, saved_state: object) -> None:
     writes = _plan(engine, saved)
     _tell_missing(engine, writes)
     stats = engine.stats()  # now, because resume() drops the steps that are not counted yet
-    _write(writes)
-    for scaler, scale in zip(engine.scalers, moving, strict=False):
-        # torch's kernel grows the scale where the tracker equals the interval; a larger tracker would never grow it.
-        tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)
-        scaler.set(scaler.rules.within(scale.scale), tracker)
-    same = not engine.states or len(saved.overflow_runs) == len(engine.states)
-    engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
-    for optimizer in engine.states:
-        optimizer.resume(engine.overflow_runs.get(optimizer.index, 0))
-    engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
+    undo = Undo()
+    try:
+        undo.steps.append(_keep_tensors(writes))
+        undo.steps.append(_keep_numbers(engine))
+        _write(writes)
+        for scaler, scale in zip(engine.scalers, moving, strict=False):
+            # torch's kernel grows the scale where the tracker equals the interval; a larger one would never grow it.
+            tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)
+            scaler.set(scaler.rules.within(scale.scale), tracker)
+        same = not engine.states or len(saved.overflow_runs) == len(engine.states)
+        engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
+        for optimizer in engine.states:
+            optimizer.resume(engine.overflow_runs.get(optimizer.index, 0))
+        engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
+    except BaseException:
+        undo.unwind()
+        raise
+
+
+def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
+    """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
+    targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
+    kept = [(target, _copy(target)) for target in targets]
+    agreeing = [target for target in targets if masters.agrees(target)]
+
+    def write_back() -> None:
+        with torch.no_grad():
+            for target, value in kept:
+                target.copy_(value)  # of one dtype, so nothing is allocated on the device
+        masters.agree(agreeing)
+
+    return write_back
+
+
+def _keep_numbers(engine: Engine) -> Callable[[], None]:
+    """Copy the scales and all that the host knows of them and of the steps; return a function that puts it back."""
+    scalers = [(scaler, float(scaler.scale), int(scaler.growth_tracker)) for scaler in engine.scalers]
+    counts = engine.counts.applied, engine.counts.skipped
+    runs, states = engine.overflow_runs, [(state, state.kept()) for state in engine.states]
+
+    def put_back() -> None:
+        for scaler, scale, tracker in scalers:
+            scaler.set(scale, tracker)
+        engine.overflow_runs = runs
+        for state, kept in states:
+            state.put_back(kept)
+        engine.counts.applied, engine.counts.skipped = counts
+
+    return put_back
 
 
 # ---------------------------------------------------------------- loss scales

@@ -13,6 +13,7 @@ from xamp.casting.forward import is_under_policy
 from xamp.casting.inputs import check_names
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
+from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.distributed import is_sharded
@@ -44,7 +45,10 @@ def as_list(name: str, given: object, kind: type) -> list[object]:
         PolicyError: ``given`` is anything else.
         UnsupportedPolicy: another mixed-precision engine has made one of them.
     """
-    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    try:
+        items = list(given) if isinstance(given, (list, tuple)) else [given]
+    except Exception as error:  # of a class derived from list
+        raise PolicyError(f"initialize({name}=...): {type(given).__name__} cannot be read: {said(error)}.") from error
     for item in items:
         foreign.refuse(name, item)
         if not isinstance(item, kind):

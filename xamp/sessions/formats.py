@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from xamp.errors import CheckpointError, PolicyError
+from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
 
 __all__ = ["FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
@@ -107,7 +108,7 @@ def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
 def check_format(call: str, kind: object) -> str:
     """Return ``kind`` if xamp writes that format; else raise a PolicyError that lists the formats."""
     if kind not in FORMATS:
-        raise PolicyError(f"{call}(format={kind!r}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
+        raise PolicyError(f"{call}(format={shown(kind)}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
     return str(kind)
 
 
@@ -131,7 +132,7 @@ def read(call: str, state: object) -> Saved:
     except CheckpointError:
         raise
     except Exception as error:  # a class of somebody else, which behaves unlike a dict or a number
-        raise CheckpointError(f"{call}: the state cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{call}: the state cannot be read: {said(error)}. Nothing was loaded.") from error
 
 
 class _Reader:
@@ -153,13 +154,13 @@ class _Reader:
             return Saved([self._torch(found, "")])
         if any(str(key).startswith("loss_scaler") for key in keys):
             return Saved(self._apex(found))
-        shown = ", ".join(sorted(map(repr, keys))[:6])
-        raise self._error(f"no known format has the keys {shown}. What can be read is the state of {_KINDS}")
+        listed = ", ".join(sorted(map(shown, keys))[:6])
+        raise self._error(f"no known format has the keys {listed}. What can be read is the state of {_KINDS}")
 
     def _ours(self, state: Mapping[str, Any]) -> Saved:
         schema = state.get("schema")
         if state.get("format") != "xamp" or not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-            raise self._error(f"not a state of xamp: format={state.get('format')!r}, schema={schema!r}")
+            raise self._error(f"not a state of xamp: format={shown(state.get('format'))}, schema={shown(schema)}")
         if schema > SCHEMA:
             raise self._error(
                 f"'schema' is {schema}, from a newer xamp; this one reads up to {SCHEMA}. Upgrade xamp, or save with "
@@ -216,7 +217,7 @@ class _Reader:
         self._same_keys(state, set(names), "")
         found = []
         for name in names:
-            key = f"[{name!r}]"
+            key = f"[{shown(name)}]"
             scaler = self._mapping(state[name], key)
             self._same_keys(scaler, {"loss_scale", "unskipped"}, key)
             found.append(
@@ -253,13 +254,13 @@ class _Reader:
     def _list(self, state: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:
         value = state[name]
         if not isinstance(value, (list, tuple)):
-            raise self._error(f"must be a list, and is {type(value).__name__}", f"[{name!r}]")
+            raise self._error(f"must be a list, and is {type(value).__name__}", f"[{shown(name)}]")
         return list(enumerate(value))
 
     def _word(self, state: Mapping[str, Any], name: str) -> str:
         value = state[name]
         if not isinstance(value, str):
-            raise self._error(f"must be a string, and is {type(value).__name__}", f"[{name!r}]")
+            raise self._error(f"must be a string, and is {type(value).__name__}", f"[{shown(name)}]")
         return value
 
     def _scale(self, value: object, key: str) -> float:
@@ -276,13 +277,13 @@ class _Reader:
 
     def _flag(self, value: object, key: str) -> bool:
         if not isinstance(value, bool):
-            raise self._error(f"must be True or False, and is {value!r}", key)
+            raise self._error(f"must be True or False, and is {shown(value)}", key)
         return value
 
     def _masters(self, value: object, key: str) -> Mapping[str, torch.Tensor]:
         found = self._mapping(value, key)
         for name, tensor in found.items():
-            inner = f"{key}[{name!r}]"
+            inner = f"{key}[{shown(name)}]"
             if not isinstance(name, str):
                 raise self._error("a name must be a string", inner)
             problem = _unfit(tensor)
@@ -308,4 +309,4 @@ def _shown(value: object) -> str:
     """Return ``repr(value)``, or the size of an integer so long that Python refuses to print it."""
     if type(value) is int and abs(value) >> 64:
         return f"a number of {value.bit_length()} bits"
-    return repr(value)
+    return shown(value)

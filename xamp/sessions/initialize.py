@@ -1,14 +1,15 @@
 """``initialize``: check everything first, then change all of it or nothing.
 
 The steps of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
-:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. Each change puts
-its undo on an exit stack. A failure unwinds the stack at once, ``session.close()`` later.
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. How to undo a
+change is listed before it is made (:class:`~xamp.ground.undo.Undo`). A failure, or Ctrl-C before the call has returned,
+unwinds the list at once, ``session.close()`` later.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import pkgutil
@@ -25,6 +26,8 @@ from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
+from xamp.ground.shown import shown
+from xamp.ground.undo import Undo
 from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
@@ -32,9 +35,10 @@ from xamp.scaling import distributed, masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
+from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_model import serve_averaged_models
-from xamp.sessions.session import register
+from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Arguments", "initialize", "set_up"]
@@ -160,7 +164,7 @@ def initialize(
     spelt = int(verbosity) if isinstance(verbosity, bool) else verbosity
     loudness = int(number_between("verbosity", spelt, -1, math.inf, whole=True))
     if not isinstance(backend, str):
-        raise PolicyError(f"initialize(backend={backend!r}): must be a backend's name, or 'auto'.")
+        raise PolicyError(f"initialize(backend={shown(backend)}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
     model_list: list[nn.Module] = checks.as_list("models", models, nn.Module)  # type: ignore[assignment]
     given_optimizers = [] if optimizers is None else optimizers
@@ -169,16 +173,26 @@ def initialize(
         raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
     delegated = bool(boolean("delegate", delegate))
     arguments = Arguments(model_list, optimizer_list, backend, process_group, delegated, loudness)
-    if boolean("enabled", enabled) is not False:
-        _set_up(request, arguments)
-    else:
-        _set_up_disabled(arguments)
-    return models if optimizers is None else (models, optimizers)
+    undo = arguments.undo
+    try:
+        if boolean("enabled", enabled) is not False:
+            _set_up(request, arguments)
+        else:
+            _set_up_disabled(arguments)
+        # One line, so that the call is done when it returns: no Ctrl-C comes between the two.
+        return (models if optimizers is None else (models, optimizers), undo.before.clear())[0]  # type: ignore[func-returns-value]
+    except BaseException:
+        undo.unwind()
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What ``initialize`` was given besides the policy."""
+    """What ``initialize`` was given besides the policy.
+
+    Attributes:
+        undo: takes back what the call has changed so far.
+    """
 
     given: list[nn.Module]
     optimizers: list[Optimizer]
@@ -186,6 +200,7 @@ class Arguments:
     process_group: Any
     delegate: bool
     verbosity: int
+    undo: Undo = dataclasses.field(default_factory=Undo)
 
     @property
     def models(self) -> list[nn.Module]:
@@ -199,12 +214,12 @@ class Arguments:
 
 
 def _level_of(level: object, opt_level: object) -> object:
-    if opt_level is None or opt_level == level:
+    if opt_level is None or opt_level is level or (isinstance(opt_level, str) and opt_level == level):
         return level
-    if level != Request.level:
+    if not isinstance(level, str) or level != Request.level:
         raise PolicyError(
-            f"initialize(level={level!r}, opt_level={opt_level!r}): two names for one thing that say different things. "
-            "Give level."
+            f"initialize(level={shown(level)}, opt_level={shown(opt_level)}): two names for one thing that say "
+            "different things. Give level."
         )
     return opt_level
 
@@ -277,9 +292,11 @@ def set_up(
     forms = _fused_forms(engine, arguments)
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
-    with contextlib.ExitStack() as undo:
+    engine.undo = undo = arguments.undo
+    try:
+        undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
         if policy.autocast:
-            undo.callback(ops.hold(policy.op_policy, engine))
+            undo.steps.append(ops.hold(policy.op_policy, engine))
         plan.apply(undo)
         if plan.lowered:
             serve_averaged_models()
@@ -287,11 +304,12 @@ def set_up(
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
         rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
-        plan.commit()
-        engine.undo = undo.pop_all()
-    register(engine, arguments.objects)
-    _tell_buffers(rounded, counts, policy)
-    return engine
+        register(engine, arguments.objects)
+        _tell_buffers(rounded, counts, policy)
+        return engine
+    except BaseException:
+        undo.unwind()
+        raise
 
 
 def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
@@ -345,9 +363,12 @@ def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = _fused_forms(engine, arguments)
-    with contextlib.ExitStack() as undo:
-        _take_optimizers(engine, arguments.optimizers, forms, undo)
-        engine.undo.push(undo.pop_all())
+    undo = arguments.undo
+    added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
+    undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine), added))
+    engine.undo.steps.append(undo.unwind)  # the list is empty, and this does nothing, where the call fails
+    engine.undo.preparing.append(undo.prepare)
+    _take_optimizers(engine, arguments.optimizers, forms, undo)
     register(engine, arguments.objects)
 
 
@@ -368,24 +389,26 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     return forms
 
 
-def _take_optimizers(
-    engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: contextlib.ExitStack
-) -> None:
+def _take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
     """Put masters into the optimizers in place of lowered parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
+        alone = [weakref.ref(p) for p in params if not masters.is_lowered(p)]  # outside the models
+        undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.add_pairs(pairs)
-        undo.callback(_back_to_model, weakref.ref(engine), weakref.ref(optimizer))
+        undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
-        undo.callback(cast_state(optimizer, stepped))
-        undo.callback(_unfuse, form, weakref.ref(optimizer))
+        undo.steps.append(cast_state(optimizer, stepped))
+        undo.before["step", index] = _step_counters(optimizer)
+        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer), undo.before, index))
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
-        undo.callback(manage(optimizer, state))
+        undo.steps.append(manage(optimizer, state))
         states.append(state)
+    undo.steps.append(functools.partial(_take_out_states, weakref.ref(engine), states, undo.before))
     engine.add_states(states)
 
 
@@ -399,10 +422,31 @@ def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer
         replace_params(found, [(m, p) for p, m in owner.pairs()])
 
 
-def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the groups have again the ``fused`` that the user gave."""
+def _forget_masters(params: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Undo: parameters outside the models, which are in the lower dtype by themselves, have no masters."""
+    for ref in params:
+        if (param := ref()) is not None:
+            masters.forget_lowered(param)
+
+
+def _step_counters(optimizer: Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Return the state of each parameter that counts steps in a tensor, and that tensor."""
+    states = getattr(optimizer, "state", {}).values()
+    return [(s, s["step"]) for s in states if isinstance(s, dict) and isinstance(s.get("step"), torch.Tensor)]
+
+
+def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer], before: dict[Any, Any], index: int) -> None:
+    """Undo: the groups have again the ``fused`` that the user gave; after a failed call, the very step counters too."""
     if (found := optimizer()) is not None:
         form.switch_off(found)
+    for state, counter in before.get(("step", index), ()):
+        state["step"] = counter
+
+
+def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:
+    """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
+    if before and (owner := engine()) is not None:
+        owner.remove_states(states)
 
 
 def _set_up_disabled(arguments: Arguments) -> None:
@@ -413,6 +457,8 @@ def _set_up_disabled(arguments: Arguments) -> None:
     backend = Backend(BackendSpec("disabled", (device.type,), "xamp.contract:Backend"))
     group = arguments.process_group
     engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
+    engine.undo = arguments.undo
+    engine.undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
     for model in arguments.given:  # no region notes it
         distributed.note_given(model)
     register(engine, arguments.objects)

@@ -1,15 +1,16 @@
 """Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes and puts on an exit stack how
-to undo each of them. Both a failed ``initialize`` and ``session.close()`` unwind that stack.
+:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
+each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,16 @@ from xamp.casting.forward import Cast, Region, enter_policy
 from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
+from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import masters
 
 __all__ = ["Plan", "plan"]
 
 Plain = Callable[[torch.Tensor], torch.Tensor]
+
+_Values = tuple[torch.Tensor, "torch.Tensor | None"]
+"""(the values of a parameter, its gradient)."""
 
 FEW = 4
 """So many values of a saved buffer are constants, one for each channel of a picture, and no table."""
@@ -53,10 +58,10 @@ class Plan:
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
         self._half_buffers: list[tuple[weakref.ref[nn.Module], str]] = []  # those that stay half until the end
-        self._is_up = False
-        self._halves: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []  # these, and their values before
-        self._originals: dict[int, torch.Tensor] = {}  # values before the cast, by id of the lowered parameter
-        self._grads: dict[int, torch.Tensor | None] = {}  # gradients before the cast, by id of the parameter
+        # What a tensor was before the call, by its id, until the call is done: weakly itself, its values, its gradient.
+        self._before: dict[Any, Any] = {}
+        # By id of a lowered parameter: the fp32 values and the gradient that it gets when the session is closed.
+        self._restored: dict[int, _Values] = {}
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
         # The lowered values are made here: if memory runs out now, nothing has changed yet.
@@ -119,24 +124,26 @@ class Plan:
             if module is not None and buffer is not None:
                 yield module, name, buffer
 
-    def apply(self, undo: contextlib.ExitStack) -> None:
+    def apply(self, undo: Undo) -> None:
         """Cast parameters and buffers, and put the modules into their regions."""
+        self._before = undo.before
         if self._raised:
             self._raise(undo)
         if self.lowered or self._buffers:
             self._lower(undo)
         for model in self.models():
             if self.policy.casts_parameters:
-                undo.callback(masters.watch_state_dicts(model))
+                undo.steps.append(masters.watch_state_dicts(model))
             kept_whole = any(model is module for module in self.fp32_modules())
             region = self._region(kept_whole)
             if region.does_something:
-                undo.callback(enter_policy(model, region))
+                undo.steps.append(enter_policy(model, region))
         for part in self._parts_that_write():
-            undo.callback(enter_policy(part, Region(self.device_type, None, None, None, methods=(), lowers=True)))
+            whole = Region(self.device_type, None, None, None, methods=(), lowers=True)
+            undo.steps.append(enter_policy(part, whole))
         for module in self.fp32_modules():
             if not any(module is model for model in self.models()):
-                undo.callback(enter_policy(module, self._fp32_region()))
+                undo.steps.append(enter_policy(module, self._fp32_region()))
 
     def _parts_that_write(self) -> list[nn.Module]:
         """Find the parts of the models that can be written out by themselves, if parameters are cast; each once."""
@@ -145,13 +152,6 @@ class Plan:
         others = {id(module) for module in (*self.models(), *self.fp32_modules())}
         parts = {id(module): module for model in self.models() for module in model.modules()}
         return [m for key, m in parts.items() if writes_its_dtype(type(m)) and key not in others]
-
-    def commit(self) -> None:
-        """Free the fp32 values that only a failure would have needed. Called when nothing can fail any more."""
-        self._originals = {}
-        self._grads = {}
-        self._halves = []
-        self._is_up = True
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
@@ -167,21 +167,22 @@ class Plan:
         back = self.policy.dtype if self.policy.casts_parameters else None
         return Region(self.device_type, None, torch.float32, back)
 
-    def _lower(self, undo: contextlib.ExitStack) -> None:
-        grads = [p.grad for p in self.lowered]
-        undo.callback(self._restore_fp32)
-        for param, value, grad in zip(self.lowered, self._values, grads, strict=True):
-            param.grad = None  # a gradient must have its parameter's dtype, and that changes below
-            self._originals[id(param)] = param.data
-            self._grads[id(param)] = grad
+    def _lower(self, undo: Undo) -> None:
+        undo.preparing.append(self._prepare_fp32)
+        undo.steps.append(self._restore_fp32)
+        for param, value in zip(self.lowered, self._values, strict=True):
+            grad = param.grad
+            self._before[id(param)] = param.data, grad
             master = self._make_master(param) if self.policy.master_weights else None
-            masters.set_lowered(param, master)
+            masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
+            param.grad = None  # a gradient must have its parameter's dtype, and that changes below
             param.data = value
             if grad is not None:
                 _give_grad(param, grad)
         for module, name, buffer in self._live_buffers():
-            module._buffers[name] = lowered = buffer.to(self.policy.dtype)
+            lowered = buffer.to(self.policy.dtype)
             masters.set_lowered_buffer(lowered, buffer)
+            module._buffers[name] = lowered
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
@@ -215,11 +216,12 @@ class Plan:
                         rounded.append(shown)
         return sorted(rounded), sorted(counts)
 
-    def _raise(self, undo: contextlib.ExitStack) -> None:
+    def _raise(self, undo: Undo) -> None:
         """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
-        undo.callback(self._restore_halves)
+        undo.steps.append(functools.partial(_restore_halves, undo.before))
+        halves = undo.before["halves"] = []
         for tensor in self._live_raised():
-            self._halves.append((weakref.ref(tensor), tensor.data))
+            halves.append((weakref.ref(tensor), tensor.data, tensor.grad))
             _set_values(tensor, tensor.data.float())
 
     def _live_raised(self) -> Iterator[torch.Tensor]:
@@ -227,34 +229,51 @@ class Plan:
             if (module := ref()) is not None:
                 yield dict(_tensors_of(module))[name]
 
-    def _restore_halves(self) -> None:
-        """Undo :meth:`_raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
-        for ref, value in self._halves:
-            if (tensor := ref()) is not None:
-                _set_values(tensor, value)
+    def _prepare_fp32(self) -> None:
+        """Allocate what :meth:`_restore_fp32` gives back. Changes no parameter."""
+        self._restored = {}
+        self._restored = {id(param): self._fp32_of(param) for param in self.lowered if masters.is_lowered(param)}
+
+    def _fp32_of(self, param: nn.Parameter) -> _Values:
+        """Return values and gradient of a lowered parameter: from before the call, or in fp32 once it is done."""
+        if id(param) in self._before:
+            return self._before[id(param)]  # type: ignore[no-any-return]
+        master = masters.master_of(param)
+        exact = param if master is None else masters.up_to_date(param, master)
+        full, grad = exact.data.float(), exact.grad
+        return full, None if grad is None else grad.to(full.dtype)
 
     def _restore_fp32(self) -> None:
         """Give each lowered parameter its fp32 values and its gradient back, and each lowered buffer its values."""
         for param in self.lowered:
-            master, grad = masters.master_of(param), param.grad
-            if master is not None:
-                grad = masters.up_to_date(param, master).grad
-            masters.forget_lowered(param)
+            if not masters.is_lowered(param):
+                continue  # it was never changed, or is restored already
+            if id(param) not in self._restored:
+                self._restored[id(param)] = self._fp32_of(param)
+            values, grad = self._restored[id(param)]
             param.grad = None
-            full = param.data.float() if master is None else master.data
-            param.data = self._originals.get(id(param), full)  # there are none once the session is up
-            grad = self._grads.get(id(param), grad)
-            if grad is not None:
-                param.grad = grad.to(param.dtype)
+            param.data = values
+            param.grad = grad
+            masters.forget_lowered(param)
+        self._restored = {}
         for module, name, buffer in self._live_buffers():
             if buffer.dtype in masters.LOWER:
                 module._buffers[name] = masters.fp32_of(buffer)
                 masters.forget_lowered(buffer)
-        for ref, name in self._half_buffers if self._is_up else ():
+        for ref, name in () if self._before else self._half_buffers:  # a call that fails has not cast them
             if (holder := ref()) is not None and (half := holder._buffers.get(name)) is not None:
                 holder._buffers[name] = half.float()
         for model in self.models():
             _flatten_rnns(model)
+
+
+def _restore_halves(before: dict[Any, Any]) -> None:
+    """Undo :meth:`Plan._raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
+    for ref, values, grad in before.get("halves", ()):
+        if (tensor := ref()) is not None:
+            tensor.grad = None
+            tensor.data = values
+            tensor.grad = grad
 
 
 def plan(

@@ -18,6 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.casting.forward import Region
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError
+from xamp.ground.arguments import number
+from xamp.ground.shown import shown
 from xamp.policy import Policy
 from xamp.scaling import distributed, masters, norms
 from xamp.scaling.engine import Engine, ScaledLoss
@@ -33,6 +35,7 @@ __all__ = [
     "StepOutcome",
     "clip_grad_norm_",
     "find_session",
+    "forget_sessions",
     "load_state_dict",
     "loss_scale",
     "master_params",
@@ -41,6 +44,8 @@ __all__ = [
     "session",
     "state_dict",
 ]
+
+_NUMBERS = (float, int, torch.Tensor)
 
 # Each model, wrapper and optimizer that was given to initialize -> its session.
 _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
@@ -56,6 +61,17 @@ class Session:
     def __init__(self, engine: Engine, seen_from: object) -> None:
         self.engine = engine
         self._seen_from = weakref.ref(seen_from)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled or copied: a session is a view of live objects.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "pickle or copy of a Session: it leads to live models and optimizers, so it cannot be pickled or copied. "
+            "Save session.state_dict(), and load it into the session of the new model."
+        )
 
     @property
     def policy(self) -> Policy:
@@ -126,20 +142,29 @@ class Session:
     def close(self) -> None:
         """Make the models and optimizers plain fp32 objects again. A second call does nothing.
 
+        If memory runs out, the session stays as it is. Ctrl-C during the call is raised when all is given back.
+
         Raises:
             StateError: a ``scale_loss`` is open, gradients are still scaled, or ``initialize(delegate=True)`` handed
                 the models to another implementation.
         """
         self.engine.check_closable()
-        for key in [key for key, found in _sessions.items() if found.engine is self.engine]:
-            del _sessions[key]
-        self.engine.undo.close()
+        self.engine.undo.prepare()
+        self.engine.undo.unwind()
 
 
 def register(engine: Engine, objects: Iterable[object]) -> None:
     """Make :func:`session` find ``engine`` for each of ``objects``."""
     for found in objects:
         _sessions[found] = Session(engine, found)
+
+
+def forget_sessions(engine: weakref.ref[Engine], objects: Iterable[weakref.ReferenceType[Any]] | None = None) -> None:
+    """Undo :func:`register`, for ``objects`` only or for all of the engine's."""
+    keys = None if objects is None else {id(ref()) for ref in objects}
+    for key, found in list(_sessions.items()):
+        if found.engine is engine() and (keys is None or id(key) in keys):
+            _sessions.pop(key, None)
 
 
 def own_session(found: object) -> Session | None:
@@ -252,7 +277,7 @@ def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
     """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(engine.scalers):
         raise PolicyError(
-            f"{call}(loss_id={loss_id!r}): initialize was called with num_losses={engine.policy.num_losses}, so "
+            f"{call}(loss_id={shown(loss_id)}): initialize was called with num_losses={engine.policy.num_losses}, so "
             f"loss_id is one of 0 to {len(engine.scalers) - 1}. Raise num_losses there."
         )
     return engine.scalers[loss_id]
@@ -337,7 +362,9 @@ def clip_grad_norm_(
 
     Raises:
         StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module.
+        PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
+    max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
     if norms.is_divided(param for _, param in params):
@@ -354,6 +381,10 @@ def _layout(optimizer: object, param: torch.Tensor) -> Layout:
     """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
     found = find_session(optimizer)
     return layout_of(param, {}) if found is None else found.engine.layout(param)
+
+
+def _as_number(name: str, value: Any) -> Any:
+    return value if isinstance(value, _NUMBERS) else number(name, value, call="clip_grad_norm_")
 
 
 def loss_scale(obj: object = None, loss_id: int = 0) -> float:

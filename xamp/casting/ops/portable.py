@@ -60,7 +60,7 @@ _CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ..
 
 # By device type: the added entries, and the torch library that holds them registered as long as it lives.
 _added: dict[str, tuple[dict[str, str | None], torch.library.Library]] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # an interrupt may leave it held: this thread can go on
 
 
 def autocast_key(device_type: str) -> str:
@@ -96,6 +96,8 @@ class Portable(OpPolicy):
 
 def install(device_type: str, op_rules: Mapping[str, str]) -> None:
     """Register the missing entries on ``device_type``, once per process. They act only in regions of this policy."""
+    if device_type in _added:
+        return
     with _lock:
         if device_type in _added:
             return
@@ -105,19 +107,21 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, native in missing.items():
                 library.impl(overload, _entry(overload, native, device_type), key, with_keyset=True)
-        _added[device_type] = missing, library
         if missing:
             needs.add_extended(device_type)
             _tag_caches(device_type, missing)
         needs.ask_for_marks()
         recompute.watch()
+        _added[device_type] = missing, library  # last: after an interrupt before, all is done again
 
 
 def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
     """Add the entries to the keys of the compiler's disk caches: the keys hold the called operators, but no casts."""
     rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
     digest = hashlib.sha256(repr((__version__, rules)).encode()).hexdigest()[:12]
-    config.cache_key_tag += f";xamp-{device_type}-{digest}"
+    tag = f";xamp-{device_type}-{digest}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag += tag
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:

@@ -1,0 +1,55 @@
+"""How to take back what a call has changed: one list, for a call that fails and for a session that is closed.
+
+Whoever changes something appends first how to undo it. A step of the list must do nothing where its change was not
+made or is taken back already, so it can run a second time after an interrupt came in the middle of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Undo"]
+
+
+class Undo:
+    """What undoes the changes of a call, newest last.
+
+    Attributes:
+        steps: the functions that undo one change each. ``steps.append`` is Python's own, which no interrupt divides.
+        preparing: functions that allocate what the steps need and change nothing; see :meth:`prepare`.
+        before: values from before the changes, which only a call that fails needs. Empty once the call is done.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], object]] = []
+        self.preparing: list[Callable[[], object]] = []
+        self.before: dict[Any, Any] = {"": "the call is not done"}
+
+    def prepare(self) -> None:
+        """Allocate what the steps need. If memory runs out here, nothing has been undone."""
+        for allocate in self.preparing:
+            allocate()
+
+    def unwind(self) -> None:
+        """Run all steps, newest first, each a second time if it raised.
+
+        An exception, KeyboardInterrupt included, is raised at the end. Steps that raised twice stay in the list, and
+        the next call tries them again.
+        """
+        first: BaseException | None = None
+        failed: list[Callable[[], object]] = []
+        tried: Callable[[], object] | None = None
+        while self.steps:
+            try:
+                while self.steps:
+                    self.steps[-1]()
+                    self.steps.pop()
+            except BaseException as error:
+                first = first or error
+                if self.steps and self.steps[-1] is tried:
+                    failed.append(self.steps.pop())
+                tried = self.steps[-1] if self.steps else None
+        self.steps[:] = reversed(failed)
+        if first is not None:
+            raise first
