@@ -47,11 +47,13 @@ class Engine:
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         state_class: the class of the elements of :attr:`states`.
         cast: the function that casts the models' arguments and results.
+        delegated: another implementation does the work, and cannot be asked to stop.
         scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
     """
 
     moves_before_step = True
     skips_together = False
+    delegated = False
     state_class: type[OptimizerState] = OptimizerState
     cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
     scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None

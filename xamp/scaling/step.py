@@ -25,7 +25,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
+from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler, clock
 
 __all__ = ["OptimizerState", "Stats", "StepOutcome", "StepOwner"]
 
@@ -97,6 +97,7 @@ class OptimizerState:
         open: a ``scale_loss`` over this optimizer is being executed.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         seen: the device state as it was at the newest step that was counted; None before the first.
+        seen_at: when that step was, by :data:`xamp.scaling.scale.clock`.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
         sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
@@ -113,6 +114,7 @@ class OptimizerState:
         self.open = False
         self.fresh = True
         self.seen: Sequence[float] | None = None
+        self.seen_at = 0
         self.norm: torch.Tensor | None = None
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
@@ -335,7 +337,7 @@ class OptimizerState:
             scaler.know(values)
         self._finish(outcome)
         self.observe_all()  # the host has waited anyway, and steps must be judged in order
-        self._observe(used, values)
+        self._observe((used, clock()), values)
         return result
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -346,10 +348,10 @@ class OptimizerState:
             result = base(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
-        readable = list(self._history.push(tuple(self.gradients.used)))
+        readable = list(self._history.push((tuple(self.gradients.used), clock())))
         self._finish(self.sticky.clone())
-        for used, values in readable:
-            self._observe(used, values)
+        for note, values in readable:
+            self._observe(note, values)
         return result
 
     def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
@@ -419,7 +421,15 @@ class OptimizerState:
 
     def arrived(self) -> Sequence[Sequence[float]]:
         """Return the device state at each step that is not counted yet and can be read without waiting."""
-        return tuple(self._history.arrived())
+        return [values for _, values in self._history.arrived()]
+
+    def newest(self) -> tuple[int, Sequence[float]] | None:
+        """Return the device state at the newest step that the host can read without waiting, and when that step was."""
+        late = list(self._history.arrived())
+        if late:
+            (_, at), values = late[-1]
+            return at, values
+        return None if self.seen is None else (self.seen_at, self.seen)
 
     @property
     def uncounted(self) -> int:
@@ -433,7 +443,7 @@ class OptimizerState:
         overflow raises it.
         """
         watch = copy.copy(self._watch)
-        complete = [self._judge(watch, used, values) for used, values in self._history.peek()]
+        complete = [self._judge(watch, used, values) for (used, _), values in self._history.peek()]
         return COLLAPSE_RUN - 1 if any(complete) else watch.run
 
     def resume(self, overflow_run: int) -> None:
@@ -463,8 +473,9 @@ class OptimizerState:
             return None
         return watch.collapsed(scales, used)
 
-    def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
-        """Count, log and judge one step whose numbers the host has."""
+    def _observe(self, note: tuple[Sequence[int], int], values: Sequence[float]) -> None:
+        """Count, log and judge one step whose numbers the host has. ``note`` has the losses used and the time."""
+        used, self.seen_at = note
         self.seen = values
         collapsed = self._judge(self._watch, used, values)
         if collapsed is None:

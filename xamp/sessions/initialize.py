@@ -25,7 +25,7 @@ from xamp.contract import Backend, BackendSpec
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
-from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
+from xamp.policy import Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import masters
@@ -216,7 +216,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve(arguments.backend, device.type)
     own_op_policy = SPELLINGS.get(backend.name)
-    if own_op_policy is not None and request.op_policy == Request.op_policy:
+    if own_op_policy is not None and isinstance(request.op_policy, Unsaid):
         request = dataclasses.replace(request, op_policy=own_op_policy)
     policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
     checks.check_capabilities(backend, device, policy)
@@ -358,8 +358,12 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
+    def stepped(param: torch.Tensor) -> torch.dtype:
+        """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
+        return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
+
     forms = [
-        FusedForm(optimizer, choice, names if checks.is_plain(optimizer, engine.backend) else (), sparse=sparse)
+        FusedForm(optimizer, choice, names if checks.is_plain(optimizer, engine.backend) else (), sparse=sparse, stepped=stepped)
         for optimizer in arguments.optimizers
     ]
     for form, optimizer in zip(forms, arguments.optimizers, strict=True):
