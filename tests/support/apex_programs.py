@@ -162,9 +162,7 @@ class _Script:
             if not joined:
                 late.grad = None
 
-    def backward(
-        self, used: tuple[int, ...], loss_id: int, factor: float, seed: int, inf: str, delay: bool
-    ) -> None:
+    def backward(self, used: tuple[int, ...], loss_id: int, factor: float, seed: int, inf: str, delay: bool) -> None:
         draw = torch.Generator().manual_seed(seed)
         loss: Any = 0.0
         for index in used:

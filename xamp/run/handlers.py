@@ -203,9 +203,7 @@ def load(site: Site) -> Any:
         if isinstance(wanted, dict):
             return _instead_of(wanted, lambda storage, tag: _restored(storage, wanted.get(tag, tag)))
         if callable(wanted) and not isinstance(wanted, torch.device):
-            return _instead_of(
-                wanted, lambda storage, tag: _or(wanted(storage, tag), lambda: restore(storage, tag))
-            )
+            return _instead_of(wanted, lambda storage, tag: _or(wanted(storage, tag), lambda: restore(storage, tag)))
         if target.is_foreign(wanted):
             site.named(wanted, "map_location")
             return target.map(wanted)

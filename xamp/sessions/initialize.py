@@ -130,7 +130,7 @@ def initialize(
             a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
         op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one table for
             all devices. ``"native"``: the device's own lists. ``"apex"``: the lists of Apex, for backend ``"apex"``
-            only, where it is the default.
+            only, where it is the default and nothing else is accepted.
         fused: ``"auto"``: use the fused form of an optimizer where it is right on this device and the user has not
             chosen a form. True: require the fused form. False: leave the optimizer as it is.
         process_group: the ranks that decide together whether to skip a step. None: the default group, if there is one.
@@ -358,12 +358,19 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
+
     def stepped(param: torch.Tensor) -> torch.dtype:
         """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
         return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
 
     forms = [
-        FusedForm(optimizer, choice, names if checks.is_plain(optimizer, engine.backend) else (), sparse=sparse, stepped=stepped)
+        FusedForm(
+            optimizer,
+            choice,
+            names if checks.is_plain(optimizer, engine.backend) else (),
+            sparse=sparse,
+            stepped=stepped,
+        )
         for optimizer in arguments.optimizers
     ]
     for form, optimizer in zip(forms, arguments.optimizers, strict=True):

@@ -125,7 +125,9 @@ def test_what_a_real_one_has_is_not_initialized_again(apex: Any, options: dict[s
     given = (model, optimizer) if trained else (model,)
     xamp.initialize(*given, level="O2", backend="apex", delegate=True, verbosity=0)
     for again in (optimizer, torch.optim.SGD(model.parameters(), lr=0.5)):
-        with pytest.raises(StateError, match=r"this Linear was given to initialize before, and a real apex\.amp has it"):
+        with pytest.raises(
+            StateError, match=r"this Linear was given to initialize before, and a real apex\.amp has it"
+        ):
             xamp.initialize(model, again, level="O2", verbosity=0, **options)
     if trained:
         step(model, optimizer, 0)

@@ -46,7 +46,9 @@ def test_the_programs_do_what_scripts_do() -> None:
     lines: list[tuple[str, tuple[Any, ...]]] = [line for program in programs for line in program.lines]
     methods = {"look", "set_scale", "amp_state", "added", "zero", "backward", "clip", "rate", "step"}
     assert {name for name, _ in lines} == methods
-    overflows = [program for program in programs if any(name == "backward" and given[4] for name, given in program.lines)]
+    overflows = [
+        program for program in programs if any(name == "backward" and given[4] for name, given in program.lines)
+    ]
     assert len(overflows) >= 10
 
 

@@ -472,7 +472,13 @@ def test_cuda_in_use_answers_for_itself() -> None:
     assert _legacy_dtype("torch.cuda.HalfTensor", target) is None
     assert _legacy_dtype("torch.npu.HalfTensor", target) is torch.float16
     on_host = Target("cpu", ("cuda", "npu"))
-    assert [on_host.is_foreign(found) for found in (0, "cuda:1", "npu", "cpu", True)] == [True, True, True, False, False]
+    assert [on_host.is_foreign(found) for found in (0, "cuda:1", "npu", "cpu", True)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert _legacy_dtype("torch.cuda.HalfTensor", on_host) is torch.float16
 
 
