@@ -118,6 +118,9 @@ class Unsaid(str):
     __slots__ = ()
 
 
+_OP_POLICY = Unsaid("portable")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """The arguments of ``initialize`` that shape a policy, as they were given. Their defaults are written here only."""
@@ -139,7 +142,7 @@ class Request:
     min_loss_scale: Any = 1.0
     max_loss_scale: Any = 2.0**24
     on_static_overflow: Any = None
-    op_policy: Any = Unsaid("portable")
+    op_policy: Any = _OP_POLICY
     fused: Any = "auto"
 
 

@@ -154,7 +154,7 @@ def install(prefer: str = "real") -> None:
 
 
 def uninstall() -> None:
-    """End the newest :func:`install`. The last one takes the finder and its modules out, and puts back what was there."""
+    """End the newest :func:`install`. The last one takes the finder and its modules out, and puts back what stood."""
     global _finder
     with _lock:
         if _finder is None:

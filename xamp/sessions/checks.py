@@ -91,9 +91,9 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
             )
     owners = [None if (found := find_session(model)) is None else found.engine for model in models]
     first = owners[0]
-    if optimizers and first and first.enabled and not (first.states or first.delegated):
-        if all(owner is first for owner in owners):
-            return first
+    open_to_more = first and first.enabled and not (first.states or first.delegated)
+    if optimizers and open_to_more and all(owner is first for owner in owners):
+        return first
     for model, owner in zip(models, owners, strict=True):
         if owner is not None and owner.enabled:
             over = "make a new model" if owner.delegated else "call xamp.session(model).close() first"

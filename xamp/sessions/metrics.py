@@ -75,10 +75,10 @@ def _scales(engine: Engine, wait: bool) -> list[float]:
         return [1.0]
     if wait or not engine.states or _is_on_host(engine.scalers[0].scale):  # a session of a real apex.amp has no states
         return [float(scaler.scale) for scaler in engine.scalers]
-    known = [found for state in engine.states if (found := state.newest()) is not None]
+    known = [newest for state in engine.states if (newest := state.newest()) is not None]
     if not known or not engine.policy.dynamic:
         return [scaler.host_scale for scaler in engine.scalers]
-    at, values = max(known, key=lambda found: found[0])  # an optimizer that rests knows old scales only
+    at, values = max(known, key=lambda newest: newest[0])  # an optimizer that rests knows old scales only
     found = engine.memory.scales_in(values)
     fell = not engine.moves_before_step and any(engine.memory.overflowed(values, s.index) for s in engine.states)
     return [

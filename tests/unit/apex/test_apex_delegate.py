@@ -122,8 +122,7 @@ def test_it_cannot_be_closed(apex: Any) -> None:
 def test_what_a_real_one_has_is_not_initialized_again(apex: Any, options: dict[str, Any], trained: bool) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0625, momentum=0.5)
-    given = (model, optimizer) if trained else (model,)
-    xamp.initialize(*given, level="O2", backend="apex", delegate=True, verbosity=0)
+    xamp.initialize(model, optimizer if trained else None, level="O2", backend="apex", delegate=True, verbosity=0)
     for again in (optimizer, torch.optim.SGD(model.parameters(), lr=0.5)):
         with pytest.raises(
             StateError, match=r"this Linear was given to initialize before, and a real apex\.amp has it"

@@ -34,6 +34,10 @@ def test_half_parameters_without_masters_step_as_without_the_fused_form(lane: La
     torch.testing.assert_close(results[0], results[1], rtol=0.05, atol=0.02)
 
 
+def sum_of(model: nn.Module) -> torch.Tensor:
+    return torch.stack([p.float().sum() for p in model.parameters()]).sum()
+
+
 @pytest.mark.parametrize(("level", "dtype"), [("O5", torch.bfloat16), ("O2", torch.float16)])
 def test_required_fused_form_is_tried_in_the_dtype_that_is_stepped(level: str, dtype: torch.dtype) -> None:
     """torch's fused SGD is wrong in half on a CPU; the masters of a half model are fp32, for which it is right."""
@@ -49,7 +53,7 @@ def test_required_fused_form_is_tried_in_the_dtype_that_is_stepped(level: str, d
         for (_, master), param in zip(model.named_parameters(), plain.parameters(), strict=True):
             param.grad = torch.full_like(param, 0.25)
             assert master.dtype == dtype
-        with xamp.scale_loss(sum(p.float().sum() for p in model.parameters()) * 0.25, optimizer) as scaled:
+        with xamp.scale_loss(sum_of(model) * 0.25, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()

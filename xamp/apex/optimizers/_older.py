@@ -290,7 +290,7 @@ class FP16_Optimizer(ShowsInner):
         self._update_scale(False)
 
     def _step_any(self, grads: list[list[Any]]) -> None:
-        """Step an optimizer that takes its gradients from its parameters. One with ``max_grad_norm`` clips by itself."""
+        """Step an optimizer that reads its parameters' gradients. One with ``max_grad_norm`` clips by itself."""
         for group, given in zip(self.optimizer.param_groups, grads, strict=True):
             for master, grad in zip(group["params"], given, strict=True):
                 master.grad = None if grad is None else grad.detach().float() / self.cur_scale
