@@ -113,6 +113,15 @@ SCALER_RANGES = {  # lower bound, upper bound, whether a whole number
 }
 
 
+class Unsaid(str):
+    """A default that the caller can tell from the same text given on purpose."""
+
+    __slots__ = ()
+
+
+_OP_POLICY = Unsaid("portable")
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """The arguments of ``initialize`` that shape a policy, as they were given. Their defaults are written here only."""
@@ -134,7 +143,7 @@ class Request:
     min_loss_scale: Any = 1.0
     max_loss_scale: Any = 2.0**24
     on_static_overflow: Any = None
-    op_policy: Any = "portable"
+    op_policy: Any = _OP_POLICY
     fused: Any = "auto"
 
 

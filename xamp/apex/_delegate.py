@@ -148,6 +148,8 @@ class DelegatedEngine(Engine):
         amp: the real ``apex.amp``.
     """
 
+    delegated = True
+
     def __init__(self, policy: Policy, backend: Backend, device: torch.device, amp: Any, arguments: Arguments) -> None:
         super().__init__(policy, backend, device, arguments.models, verbosity=arguments.verbosity)
         self.amp = amp

@@ -24,7 +24,7 @@ from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
-from xamp.scaling.scale import LossScaler
+from xamp.scaling.scale import LossScaler, clock
 from xamp.scaling.step import NOT_STEPPED, OptimizerState, StepOutcome, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
@@ -163,7 +163,7 @@ class ApexState(OptimizerState):
         self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
         try:
             if values is not None:
-                self._observe(used, values)
+                self._observe((used, clock()), values)
         finally:
             for _, master in self.gradients.pairs:
                 master.grad = None

@@ -92,6 +92,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] not in _TOP or not self._decide():
             return None
         if name in _modules.LEFT_OUT:
+            if sys._getframe(2).f_globals.get("__name__") == "importlib.util":
+                return None  # a script that asks whether it is there, by importlib.util.find_spec
             raise _modules.left_out(name)
         if name not in _modules.MODULES:
             return None
@@ -118,7 +120,7 @@ def _told(real: _real.Installed, answers: bool) -> str:
 
 _finder: _Finder | None = None
 _before: dict[str, ModuleType] = {}
-_holds = 0
+_holds: list[str] = []
 _lock = threading.RLock()
 
 
@@ -128,41 +130,47 @@ def install(prefer: str = "real") -> None:
     Nothing is imported here. Names that xamp leaves out raise an ImportError that says what to use.
 
     Args:
-        prefer: ``"real"`` leaves an Apex that is installed in its place; ``"xamp"`` answers before it. A package of
-            another project that has the name is never taken for Apex.
+        prefer: ``"real"`` leaves an Apex that is installed in its place; ``"xamp"`` answers before it, from now on
+            and until its :func:`uninstall`, whatever other calls say. A package of another project that has the name
+            is never taken for Apex.
 
     Raises:
         PolicyError: ``prefer`` is neither.
     """
-    global _finder, _holds
+    global _finder
     if prefer not in _PREFER:
         raise PolicyError(f"install(prefer={prefer!r}): must be one of {', '.join(map(repr, _PREFER))}.")
     with _lock:
-        _holds += 1
-        if _finder is not None:
-            return
-        finder = _Finder(prefer)
-        if prefer == "xamp":  # what a process has imported already is put aside, else Python would not ask the finder
-            _before.update(_take_out())
-        sys.meta_path.insert(0, finder)
-        _finder = finder
+        _holds.append(prefer)
+        if _finder is None:
+            _finder = _Finder("real")
+            sys.meta_path.insert(0, _finder)
+        if prefer == "xamp" and _finder.prefer != "xamp":
+            _finder.prefer = "xamp"
+            if not _finder.answers:
+                # What a process has imported already is put aside, else Python would not ask the finder.
+                _before.update(_take_out())
+                _finder.answers = None
 
 
 def uninstall() -> None:
-    """End one :func:`install`. The last one takes the finder and its modules out, and puts back what stood there."""
-    global _finder, _holds
+    """End the newest :func:`install`. The last one takes the finder and its modules out, and puts back what stood."""
+    global _finder
     with _lock:
         if _finder is None:
             return
-        _holds -= 1
-        if _holds:
+        _holds.pop()
+        if "xamp" in _holds or (_holds and _finder.prefer == "real"):
             return
-        sys.meta_path.remove(_finder)
         if _finder.answers:
             _take_out()
         sys.modules.update(_before)
         _before.clear()
-        _finder = None
+        if _holds:  # those that are left leave an Apex that is installed in its place
+            _finder.prefer, _finder.answers = "real", None
+        else:
+            sys.meta_path.remove(_finder)
+            _finder = None
 
 
 def is_installed() -> bool:

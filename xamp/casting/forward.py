@@ -270,7 +270,9 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
     if region.lowers:
         namespace.update(writers_of(base))
     if hasattr(base, "__deepcopy__"):
-        namespace["__deepcopy__"] = _deepcopy(base, region)
+        namespace["__deepcopy__"] = _copy(base, region, "__deepcopy__")
+    if hasattr(base, "__copy__"):
+        namespace["__copy__"] = _copy(base, region, "__copy__")
     if issubclass(base, torch.fx.GraphModule):
         namespace["recompile"] = _recompile(base, region)
     made = make_subclass(base, _UnderPolicy, namespace)
@@ -278,21 +280,26 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
     return made
 
 
-def _deepcopy(base: Any, region: Region) -> Callable[[Any, dict[int, Any]], Any]:
-    """Return ``__deepcopy__`` for a class that has its own (a ``GraphModule``), which returns a copy without policy."""
+def _copy(base: Any, region: Region, name: str) -> Callable[..., Any]:
+    """Return ``__copy__`` or ``__deepcopy__`` for a class that has its own, whose copy is without policy.
 
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+    A ``GraphModule`` has: it makes its copy of the classes that it finds.
+    """
+
+    def copied(self: Any, *memo: Any) -> Any:
         own = type(self)
-        set_class(self, base)  # a GraphModule makes its copy of the classes that it finds
+        set_class(self, base)
         try:
-            made = base.__deepcopy__(self, memo)
+            made = getattr(base, name)(self, *memo)
         finally:
             set_class(self, own)
-        set_class(made, _subclass(type(made), region))
+        if not isinstance(made, _UnderPolicy):
+            set_class(made, _subclass(type(made), region))
         ops.hold(region.op_policy, made)  # the copy may outlive the session of its original
         return made
 
-    return __deepcopy__
+    copied.__name__ = name
+    return copied
 
 
 def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from xamp.casting.autocast import autocast as region
+from xamp.run.devices import Target
 from xamp.run.site import Site, is_inside, like
 from xamp.run.standins import tensor_type
 from xamp.run.table import TENSOR_TYPES
@@ -115,13 +116,16 @@ def legacy_type(site: Site) -> Any:
     return tensor_type(site.original or on_host, getattr(torch, TENSOR_TYPES[name]), target.type, call)
 
 
-def _legacy_dtype(value: Any) -> torch.dtype | None:
-    """The dtype that a legacy type of another device names; None for what is none."""
+def _legacy_dtype(value: Any, target: Target) -> torch.dtype | None:
+    """The dtype that a legacy type of a redirected device names; None for what is none."""
     if isinstance(value, type) and hasattr(value, "_xamp_dtype"):
         found: torch.dtype = value._xamp_dtype
         return found
     spelled = _TENSOR_TYPE.fullmatch(value) if isinstance(value, str) else None
-    return getattr(torch, TENSOR_TYPES[spelled[2]]) if spelled is not None and spelled[2] in TENSOR_TYPES else None
+    if spelled is None or spelled[1] not in target.answers_for or spelled[2] not in TENSOR_TYPES:
+        return None
+    named: torch.dtype = getattr(torch, TENSOR_TYPES[spelled[2]])
+    return named
 
 
 def tensor_type_argument(site: Site) -> Any:
@@ -129,10 +133,11 @@ def tensor_type_argument(site: Site) -> Any:
     original, target = site.original, site.target
 
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        wanted = _legacy_dtype(dtype)
+        wanted = _legacy_dtype(dtype, target)
         if wanted is not None:
             site.note(f"Tensor.type({dtype if isinstance(dtype, str) else f'torch.{site.family}.{dtype.__name__}'!r})")
-            return self.to(target.at(None), wanted)
+            # As torch's own: a tensor that is on such a device stays on its card.
+            return self.to(self.device if self.device.type == target.type else target.at(None), wanted)
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
         told = original(self)
@@ -149,7 +154,7 @@ def default_tensor_type(site: Site) -> Any:
     original, target = site.original, site.target
 
     def set_default_tensor_type(t: Any) -> None:
-        wanted = _legacy_dtype(t)
+        wanted = _legacy_dtype(t, target)
         if wanted is None:
             original(t)
             return

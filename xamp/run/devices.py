@@ -50,12 +50,12 @@ class Target:
         return self.type == HOST
 
     def is_foreign(self, value: object) -> bool:
-        """Whether ``value`` names a device that is redirected; an int does where torch would take it for an index."""
+        """Whether ``value`` names a device that is redirected; an int does where it would stand for a card of CUDA."""
         if isinstance(value, str):
             spelled = _SPELLED.fullmatch(value)
             return spelled is not None and spelled[1] in self.answers_for
         if isinstance(value, int):
-            return not isinstance(value, bool)
+            return "cuda" in self.answers_for and not isinstance(value, bool)
         return isinstance(value, torch.device) and value.type in self.answers_for
 
     def map(self, value: Any) -> torch.device:

@@ -12,9 +12,11 @@ from xamp.run.site import Site, like
 from xamp.run.standins import stand_in
 
 __all__ = [
+    "data_parallel",
     "device_argument",
     "generator",
     "grad_scaler",
+    "jit_load",
     "labels",
     "load",
     "loader",
@@ -108,6 +110,28 @@ def _with_device(site: Site, convert: Callable[[Any], Any]) -> Any:
     return like(original, function, site.label)
 
 
+def jit_load(site: Site) -> Any:
+    """``torch.jit.load``. ``torch.load`` calls it for an archive of TorchScript, with its own ``map_location``."""
+    original, target = site.original, site.target
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        map_location = getattr(map_location, "_xamp_wanted", map_location)
+        if map_location is not None and target.is_foreign(map_location):
+            site.named(map_location, "map_location")
+            map_location = target.map(map_location)
+        elif map_location is None and target.is_host:
+            map_location = target.at(None)  # an archive that was saved on a card would be put there
+        return original(f, map_location, *args, **kwargs)
+
+    return like(original, load)
+
+
+def data_parallel(site: Site) -> Any:
+    """What ``DataParallel`` asks for the type of its devices: none on a CPU, also where the machine has cards."""
+    target = site.target
+    return like(site.original, lambda: None if target.is_host else target.type)
+
+
 def grad_scaler(site: Site) -> Any:
     """``torch.amp.GradScaler.__init__``, whose device is ``"cuda"`` where none is given."""
     original, target = site.original, site.target
@@ -175,11 +199,11 @@ def load(site: Site) -> Any:
 
     def location(wanted: Any) -> Any:
         if wanted is None:
-            return restore
+            return _instead_of(None, lambda storage, tag: restore(storage, tag))
         if isinstance(wanted, dict):
-            return lambda storage, tag: _restored(storage, wanted.get(tag, tag))
+            return _instead_of(wanted, lambda storage, tag: _restored(storage, wanted.get(tag, tag)))
         if callable(wanted) and not isinstance(wanted, torch.device):
-            return lambda storage, tag: _or(wanted(storage, tag), lambda: restore(storage, tag))
+            return _instead_of(wanted, lambda storage, tag: _or(wanted(storage, tag), lambda: restore(storage, tag)))
         if target.is_foreign(wanted):
             site.named(wanted, "map_location")
             return target.map(wanted)
@@ -205,6 +229,13 @@ def labels(site: Site) -> Any:
         return original(input, target, *args, **kwargs)
 
     return like(original, loss)
+
+
+def _instead_of(wanted: Any, restore: Callable[[Any, Any], Any]) -> Any:
+    """``restore``, which says what the script gave in its place."""
+    made: Any = restore
+    made._xamp_wanted = wanted
+    return made
 
 
 def _or(found: Any, other: Callable[[], Any]) -> Any:

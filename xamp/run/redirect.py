@@ -161,7 +161,7 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
 def _rows(context: Context, patches: Patches, only_foreign: bool = False) -> None:
     """Put in place the rows of the table; with ``only_foreign`` those that take a device, and not the names of CUDA."""
     for row in table.ROWS:
-        if only_foreign and row.handler.startswith(("move", "autocast", "grad_scaler", "default_tensor")):
+        if only_foreign and row.handler.startswith(("move", "autocast", "grad_scaler", "default_tensor", "data_")):
             continue
         owner = pkgutil.resolve_name(row.owner)
         make = _handler(row.handler)

@@ -57,11 +57,13 @@ class Engine:
         state_class: the class of the elements of :attr:`states`.
         cast: the function that casts the models' arguments and results.
         refusal: why no step can be right any more, for an error; empty: it can.
+        delegated: another implementation does the work, and cannot be asked to stop.
         scale_loss: None; or the function that :func:`xamp.scale_loss` calls where another implementation does the work.
     """
 
     moves_before_step = True
     skips_together = False
+    delegated = False
     state_class: type[OptimizerState] = OptimizerState
     cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
     scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None

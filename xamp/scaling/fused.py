@@ -38,12 +38,28 @@ def honours_found_inf(optimizer: Any) -> bool:
 class FusedForm:
     """Remembers which groups of one optimizer xamp switched to ``fused=True``, and switches them back.
 
+    Args:
+        optimizer: the optimizer.
+        choice: ``"auto"``, True or False.
+        names: the classes whose fused form skips rightly on the device.
+        sparse: a gradient may be sparse.
+        stepped: the dtype of what will be stepped for a parameter; by default its own.
+
     Attributes:
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
-    def __init__(self, optimizer: Optimizer, choice: str | bool, names: Iterable[str], *, sparse: bool) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        choice: str | bool,
+        names: Iterable[str],
+        *,
+        sparse: bool,
+        stepped: Callable[[torch.Tensor], torch.dtype] = lambda param: param.dtype,
+    ) -> None:
         self._choice = choice
+        self._stepped = stepped
         self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
         self._class = type(optimizer)
         self._sparse = sparse
@@ -81,7 +97,9 @@ class FusedForm:
                     f"initialize(fused=True): {name} was made with foreach=True or differentiable=True, which excludes "
                     "fused=True. Make it without, or leave fused='auto'."
                 )
-        if self._sparse or not all(self._is_right_for(group["params"]) for group in optimizer.param_groups):
+        if self._sparse or not all(
+            self._is_right_for(group["params"], self._stepped) for group in optimizer.param_groups
+        ):
             raise UnsupportedPolicy(
                 f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
                 "device. Leave fused='auto', which uses it where it is right."
@@ -96,7 +114,7 @@ class FusedForm:
             if group.get("fused") is not True:
                 continue
             momentum = group["momentum"] if isinstance(group.get("momentum"), float | int) else None
-            for device, dtype in {(p.device, p.dtype) for p in group["params"] if _is_plain(p)}:
+            for device, dtype in {(p.device, self._stepped(p)) for p in group["params"] if _is_plain(p)}:
                 if reason := _refusal(cls, device, dtype, None if momentum is None else momentum > 0):
                     raise UnsupportedPolicy(
                         f"initialize: {cls.__name__} was made with fused=True, which refuses to step on {device} "
@@ -179,11 +197,16 @@ class FusedForm:
             return False
         return group.get("fused") is None and (group.get("foreach") is None or self._choice is True)
 
-    def _is_right_for(self, params: Iterable[torch.Tensor]) -> bool:
+    def _is_right_for(
+        self, params: Iterable[torch.Tensor], stepped: Callable[[torch.Tensor], torch.dtype] | None = None
+    ) -> bool:
         if not self._possible:
             return False
         cls: Any = self._class
-        return all(_is_plain(param) and is_right(cls, param.device, param.dtype) for param in params)
+        return all(
+            _is_plain(param) and is_right(cls, param.device, param.dtype if stepped is None else stepped(param))
+            for param in params
+        )
 
     @staticmethod
     def _move_step_counters(optimizer: Optimizer) -> None:

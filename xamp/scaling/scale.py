@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,10 @@ COLLAPSE_RUN = 50
 
 HISTORY_LAG = 16
 """Number of steps after which the host reads an asynchronous copy from the device. By then it has long arrived."""
+
+
+clock = itertools.count(1).__next__
+"""Returns a larger number each time: which of two events of this process was later."""
 
 
 class DeviceState:
@@ -124,6 +129,7 @@ class LossScaler:
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale.
         updates: counts the updates of a dynamic scale that are done.
+        set_at: when it did, by :data:`clock`.
         version: counts the updates, also those that failed. While it is the same, the scale has not moved.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
@@ -159,6 +165,7 @@ class LossScaler:
         """Set the scale and keep the growth tracker."""
         self.scale.fill_(scale)
         self.host_scale = scale
+        self.set_at = clock()
         self.follow(self.rules)
 
     def follow(self, rules: ScaleRules) -> None:
@@ -319,12 +326,12 @@ class History:
             event.synchronize()
             yield note, copy.tolist()
 
-    def arrived(self) -> Iterator[list[float]]:
+    def arrived(self) -> Iterator[tuple[Any, list[float]]]:
         """Yield the records that can be read without waiting, oldest first, and keep them."""
-        for _, copy, event in self._waiting:
+        for note, copy, event in self._waiting:
             if not event.query():
                 return
-            yield copy.tolist()
+            yield note, copy.tolist()
 
     @property
     def waiting(self) -> int:

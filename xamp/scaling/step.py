@@ -26,7 +26,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler
+from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler, clock
 from xamp.scaling.scope import Scope
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "Stats", "StepOutcome", "StepOwner", "has_stepped"]
@@ -105,6 +105,7 @@ class OptimizerState:
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         seen: the device state as it was at the newest step that was counted; None before the first.
+        seen_at: when that step was, by :data:`xamp.scaling.scale.clock`.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
         sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
@@ -121,6 +122,7 @@ class OptimizerState:
         self.scope: Scope | None = None
         self.fresh = True
         self.seen: Sequence[float] | None = None
+        self.seen_at = 0
         self.norm: torch.Tensor | None = None
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
@@ -373,12 +375,12 @@ class OptimizerState:
                 scaler.know(values)
             self._finish(outcome)
             self.observe_all()  # the host has waited anyway, and steps must be judged in order
-            self._observe(used, values)
+            self._observe((used, clock()), values)
             return result
         except BaseException as error:
             if self.seen is not values and has_stepped(mark, result, error):
                 self._finish(outcome)
-                self._observe(used, values)
+                self._observe((used, clock()), values)
             raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -390,10 +392,10 @@ class OptimizerState:
             optimizer.found_inf = self.sticky
             result = base(*args, **kwargs)
             del optimizer.grad_scale, optimizer.found_inf
-            readable = list(self._history.push(tuple(self.gradients.used)))
+            readable = list(self._history.push((tuple(self.gradients.used), clock())))
             self._finish(flag)
-            for used, values in readable:
-                self._observe(used, values)
+            for note, values in readable:
+                self._observe(note, values)
             return result
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
@@ -404,11 +406,11 @@ class OptimizerState:
 
     def _conclude(self, flag: torch.Tensor, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
         """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
-        readable = list(self._history.push(tuple(self.gradients.used))) if readable is None else readable
+        readable = list(self._history.push((tuple(self.gradients.used), clock()))) if readable is None else readable
         self._finish(flag)
-        for used, values in readable:
+        for note, values in readable:
             if self.seen is not values:
-                self._observe(used, values)
+                self._observe(note, values)
 
     def _unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``base`` to step in the form the user gave. For a step before all is warm: see :meth:`_is_warm`."""
@@ -479,7 +481,15 @@ class OptimizerState:
 
     def arrived(self) -> Sequence[Sequence[float]]:
         """Return the device state at each step that is not counted yet and can be read without waiting."""
-        return tuple(self._history.arrived())
+        return [values for _, values in self._history.arrived()]
+
+    def newest(self) -> tuple[int, Sequence[float]] | None:
+        """Return the device state at the newest step that the host can read without waiting, and when that step was."""
+        late = list(self._history.arrived())
+        if late:
+            (_, at), values = late[-1]
+            return at, values
+        return None if self.seen is None else (self.seen_at, self.seen)
 
     @property
     def uncounted(self) -> int:
@@ -493,7 +503,7 @@ class OptimizerState:
         overflow raises it.
         """
         watch = copy.copy(self._watch)
-        complete = [self._judge(watch, used, values) for used, values in self._history.peek()]
+        complete = [self._judge(watch, used, values) for (used, _), values in self._history.peek()]
         return COLLAPSE_RUN - 1 if any(complete) else watch.run
 
     def resume(self, overflow_run: int) -> None:
@@ -535,14 +545,15 @@ class OptimizerState:
             return None
         return watch.collapsed(scales, used)
 
-    def _observe(self, used: Sequence[int], values: Sequence[float]) -> None:
-        """Count, log and judge one step whose numbers the host has."""
+    def _observe(self, note: tuple[Sequence[int], int], values: Sequence[float]) -> None:
+        """Count, log and judge one step whose numbers the host has. ``note`` has the losses used and the time."""
+        used, at = note
         overflowed = self._memory.overflowed(values, self.index)
         counts = self.engine.counts
-        if overflowed:  # one line, so that no interrupt comes between the two
-            self.seen, counts.skipped = values, counts.skipped + 1
+        if overflowed:  # one line, so that no interrupt comes in between
+            self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
         else:
-            self.seen, counts.applied = values, counts.applied + 1
+            self.seen, self.seen_at, counts.applied = values, at, counts.applied + 1
         collapsed = self._judge(self._watch, used, values)
         if not overflowed:
             return

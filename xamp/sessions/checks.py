@@ -95,13 +95,16 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
             )
     owners = [None if (found := find_session(model)) is None else found.engine for model in models]
     first = owners[0]
-    if optimizers and first and first.enabled and not first.states and all(o is first for o in owners):
+    open_to_more = first and first.enabled and not (first.states or first.delegated)
+    if optimizers and open_to_more and all(owner is first for owner in owners):
         return first
     for model, owner in zip(models, owners, strict=True):
         if owner is not None and owner.enabled:
+            over = "make a new model" if owner.delegated else "call xamp.session(model).close() first"
             raise StateError(
-                f"initialize: this {type(model).__name__} was given to initialize before. Give all optimizers in one "
-                "call, or call xamp.session(model).close() first to start over."
+                f"initialize: this {type(model).__name__} was given to initialize before"
+                f"{', and a real apex.amp has it now' if owner.delegated else ''}. Give all optimizers in one "
+                f"call, or {over} to start over."
             )
         if is_under_policy(model):
             raise StateError(
@@ -144,6 +147,7 @@ def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> N
     if policy.op_policy not in there:
         raise UnsupportedPolicy(
             f"initialize(op_policy={policy.op_policy!r}): backend {backend.name!r} has {', '.join(there)}."
+            + ("" if own is None else f" The name of that backend stands for these lists; leave backend={own!r} out.")
         )
 
 

@@ -28,7 +28,7 @@ from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
 from xamp.ground.shown import shown
 from xamp.ground.undo import Undo
-from xamp.policy import Level, Policy, Request, best_level, compile_policy, parse_level
+from xamp.policy import Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import distributed, masters
@@ -134,7 +134,7 @@ def initialize(
             a step that overflowed. ``"step"``: do not check. None: ``"skip"``, but ``"step"`` for a scale of 1.0.
         op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one table for
             all devices. ``"native"``: the device's own lists. ``"apex"``: the lists of Apex, for backend ``"apex"``
-            only, where it is the default.
+            only, where it is the default and nothing else is accepted.
         fused: ``"auto"``: use the fused form of an optimizer where it is right on this device and the user has not
             chosen a form. True: require the fused form. False: leave the optimizer as it is.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
@@ -232,7 +232,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve(arguments.backend, device.type)
     own_op_policy = SPELLINGS.get(backend.name)
-    if own_op_policy is not None and request.op_policy == Request.op_policy:
+    if own_op_policy is not None and isinstance(request.op_policy, Unsaid):
         request = dataclasses.replace(request, op_policy=own_op_policy)
     policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
     checks.check_capabilities(backend, device, policy)
@@ -380,8 +380,19 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
+
+    def stepped(param: torch.Tensor) -> torch.dtype:
+        """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
+        return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
+
     forms = [
-        FusedForm(optimizer, choice, names if checks.is_plain(optimizer, engine.backend) else (), sparse=sparse)
+        FusedForm(
+            optimizer,
+            choice,
+            names if checks.is_plain(optimizer, engine.backend) else (),
+            sparse=sparse,
+            stepped=stepped,
+        )
         for optimizer in arguments.optimizers
     ]
     for form, optimizer in zip(forms, arguments.optimizers, strict=True):

@@ -70,25 +70,26 @@ def _lateness(state: OptimizerState) -> int:
     return state.uncounted - len(state.arrived())
 
 
-def _newest(state: OptimizerState) -> Sequence[float] | None:
-    """Return the device state at the newest step that the host can read without waiting."""
-    arrived = state.arrived()
-    return arrived[-1] if arrived else state.seen
-
-
 def _scales(engine: Engine, wait: bool) -> list[float]:
     """Return the loss scales: as they are now, or on a device that is not waited for as they were at a recent step."""
     if not engine.enabled or not engine.scalers:
         return [1.0]
-    if wait or not engine.states or engine.scalers[0].scale.is_cpu:  # a session of a real apex.amp has no states
+    if wait or not engine.states or _is_on_host(engine.scalers[0].scale):  # a session of a real apex.amp has no states
         return [float(scaler.scale) for scaler in engine.scalers]
-    values = next((v for s in sorted(engine.states, key=_lateness) if (v := _newest(s)) is not None), None)
-    if values is None or not engine.policy.dynamic:
+    known = [newest for state in engine.states if (newest := state.newest()) is not None]
+    if not known or not engine.policy.dynamic:
         return [scaler.host_scale for scaler in engine.scalers]
+    at, values = max(known, key=lambda newest: newest[0])  # an optimizer that rests knows old scales only
     found = engine.memory.scales_in(values)
-    if engine.moves_before_step or not any(engine.memory.overflowed(values, s.index) for s in engine.states):
-        return list(found)
-    return [scaler.rules.after_overflow(scale) for scaler, scale in zip(engine.scalers, found, strict=True)]
+    fell = not engine.moves_before_step and any(engine.memory.overflowed(values, s.index) for s in engine.states)
+    return [
+        scaler.host_scale if at < scaler.set_at else scaler.rules.after_overflow(scale) if fell else scale
+        for scaler, scale in zip(engine.scalers, found, strict=True)
+    ]
+
+
+def _is_on_host(scale: torch.Tensor) -> bool:
+    return scale.is_cpu
 
 
 def _counts(engine: Engine, wait: bool) -> tuple[int, int]:
@@ -102,8 +103,8 @@ def _counts(engine: Engine, wait: bool) -> tuple[int, int]:
 def _was_skipped(state: OptimizerState, wait: bool) -> bool:
     outcome = state.outcome
     if isinstance(outcome, torch.Tensor) and not wait and not outcome.is_cpu:
-        values = _newest(state)
-        return values is not None and state.engine.memory.overflowed(values, state.index)
+        newest = state.newest()
+        return newest is not None and state.engine.memory.overflowed(newest[1], state.index)
     return state.known_outcome() is StepOutcome.SKIPPED
 
 

@@ -117,6 +117,22 @@ def test_it_cannot_be_closed(apex: Any) -> None:
     step(model, optimizer, 0)
 
 
+@pytest.mark.parametrize("options", [{"backend": "apex", "delegate": True}, {}])
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_a_real_one_has_is_not_initialized_again(apex: Any, options: dict[str, Any], trained: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0625, momentum=0.5)
+    xamp.initialize(model, optimizer if trained else None, level="O2", backend="apex", delegate=True, verbosity=0)
+    for again in (optimizer, torch.optim.SGD(model.parameters(), lr=0.5)):
+        with pytest.raises(
+            StateError, match=r"this Linear was given to initialize before, and a real apex\.amp has it"
+        ):
+            xamp.initialize(model, again, level="O2", verbosity=0, **options)
+    if trained:
+        step(model, optimizer, 0)
+        assert xamp.session(model).stats.applied == 1
+
+
 def test_none_is_there() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

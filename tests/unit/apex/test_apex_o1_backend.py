@@ -163,6 +163,10 @@ def test_compiled(level: str, lower: torch.dtype, compiler: str) -> None:
 def test_another_op_policy_is_refused() -> None:
     with pytest.raises(UnsupportedPolicy, match="backend 'apex' has apex"):
         start(op_policy="native")
+    with pytest.raises(
+        UnsupportedPolicy, match=r"op_policy='portable'\): backend 'apex' has apex.*leave backend='apex' out"
+    ):
+        start(op_policy="portable")
     with pytest.raises(UnsupportedPolicy, match="backend 'cpu' has portable, native"):
         xamp.initialize(nn.Linear(4, 4), level="O1", backend="cpu", op_policy="apex", verbosity=0)
 

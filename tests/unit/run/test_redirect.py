@@ -19,6 +19,8 @@ from torch import nn
 
 import xamp
 from xamp.errors import BackendUnavailable, UnsupportedPolicy
+from xamp.run.casts import _legacy_dtype
+from xamp.run.devices import Target
 from xamp.run.redirect import redirected
 from xamp.run.report import Report
 
@@ -420,3 +422,95 @@ def test_scripting_still_works(on_cpu: Report) -> None:
         return torch.cat([x, torch.zeros(2)]) + torch.ones_like(x).sum()
 
     assert torch.jit.script(twice)(torch.ones(2)).tolist() == [3.0, 3.0, 2.0, 2.0]
+
+
+# ---------------------------------------------------------------- a machine that has CUDA
+
+
+@pytest.fixture
+def beside_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Report]:
+    """The CPU, chosen on a machine whose torch says that there are two cards."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with redirected("cpu") as report:
+        yield report
+
+
+@pytest.mark.parametrize("options", [{}, {"device_ids": [0, 1]}, {"device_ids": ["cuda:0"], "output_device": 0}])
+def test_data_parallel_uses_no_card_that_is_not_in_use(options: dict[str, Any], beside_cuda: Report) -> None:
+    torch.manual_seed(0)
+    model = linear(3, 2)
+    wrapped = nn.DataParallel(model, **options).cuda()
+    x = ones(4, 3)
+    assert torch.equal(wrapped(x), model(x))
+    assert wrapped.module is model
+    assert {p.device.type for p in wrapped.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: x.type("torch.cuda.HalfTensor"),
+        lambda x: x.type(cuda.HalfTensor),
+        lambda x: x.type("torch.npu.HalfTensor"),
+        lambda x: x.half().cuda(1),
+        lambda x: x.half().to(1),
+        lambda x: torch.as_tensor(x, dtype=torch.float16, device=1),
+        lambda x: x.to("cuda:1", torch.float16),
+    ],
+)
+def test_cards_that_are_there_are_not_used(move: Callable[[Any], Any], beside_cuda: Report) -> None:
+    moved = move(ones(2))
+    assert (moved.device.type, moved.dtype) == ("cpu", torch.float16)
+    assert beside_cuda.rows("redirected")
+
+
+def test_cuda_in_use_answers_for_itself() -> None:
+    """Numbers and CUDA's own types are nothing to redirect there, and a tensor stays on its card."""
+    target = Target("cuda", ("npu",))
+    assert [target.is_foreign(found) for found in (0, 1, "cuda:1", "npu:1", True)] == [False, False, False, True, False]
+    assert _legacy_dtype("torch.cuda.HalfTensor", target) is None
+    assert _legacy_dtype("torch.npu.HalfTensor", target) is torch.float16
+    on_host = Target("cpu", ("cuda", "npu"))
+    assert [on_host.is_foreign(found) for found in (0, "cuda:1", "npu", "cpu", True)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert _legacy_dtype("torch.cuda.HalfTensor", on_host) is torch.float16
+
+
+# ---------------------------------------------------------------- archives of TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive", "ignore:`torch.jit")
+@pytest.mark.parametrize("location", [None, "cuda", "cuda:0", torch.device("cuda", 1), "cpu"])
+@pytest.mark.parametrize("call", ["torch.load", "torch.jit.load"])
+def test_archives_of_torchscript_load(call: str, location: Any, on_cpu: Report) -> None:
+    file = io.BytesIO()
+    model = linear(3, 2)
+    torch.jit.save(torch.jit.script(model), file)
+    file.seek(0)
+    if call == "torch.load":
+        loaded = torch.load(file, map_location=location, weights_only=False)
+    else:
+        loaded = torch.jit.load(file, map_location=location)
+    assert torch.equal(loaded(ones(1, 3)), model(ones(1, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive", "ignore:`torch.jit")
+def test_what_torch_refuses_of_an_archive_it_refuses_here() -> None:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(linear(3, 2)), file)
+
+    def refusal() -> str:
+        file.seek(0)
+        with pytest.raises(ValueError, match="map_location should be") as caught:
+            torch.load(file, map_location={"cuda:0": "cpu"}, weights_only=False)
+        return str(caught.value)
+
+    plain = refusal()
+    with redirected("cpu"):
+        assert refusal() == plain

@@ -234,3 +234,54 @@ def test_at_the_floor_and_with_a_scale_that_stays_the_log_says_what_stays(
             scaler.update()
         assert [r.getMessage() for r in caplog.records] == [f"gradient overflow: step skipped, loss scale {wanted}"]
         assert scaler.get_scale() == float(wanted)
+
+
+def _two(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
+    """Two models, each with its optimizer, on one scale that grows at every second step, read late."""
+    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    optimizers: list[Any] = [SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
+    xamp.initialize(models, optimizers, "O1", init_scale=8.0, growth_interval=2, verbosity=0)
+    monkeypatch.setattr("xamp.sessions.metrics._is_on_host", lambda _: False)
+    return models, optimizers
+
+
+def test_an_optimizer_that_rests_does_not_hold_the_scale_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, optimizers = _two(monkeypatch)
+    for busy in (0, 1, 1, 1, 1, 0, 0, 0, 0):
+        backward_and_step(models[busy], optimizers[busy])
+        late, exact = (xamp.session(models[0]).metrics(wait=wait)["loss_scale"] for wait in (False, True))
+        assert late == exact
+    assert exact == 8.0 * 2**4
+
+
+def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.sessions.metrics._is_on_host", lambda _: False)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
+    scaler = xamp.GradScaler(init_scale=8.0)
+
+    def train(factor: float = 1.0) -> float:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        return scaler.metrics()["loss_scale"]
+
+    for _ in range(3):
+        train()
+        scaler.update()
+    saved = scaler.state_dict()
+    train(float("inf"))
+    scaler.update()
+    assert scaler.metrics()["loss_scale"] == 4.0
+    train()
+    scaler.update(1024.0)
+    assert scaler.metrics()["loss_scale"] == 1024.0
+    assert train() == 1024.0
+    scaler.update()
+    train(float("inf"))
+    scaler.update()
+    assert scaler.metrics()["loss_scale"] == 512.0
+    scaler.load_state_dict(saved)
+    assert scaler.metrics()["loss_scale"] == 8.0

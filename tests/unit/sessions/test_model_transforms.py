@@ -250,3 +250,16 @@ def test_a_deepcopy_of_a_script_module_runs_under_the_policy(
     assert ran_in(model(batch(lane))[1]) == torch.float32
     assert ran_in(twin(batch(lane))[1]) == INSIDE[level]
     assert ran_in(copy.deepcopy(model)(batch(lane))[1]) == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_shallow_copy_of_a_graph_module_keeps_its_policy(level: str) -> None:
+    torch.manual_seed(0)
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
+    xamp.initialize(model, level=level, verbosity=0)
+    x = torch.randn(5, 3)
+    copied = copy.copy(model)
+    assert torch.equal(copied(x), model(x))
+    assert copied(x).dtype == torch.float32
+    again = copy.deepcopy(copied)
+    assert torch.equal(again(x), model(x))

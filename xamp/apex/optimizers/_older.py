@@ -286,14 +286,14 @@ class FP16_Optimizer(ShowsInner):
         if isinstance(self.optimizer, FusedAdam | FusedSGD):
             self.optimizer.step(grads=grads, output_params=self.fp16_groups, scale=self.cur_scale, grad_norms=found)
         else:
-            self._step_any(grads, found)
+            self._step_any(grads)
         self._update_scale(False)
 
-    def _step_any(self, grads: list[list[Any]], found: list[torch.Tensor]) -> None:
-        for index, group in enumerate(self.optimizer.param_groups):
-            divisor = _combined_scale(group, [], self.cur_scale, found[index])
-            for master, grad in zip(group["params"], grads[index], strict=True):
-                master.grad = None if grad is None else grad.detach().float() / divisor
+    def _step_any(self, grads: list[list[Any]]) -> None:
+        """Step an optimizer that reads its parameters' gradients. One with ``max_grad_norm`` clips by itself."""
+        for group, given in zip(self.optimizer.param_groups, grads, strict=True):
+            for master, grad in zip(group["params"], given, strict=True):
+                master.grad = None if grad is None else grad.detach().float() / self.cur_scale
         self.optimizer.step()
         for params, masters in zip(self.fp16_groups, self.fp32_groups, strict=True):
             flag = torch.zeros(1, dtype=torch.int32, device=params[0].device)

@@ -27,12 +27,6 @@ class LARC:
         self.eps = eps
         self.clip = clip
 
-    def __getstate__(self) -> Any:
-        return self.optim.__getstate__()
-
-    def __setstate__(self, state: Any) -> None:
-        self.optim.__setstate__(state)
-
     @property
     def state(self) -> Any:
         """The state of the wrapped optimizer."""
