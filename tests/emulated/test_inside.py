@@ -98,7 +98,7 @@ def run_together(chip: str, files: list[str]) -> dict[str, str]:
     return {f"{file}-{chip}": text for file, text in found.items()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
     """What was chosen of the runs, all started."""
     need_emulation()

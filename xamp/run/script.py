@@ -14,6 +14,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures.thread import _threads_queues as _threads_of_executors
 
 from xamp.apex import _install
 from xamp.run import ages, launch
@@ -57,10 +58,11 @@ def run(name: str, words: Sequence[str], *, module: bool, settings: Settings, ow
             atexit.register(stack.pop_all().close)
             return _as_main(name, words, module, redirection)
         with _restored():
+            before = set(threading.enumerate())
             try:
                 return _as_main(name, words, module, redirection)
             finally:
-                _wait_for_threads()
+                _wait_for_threads(before)
 
 
 def _as_main(name: str, words: Sequence[str], module: bool, redirection: Redirection) -> int:
@@ -157,9 +159,13 @@ def _finish(redirection: Redirection) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _wait_for_threads() -> None:
+def _wait_for_threads(before: set[threading.Thread]) -> None:
+    """Wait, as Python does at its end, for the threads that the script has started: those that are not in ``before``.
+
+    Not for those of an executor that nobody has shut down: they end when Python does.
+    """
     for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon and thread is not threading.current_thread():
+        if thread not in before and not thread.daemon and thread not in _threads_of_executors:
             thread.join()
 
 

@@ -48,6 +48,36 @@ def test_it_sees_what_it_sees_under_python(tmp_path: Path, run: Run, capsys: pyt
     assert (sys.argv, list(sys.path), sys.modules["__main__"]) == before
 
 
+THREADS = """
+import threading, time
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+pool.submit(int).result()
+threading.Thread(target=lambda: (time.sleep(0.2), print("done"))).start()
+"""
+
+
+BESIDE = """
+import sys, threading
+from xamp.cli import main
+end = threading.Event()
+other = threading.Thread(target=end.wait)
+other.start()
+code = main(["run", "--device", "cpu", sys.argv[1]])
+print(code, other.is_alive(), flush=True)
+end.set()
+"""
+
+
+def test_it_waits_for_the_scripts_threads_and_for_no_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(THREADS, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE, str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n0 True\n"
+
+
 @pytest.mark.parametrize(
     ("text", "code"), [("pass", 0), ("import sys; sys.exit(7)", 7), ("raise SystemExit", None), ("exit('no')", "no")]
 )
