@@ -14,6 +14,7 @@ from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, BackendSpec
 from xamp.ground import log
 from xamp.scaling import distributed
+from xamp.scaling.rank_settings import RankSettings
 from xamp.scaling.scale import LossScaler
 from xamp.sessions import checkpoint, checks
 from xamp.sessions.manual_engine import ManualEngine
@@ -100,6 +101,7 @@ class LoadsOnRankZero(InRanks):
 
     def sabotage(self, rank: int) -> None:
         checkpoint._moving_scales = lambda engine, saved: moving_scales(engine, saved) if rank == 0 else ()
+        RankSettings.meet = lambda *_, **__: None  # type: ignore[method-assign]  # it would find that first
 
 
 class CastsUnderWrappers(InRanks):
