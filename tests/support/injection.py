@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import types
 from pathlib import Path
@@ -47,6 +48,7 @@ class Fault:
         self.seen: list[str] = []
         self.raised = False
         self._mode: Any = _Operators(self)
+        self._lines: dict[int, int] = {}  # the line that each frame is at
 
     def __enter__(self) -> Fault:
         if self._kind == "line":
@@ -66,7 +68,10 @@ class Fault:
     def _trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_ROOTS):
             return None
-        if event == "line":
+        before = self._lines.pop(id(frame), 0)
+        if event != "return":
+            self._lines[id(frame)] = frame.f_lineno
+        if event == "line" and not _leaves_a_block(frame, before):
             self.reach(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return self._trace
 
@@ -89,6 +94,15 @@ class Fault:
                 return False
             frame = frame.f_back
         return True
+
+
+def _leaves_a_block(frame: types.FrameType, before: int) -> bool:
+    """Whether the frame is back at a ``with`` that it leaves. No signal comes between the block and its ``__exit__``.
+
+    An exception put in there would leave locks held for ever, for all other threads.
+    """
+    file = frame.f_code.co_filename
+    return before > frame.f_lineno and linecache.getline(file, frame.f_lineno).lstrip().startswith("with ")
 
 
 class _Operators(TorchDispatchMode):
