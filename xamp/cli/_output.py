@@ -22,7 +22,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest number that is free
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
@@ -30,8 +30,12 @@ def open_closed_streams() -> None:
 
 
 def flush() -> None:
-    """Write out what was printed. Raises an OSError where that fails, which Python would tell of at its exit only."""
-    sys.stdout.flush()
+    """Write out what was printed. Raises an OSError where that fails, which Python would tell of at its exit only.
+
+    A script under ``xamp run`` may have closed the output, or put an object without ``flush`` in its place.
+    """
+    with contextlib.suppress(ValueError, AttributeError):
+        sys.stdout.flush()
 
 
 def tells_of_output(error: OSError) -> bool:

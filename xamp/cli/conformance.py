@@ -79,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
             results = run_suite(lanes, args.clause, progress, ledger=args.ledger)
     except PolicyError as error:
         return _say(2, str(error))
-    if args.junit:
-        _conformance_junit.write(Path(args.junit), lanes, results)
     described = json.dumps(_describe(lanes, results, args.clause), indent=2)
     if args.json == "-":
         print(described)
@@ -88,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             Path(args.json).write_text(described + "\n", encoding="utf-8")
         render(lanes, results, whole=not args.clause)
+    if args.junit:
+        try:
+            _conformance_junit.write(Path(args.junit), lanes, results)
+        except OSError as error:
+            return _say(2, f"--junit {args.junit}: {error.strerror or error}")
     return int(any(result.outcome == "failed" for result in results))
 
 

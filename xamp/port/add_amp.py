@@ -90,6 +90,9 @@ class AddAmp:
 
     def _scale(self, work: Work, call: Any, names: set[str]) -> None:
         loss = call.func.value
+        if call.args and call.args[0].keyword is None:
+            work.say(self.rule, call, Grade.NOTED, "put xamp.scale_loss(loss, optimizer) here: what is the loss?")
+            return
         suite = _suite(work, call)
         stepped = self._stepped(work, call, names)
         if suite is None or stepped is None or "\n" in work.code(loss):

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
+from xamp.port.add_amp import AddAmp
 from xamp.port.engine import port_text
 from xamp.port.rule import Grade
 
@@ -46,9 +47,18 @@ NOTED = {
     ),
     "a device that is not there": "if args.device == 'cuda' and not torch.cuda.is_available():\n    raise E\n",
     "the same, by or": "assert args.device != 'cuda' or torch.cuda.is_available()\n",
+    "the same, by a name": "u = torch.cuda.is_available()\nif args.device == 'cuda' and not u:\n    raise E\n",
+    "the same, outside first": (
+        "if not torch.cuda.is_available():\n    if args.device == 'cuda':\n        args.device = 'cpu'\n"
+    ),
+    "the same, by elif": "if torch.cuda.is_available():\n    pass\nelif args.device == 'cuda':\n    raise E\n",
     "the same, in two tests": "if args.device == 'cuda':\n    if not torch.cuda.is_available():\n        raise E\n",
 }
 CERTAIN = {
+    "a device that is there, by a name": (
+        "u = torch.cuda.is_available()\nif u and args.device == 'cuda':\n    pass\n",
+        "u = xamp.is_available()\nif u and (xamp.is_available() and args.device == xamp.device_type()):\n    pass\n",
+    ),
     "a default of a look-up": ("d = cfg.get('device', 'cuda')\n", "d = cfg.get('device', xamp.device_type())\n"),
     "a default of getattr": ("d = getattr(a, 'device', 'cuda')\n", "d = getattr(a, 'device', xamp.device_type())\n"),
     "a start of a device": (
@@ -167,3 +177,17 @@ def test_the_grammar_of_newer_pythons_is_read_and_kept(text: str) -> None:
     ported = port_text(text.replace("HERE", "y.cuda()"))
     assert ported.text == "import xamp\n" + text.replace("HERE", "y.to(xamp.device())")
     assert port_text(ported.text).text == ported.text
+
+
+def test_a_count_of_zero_is_a_device_that_is_not_there() -> None:
+    ported = port_text("if args.device == 'cuda' and torch.cuda.device_count() < 1:\n    raise E\n")
+    assert "if args.device == 'cuda' and xamp.accel.device_count() < 1:" in ported.text
+    assert [each.rule for each in ported.findings if each.grade is Grade.NOTED] == ["device-compare"]
+
+
+def test_what_is_no_loss_is_not_scaled() -> None:
+    made = "opt = torch.optim.SGD(net.parameters(), lr=1)\n"
+    for call in ("torch.autograd.backward(loss)", "accelerator.backward(loss)"):
+        ported = port_text(f"import torch\n{made}{call}\nopt.step()\n", last=AddAmp("O1"))
+        assert f"\n{call}\n" in ported.text
+        assert any(each.grade is Grade.NOTED and "what is the loss?" in each.text for each in ported.findings)

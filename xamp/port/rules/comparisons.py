@@ -115,6 +115,8 @@ class Compare(Rule):
             top = parent
         if any(self._is_answer(each, not negative, work) for each in _operands(top, sign) if each is not node):
             return True
+        if self._is_known_to_miss(node, negative, work):
+            return True
         if kind(parent) != "If" or parent.test is not top:
             return False
         block = parent.orelse if negative else parent.body
@@ -128,13 +130,32 @@ class Compare(Rule):
             waiting += work.source.children(each)
         return False
 
+    def _is_known_to_miss(self, node: Node, negative: bool, work: Work) -> bool:
+        """Whether a comparison stands where the device is known not to be there: ``if not is_available(): ...``."""
+        below, above = node, work.parent(node)
+        while not negative and above is not None and kind(above) not in ("FunctionDef", "ClassDef", "Module"):
+            in_branch = kind(above) == "If" and below is not above.test
+            if in_branch and self._is_answer(above.test, below is above.body, work):
+                return True
+            below, above = above, work.parent(above)
+        return False
+
     def _is_answer(self, node: Any, negative: bool, work: Work) -> bool:
-        """Whether a node is ``torch.cuda.is_available()``, or ``not`` that."""
-        if negative:
-            return kind(node) == "UnaryOperation" and self._is_answer(node.expression, False, work)
-        return kind(node) == "Call" and work.path(node.func).endswith(
-            ("cuda.is_available", "npu.is_available", "xamp.is_available")
-        )
+        """Whether a node is ``torch.cuda.is_available()`` or a name for it, or ``not`` that; counts do as well."""
+        if kind(node) == "UnaryOperation" and kind(node.operator) == "Not":
+            return negative and self._is_answer(node.expression, False, work)
+        if kind(node) == "Comparison" and len(node.comparisons) == 1 and _is_count(node.left, work):
+            sign, bound = kind(node.comparisons[0].operator), work.code(node.comparisons[0].comparator)
+            none = {("Equal", "0"), ("LessThan", "1"), ("LessThanEqual", "0")}
+            some = {("GreaterThan", "0"), ("GreaterThanEqual", "1"), ("NotEqual", "0")}
+            return (sign, bound) in (none if negative else some)
+        if kind(node) == "Name":
+            values = _values_of(node, work)
+            return bool(values) and all(self._is_answer(value, negative, work) for value in values)
+        if negative or kind(node) != "Call":
+            return False
+        asks = work.path(node.func).endswith(("cuda.is_available", "npu.is_available", "xamp.is_available"))
+        return asks or _is_count(node, work)
 
     def _write(self, node: Any, text: Node, negative: bool, work: Work) -> None:
         root = work.name("xamp.device_type", node).partition(".")[0]
@@ -147,6 +168,22 @@ class Compare(Rule):
         if not bare:
             work.splice(end, end, ")")
         work.say(self, node, Grade.CERTAIN)
+
+
+def _is_count(node: Any, work: Work) -> bool:
+    """Whether a node is ``torch.cuda.device_count()``."""
+    return kind(node) == "Call" and work.path(node.func).endswith(("cuda.device_count", "npu.device_count"))
+
+
+def _values_of(name: Any, work: Work) -> list[Node]:
+    """The values that the file assigns to a name, unless they are names themselves."""
+    found: list[Node] = []
+    for node in work.source.nodes:
+        if kind(node) != "Assign" or any(kind(each.target) != "Name" for each in node.targets):
+            continue
+        if any(each.target.value == name.value for each in node.targets):
+            found.append(node.value)
+    return [] if any(kind(value) == "Name" for value in found) else found
 
 
 class IsCuda(Rule):
@@ -173,7 +210,9 @@ class IsCuda(Rule):
         parent = kind(work.parent(node))
         if node.attr.value not in ("is_cuda", "is_npu") or work.is_kept(self, node) or work.path(node):
             return
-        if parent == "AssignTarget" or (parent in ("AnnAssign", "AugAssign") and work.parent(node).target is node):
+        if parent in ("AssignTarget", "Del") or (
+            parent in ("AnnAssign", "AugAssign") and work.parent(node).target is node
+        ):
             return
         if parent in ("Attribute", "Call", "FormattedStringExpression"):
             work.say(self, node, Grade.NOTED, ".is_cuda is false on other accelerators; ask for .device.type != 'cpu'")
