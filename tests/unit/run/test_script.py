@@ -20,6 +20,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Writes a script and runs it in this process."""
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a process group adds the rank to tracebacks
 
     def run(text: str, *words: str, options: tuple[str, ...] = ()) -> int:
         script = tmp_path / "script.py"
