@@ -138,7 +138,7 @@ def _say(report: Any, outcomes: Sequence[Outcome], args: argparse.Namespace) -> 
         else (0, 0)
     )
     done = "ported" if args.write else "to port"
-    print(f"{len(outcomes)} files: {changed} {done}, {failed} not readable.", file=sys.stderr)
+    print(f"{report.counted(len(outcomes))}: {changed} {done}, {failed} not readable.", file=sys.stderr)
 
 
 def _explain(name: str) -> int:

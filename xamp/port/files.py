@@ -145,6 +145,9 @@ _TAKES_AMP = re.compile(
 )
 
 
+_ALIAS = re.compile(rb"\b([\w.]+)[ \t]+as[ \t]+(\w+)")
+
+
 def exporters(paths: Sequence[str]) -> frozenset[str]:
     """The files from which another one of ``paths`` takes the name ``amp``."""
     modules: set[str] = set()
@@ -156,10 +159,12 @@ def exporters(paths: Sequence[str]) -> frozenset[str]:
                 data = file.read()
         except OSError:
             continue
-        for found in _TAKES_AMP.finditer(data) if b"amp" in data or b"*" in data else ():
-            name = (found[1] or found[2]).decode("utf-8", "replace")
-            here = os.path.basename(os.path.dirname(os.path.abspath(path)))
-            modules.add(name.rpartition(".")[2] or here)
+        if b"amp" not in data and b"*" not in data:
+            continue
+        here = os.path.basename(os.path.dirname(os.path.abspath(path)))
+        names = [found[1] or found[2] for found in _TAKES_AMP.finditer(data)]
+        names += [name for name, alias in _ALIAS.findall(data) if alias in names]
+        modules.update(name.decode("utf-8", "replace").rpartition(".")[2] or here for name in names)
     return frozenset(path for path in paths if _module(path) in modules)
 
 

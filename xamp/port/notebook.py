@@ -35,7 +35,8 @@ def port_notebook(data: bytes, last: Callable[[Any], Any] | None = None) -> tupl
     try:
         text = data.decode("utf-8")
         book = json.loads(text)
-        cells = [cell for cell in book["cells"] if cell["cell_type"] == "code" and _is_python(_source(cell))]
+        coded = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+        cells = [cell for cell in coded if _is_python(_source(cell))]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"no notebook that can be read: {error!r}") from None
     if any(MARK in _source(cell) or "#xamp-end-of-cell" in _source(cell) for cell in cells):
@@ -44,7 +45,7 @@ def port_notebook(data: bytes, last: Callable[[Any], Any] | None = None) -> tupl
         ported = port_text(_joined(cells), last=last)
         findings: list[Finding] = []
     except Unreadable:
-        cells, findings = _readable(cells)
+        cells, findings = _readable(coded)
         ported = port_text(_joined(cells), last=last)
     shown = tuple(dataclasses.replace(each, excerpt=show(each.excerpt)) for each in ported.findings)
     result = Ported(ported.text, ported.changed, (*findings, *shown))
@@ -71,9 +72,11 @@ def _joined(cells: Sequence[Any]) -> str:
 
 
 def _readable(cells: Sequence[Any]) -> tuple[list[Any], list[Finding]]:
-    """The cells that are Python, and a finding for each other one."""
+    """The cells that can be read, of all code cells, and a finding for each other one that should be Python."""
     kept, findings = [], []
     for number, cell in enumerate(cells, 1):
+        if not _is_python(_source(cell)):
+            continue
         try:
             Source(hide(_source(cell)) + "\n")
             kept.append(cell)

@@ -9,9 +9,11 @@ from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
 __all__ = [
+    "ASK",
     "default_of",
     "is_device_place",
     "is_like_device",
+    "is_map_location",
     "is_spoken",
     "last_name",
     "outermost",
@@ -19,6 +21,7 @@ __all__ = [
     "whole_text",
 ]
 
+ASK = "does this text name a device? Then write xamp.device_type()"
 _LIKE_DEVICE = re.compile(r"dev(ice)?s?(_?(type|name|str|string))?\d*$|^(map_)?loc(ation)?$|accelerator$", re.I)
 
 
@@ -64,6 +67,8 @@ def place_of(work: Work, node: Node) -> tuple[str, str]:
         function = next((each for each in work.source.above(parent) if kind(each) == "FunctionDef"), None)
         return "return", str(function.name.value) if function is not None else ""
     if what == "DictElement":
+        if is_map_location(work, work.parent(parent)):
+            return "keyword", "map_location"  # {"cuda:0": "cuda:1"}: both are devices
         return ("key", "") if parent.key is inner else ("value", text_of(parent.key) or "")
     if what == "Lambda":
         return place_of(work, parent)
@@ -86,6 +91,24 @@ def _argument(work: Work, arg: Node) -> tuple[str, str]:
         flags = [text_of(each.value) or "" for each in call.args if each.keyword is None]
         return "option", flags[0].strip("-").replace("-", "_") if flags else ""
     return "keyword", name
+
+
+def is_map_location(work: Work, node: Node) -> bool:
+    """Whether an expression says where a load puts what it loads."""
+    parent = work.parent(node)
+    while kind(parent) in ("IfExp", "BooleanOperation"):
+        node, parent = parent, work.parent(parent)
+    if kind(parent) in ("Assign", "AnnAssign"):
+        target = parent.targets[0].target if kind(parent) == "Assign" else parent.target
+        return "map_loc" in work.code(target)
+    if kind(parent) != "Arg":
+        return False
+    if parent.keyword is not None:
+        return bool(parent.keyword.value == "map_location")
+    call = work.parent(parent)
+    if kind(call) != "Call" or call.args.index(parent) != 1:
+        return False
+    return work.path(call.func) == "torch.load" or work.code(call.func) in ("torch.load", "load_url")
 
 
 def default_of(work: Work, node: Node) -> str | None:

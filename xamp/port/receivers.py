@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.places import is_map_location
 from xamp.port.scopes import Binding
 from xamp.port.source import Node, kind
 from xamp.port.work import Work
@@ -11,6 +12,8 @@ from xamp.port.work import Work
 __all__ = ["OWN", "assigned", "doubt_about"]
 
 OWN = "own"
+_SAME_OBJECT = ("to", "half", "float", "eval", "train")
+_SUPER = "this is the base class's cuda; write super().to(xamp.device(...)), and let callers call .to as well"
 _STORAGE = "a storage has no .to; give torch.load map_location=xamp.device(...), or move the tensor"
 _IMPORTED = "this is imported; where it is a tensor or a module, write .to(xamp.device(...))"
 _PERHAPS_OWN = "a class of this file has this method too; where it is a tensor or a module, write .to(xamp.device(...))"
@@ -27,6 +30,8 @@ def doubt_about(work: Work, func: Any) -> str:
         return _IMPORTED
     if _is_storage(work, receiver):
         return _STORAGE
+    if kind(receiver) == "Call" and work.code(receiver.func) == "super":
+        return _SUPER
     owners = _owners(work, func.attr.value)
     found = _is_own(work, receiver, owners, 0) if owners else False
     return OWN if found else _PERHAPS_OWN if found is None else ""
@@ -52,7 +57,7 @@ def _places_storages(work: Work, param: Node) -> bool:
     function = work.parent(work.parent(param))
     if kind(function) not in ("FunctionDef", "Lambda") or list(function.params.params)[:1] != [param]:
         return False
-    if kind(function) == "Lambda" and _is_map_location(work, function):
+    if kind(function) == "Lambda" and is_map_location(work, function):
         return True
     names = {function.name.value} if kind(function) == "FunctionDef" else _names_of(work, function)
     return bool(names & _map_locations(work))
@@ -62,7 +67,7 @@ def _map_locations(work: Work) -> set[str]:
     """The names that the file gives to a load as ``map_location``."""
     if "map-locations" not in work.found:
         names = (node for node in work.source.nodes if kind(node) == "Name")
-        work.found["map-locations"] = {node.value for node in names if _is_map_location(work, node)}
+        work.found["map-locations"] = {node.value for node in names if is_map_location(work, node)}
     found: set[str] = work.found["map-locations"]
     return found
 
@@ -72,23 +77,6 @@ def _names_of(work: Work, value: Node) -> set[str]:
     if kind(assign) != "Assign":
         return set()
     return {each.target.value for each in assign.targets if kind(each.target) == "Name"}
-
-
-def _is_map_location(work: Work, node: Node) -> bool:
-    parent = work.parent(node)
-    while kind(parent) in ("IfExp", "BooleanOperation"):
-        node, parent = parent, work.parent(parent)
-    if kind(parent) in ("Assign", "AnnAssign"):
-        target = parent.targets[0].target if kind(parent) == "Assign" else parent.target
-        return "map_loc" in work.code(target)
-    if kind(parent) != "Arg":
-        return False
-    if parent.keyword is not None:
-        return bool(parent.keyword.value == "map_location")
-    call = work.parent(parent)
-    if kind(call) != "Call" or call.args.index(parent) != 1:
-        return False
-    return work.path(call.func) == "torch.load" or work.code(call.func) in ("torch.load", "load_url")
 
 
 def _owners(work: Work, method: str) -> set[str]:
@@ -125,29 +113,42 @@ def _is_own(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
     if what == "Name":
         return _is_own_name(work, node, owners, depth)
     if what == "Attribute":
-        return any(_is_own(work, value, owners, depth + 1) for value in assigned(work, node.attr.value))
+        found = [_is_own(work, value, owners, depth + 1) for value in assigned(work, node.attr.value)]
+        is_part = kind(node.value) == "Name" and node.value.value == "self"  # an own class moves its parts
+        return any(found) if is_part else _joined(found)
     if what == "Subscript":
-        return _mentions(work, node.value, owners, depth)
+        return True if _mentions(work, node.value, owners, depth) else _is_own(work, node.value, owners, depth + 1)
     if what == "Call":
-        if work.code(node.func) in owners:
-            return True
-        if kind(node.func) == "Attribute" and node.func.attr.value in ("to", "half", "float", "eval", "train"):
-            return _is_own(work, node.func.value, owners, depth + 1)
-        return None if _mentions(work, node.func, owners, depth) else False
+        return _is_own_result(work, node, owners, depth)
     if what in ("IfExp", "BooleanOperation"):
         sides = [node.body, node.orelse] if what == "IfExp" else [node.left, node.right]
-        found = [_is_own(work, side, owners, depth + 1) for side in sides]
-        return found[0] if found[0] == found[1] else None
-    return False
+        return _joined([_is_own(work, side, owners, depth + 1) for side in sides])
+    return None
+
+
+def _joined(found: list[bool | None]) -> bool | None:
+    """What holds for all of several values; None where they differ, or there are none."""
+    return found[0] if found and all(each is found[0] for each in found) else None
+
+
+def _is_own_result(work: Work, call: Any, owners: set[str], depth: int) -> bool | None:
+    """The same of what a call returns. A function of another file does not know the classes of this one."""
+    if work.code(call.func) in owners:
+        return True
+    if kind(call.func) == "Attribute" and call.func.attr.value in _SAME_OBJECT:
+        return _is_own(work, call.func.value, owners, depth + 1)
+    if _mentions(work, call, owners, depth):
+        return None
+    if work.path(call.func):
+        return False
+    bindings = work.scopes.bindings(call.func) if kind(call.func) == "Name" else ()
+    return False if bindings and all(kind(each.node) == "ClassDef" for each in bindings) else None
 
 
 def _is_own_name(work: Work, node: Any, owners: set[str], depth: int) -> bool | None:
     if node.value in ("self", "cls"):
         return any(kind(each) == "ClassDef" and each.name.value in owners for each in work.source.above(node))
-    found = [_of_binding(work, binding, owners, depth) for binding in work.scopes.bindings(node)]
-    if any(found) and all(found):
-        return True
-    return None if any(each is not False for each in found) else False
+    return _joined([_of_binding(work, binding, owners, depth) for binding in work.scopes.bindings(node)])
 
 
 def _of_binding(work: Work, binding: Binding, owners: set[str], depth: int) -> bool | None:
@@ -155,14 +156,13 @@ def _of_binding(work: Work, binding: Binding, owners: set[str], depth: int) -> b
         return _of_parameter(work, binding.node, owners)
     if binding.value is not None:
         return _is_own(work, binding.value, owners, depth + 1)
-    source = next(
-        (each for each in work.source.above(binding.node) if kind(each) in ("For", "CompFor", "With", "Assign")), None
-    )
-    if source is None:
-        return False
+    around = (each for each in work.source.above(binding.node) if kind(each) in ("For", "CompFor", "With", "Assign"))
+    source: Any = next(around, None)
     if kind(source) in ("For", "CompFor"):
         return True if _mentions(work, source.iter, owners, depth) else None
-    return None if any(owner in work.code(source) for owner in owners) else False
+    if kind(source) == "Assign" and kind(source.value) == "Call" and work.path(source.value.func).startswith("torch."):
+        return _is_own_result(work, source.value, owners, depth)
+    return None
 
 
 def _of_parameter(work: Work, param: Any, owners: set[str]) -> bool | None:

@@ -15,11 +15,16 @@ from xamp.ground.version import __version__
 from xamp.port.files import Outcome
 from xamp.port.rule import Finding, Grade
 
-__all__ = ["ENDINGS", "caret", "diff", "render"]
+__all__ = ["ENDINGS", "caret", "counted", "diff", "render"]
 
 ENDINGS = (".json", ".html", ".sarif")
 SCHEMA = 1
 _LEVELS = {Grade.CERTAIN: "note", Grade.NEUTRAL: "none", Grade.NOTED: "warning", Grade.UNSUPPORTED: "error"}
+
+
+def counted(files: int) -> str:
+    """``"1 file"``, ``"2 files"``."""
+    return f"{files} file{'' if files == 1 else 's'}"
 
 
 def render(path: str, outcomes: Sequence[Outcome]) -> str:
@@ -134,7 +139,7 @@ def _html(outcomes: Sequence[Outcome]) -> str:
     counts = ", ".join(f"{count} {name}" for name, count in _counts(outcomes).items())
     parts = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>xamp port</title>',
-        f"<style>{_STYLE}</style><h1>xamp port</h1><p>{len(outcomes)} files: {counts}.</p>",
+        f"<style>{_STYLE}</style><h1>xamp port</h1><p>{counted(len(outcomes))}: {counts}.</p>",
     ]
     for outcome in outcomes:
         if not (outcome.error or outcome.is_changed or grouped(outcome.findings)):

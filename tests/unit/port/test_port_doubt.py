@@ -54,7 +54,42 @@ NOTED = {
     "the same, by elif": "if torch.cuda.is_available():\n    pass\nelif args.device == 'cuda':\n    raise E\n",
     "the same, in two tests": "if args.device == 'cuda':\n    if not torch.cuda.is_available():\n        raise E\n",
 }
+NOTED |= {
+    f"an own class, {how}": f"class Batch:\n    def cuda(self):\n        return self\n{text}"
+    for how, text in {
+        "by a call": "def load():\n    return Batch()\nload().cuda()\n",
+        "by a call of a call": "b = wrap(Batch())\nb.cuda()\n",
+        "in a tuple": "a, b = load()\na.cuda()\n",
+        "by with": "with load() as b:\n    b.cuda()\n",
+        "by a subscript": "batches = load()\nbatches[0].cuda()\n",
+        "as a part of another": "loader.batch.cuda()\n",
+        "by a method": "b = loader.next()\nb.cuda()\n",
+    }.items()
+}
+NOTED |= {
+    "the method of the base class": "class N(M):\n    def cuda(self, device=None):\n        super().cuda(device)\n",
+    "one device of an index": "if args.device == 'cuda:0':\n    pass\n",
+    "the same, in a value": "if x.device in ('cuda:0', y):\n    pass\n",
+    "the start of a device": "x = 'cuda:'\n",
+    "a list of devices": "x = 'cuda:0,cuda:1'\n",
+    "a branch for each": "if args.device == 'cuda':\n    a()\nelif args.device == 'npu':\n    b()\n",
+    "a branch for each, the other first": (
+        "if args.device == 'npu':\n    a()\nelif args.device == 'xpu':\n    c()\nelif args.device == 'cuda':\n    b()\n"
+    ),
+}
 CERTAIN = {
+    "where a load puts it": (
+        "m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % rank})\n",
+        "m = torch.load(p, map_location={f'{xamp.device_type()}:%d' % 0: f'{xamp.device_type()}:%d' % rank})\n",
+    ),
+    "where a load puts it, by a name": (
+        "map_location = {'cuda:0': 'cuda:1'}\n",
+        'map_location = {f"{xamp.device_type()}:0": f"{xamp.device_type()}:1"}\n',
+    ),
+    "a module of torch where a class has cuda": (
+        "class Batch:\n    def cuda(self):\n        return self\nn = torch.nn.Linear(1, 1)\nn.cuda()\n",
+        "class Batch:\n    def cuda(self):\n        return self\nn = torch.nn.Linear(1, 1)\nn.to(xamp.device())\n",
+    ),
     "a device that is there, by a name": (
         "u = torch.cuda.is_available()\nif u and args.device == 'cuda':\n    pass\n",
         "u = xamp.is_available()\nif u and (xamp.is_available() and args.device == xamp.device_type()):\n    pass\n",

@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_told(script: Path, capsys: Output, data: bytes, 
     assert main(["port", "--write", "train.py"]) == 1
     error = capsys.readouterr().err
     assert message in error
-    assert error.endswith("1 files: 0 ported, 1 not readable.\n")
+    assert error.endswith("1 file: 0 ported, 1 not readable.\n")
     assert script.read_bytes() == data
 
 
@@ -312,6 +312,14 @@ def test_a_cell_that_is_no_python_is_told_and_the_others_ported(script: Path, ca
     assert "code cell 2 stays as it is" in capsys.readouterr().err
 
 
+def test_a_cell_is_counted_among_all_code_cells(script: Path, capsys: Output) -> None:
+    notebook(script.parent / "a.ipynb", "import xamp", "%%bash\nls", "x = = y.cuda()", "z = y.cuda()")
+    assert main(["port", "a.ipynb"]) == 1
+    error = capsys.readouterr().err
+    assert "code cell 3 stays as it is" in error
+    assert "\n1 file: 1 to port" in error
+
+
 def test_amp_is_added_to_a_notebook(script: Path) -> None:
     path = script.parent / "a.ipynb"
     notebook(path, "import torch\nopt = torch.optim.SGD(net.parameters(), 0.1)", "loss.backward()\nopt.step()")
@@ -354,6 +362,14 @@ def test_a_name_that_another_file_takes_stays(script: Path, capsys: Output) -> N
     assert (script.parent / "tools.py").read_text() == "import xamp as amp\namp.state_dict()\n"
     assert (script.parent / "other.py").read_text() == "import xamp\nxamp.state_dict()\n"
     assert 'where tools.amp was Apex, say level="O1" here' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["import tools as t", "import a.tools as t", "from a import tools as t, other"])
+def test_a_name_that_another_file_takes_by_an_alias_stays(script: Path, way: str) -> None:
+    (script.parent / "tools.py").write_text("from apex import amp\namp.state_dict()\n")
+    script.write_text(f"{way}\nm, o = t.amp.initialize(m, o)\n")
+    main(["port", "--write", "."])
+    assert (script.parent / "tools.py").read_text() == "import xamp as amp\namp.state_dict()\n"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.places import is_like_device, last_name
+from xamp.port.places import ASK, is_like_device, last_name
 from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rules.device_method import is_device_text
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
@@ -16,6 +17,7 @@ _TESTS = ("If", "While", "Assert", "IfExp", "BooleanOperation", "UnaryOperation"
 
 
 _MISSING = "asks for a device that is not there, so the text stays as users write it; add the other devices' names"
+_BOTH = "CUDA and Ascend have a branch each, so both tests stay; say which branch other devices take"
 
 
 def _operands(node: Any, sign: str) -> list[Any]:
@@ -55,7 +57,7 @@ class Compare(Rule):
         ),
         Example(
             "if mode == 'cuda':\n    pass\n",
-            "# TODO(xamp): does this text name a device? Then write xamp.device_type()\nif mode == 'cuda':\n    pass\n",
+            f"# TODO(xamp): {ASK}\nif mode == 'cuda':\n    pass\n",
         ),
     )
     unchanged = (
@@ -90,8 +92,13 @@ class Compare(Rule):
             return
         right, sign = node.comparisons[0].comparator, kind(node.comparisons[0].operator)
         left = node.left
-        text, other = (left, right) if text_of(left) in _DEVICES else (right, left)
-        if text_of(text) not in _DEVICES or sign not in ("Equal", "NotEqual", "In", "NotIn"):
+        text, other = (left, right) if is_device_text(text_of(left) or "") else (right, left)
+        if sign not in ("Equal", "NotEqual", "In", "NotIn") or not is_device_text(text_of(text) or ""):
+            return
+        if text_of(text) not in _DEVICES:  # "cuda:0": the index belongs to it
+            if not work.is_claimed(text):
+                work.claim(text)
+                work.say(self, node, Grade.NOTED, ASK)
             return
         if sign in ("In", "NotIn") and text is not left:
             return
@@ -99,13 +106,31 @@ class Compare(Rule):
         work.claim(text)
         if not (is_like_device(name) or (name == "type" and "dev" in work.code(other))):
             if sign in ("Equal", "NotEqual"):
-                work.say(self, node, Grade.NOTED, "does this text name a device? Then write xamp.device_type()")
+                work.say(self, node, Grade.NOTED, ASK)
             return
         negative = sign in ("NotEqual", "NotIn")
         if self._asks_for_a_missing_one(node, negative, work):
             work.say(self, node, Grade.NOTED, _MISSING)
+        elif self._has_sibling(node, text_of(text), work):
+            work.say(self, node, Grade.NOTED, _BOTH)
         else:
             self._write(node, text, negative, work)
+
+    def _has_sibling(self, node: Node, device: str | None, work: Work) -> bool:
+        """Whether another test of the same ``if`` and its ``elif`` names the other device: they would become equal."""
+        above = (each for each in work.source.above(node) if kind(each) in ("If", "FunctionDef", "ClassDef"))
+        top: Any = next(above, None)
+        while kind(work.parent(top)) == "If" and work.parent(top).orelse is top:
+            top = work.parent(top)
+        while kind(top) == "If":
+            waiting = [top.test]
+            while waiting:
+                each = waiting.pop()
+                if text_of(each) in _DEVICES and text_of(each) != device:
+                    return True
+                waiting += work.source.children(each)
+            top = top.orelse
+        return False
 
     def _asks_for_a_missing_one(self, node: Node, negative: bool, work: Work) -> bool:
         """``device == "cuda" and not torch.cuda.is_available()``: rewritten, the test could never be true."""

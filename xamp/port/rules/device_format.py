@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from xamp.port.places import is_spoken
+from xamp.port.places import ASK, is_spoken
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import is_device_text
 from xamp.port.source import Node, kind, text_of
@@ -13,7 +13,6 @@ from xamp.port.work import Work
 
 __all__ = ["RULES"]
 
-_ASK = "does this text name a device? Then write xamp.device_type()"
 _HOLE = re.compile(r"%[\d.]*[a-z]|\{[^{}\s]*\}")
 _ANYWHERE = re.compile(r"(?<![\w.])(cuda|npu)(:|$)")
 
@@ -28,7 +27,7 @@ class Formatted(Rule):
     met = 29
     kinds = ("FormattedString", "BinaryOperation", "Call")
     examples = (
-        Example("a = 'cuda' + str(i)\n", f"# TODO(xamp): {_ASK}\na = 'cuda' + str(i)\n"),
+        Example("a = 'cuda' + str(i)\n", f"# TODO(xamp): {ASK}\na = 'cuda' + str(i)\n"),
         Example(
             "a = 'cuda:{:d}'.format(rank)\n",
             "import xamp\na = (xamp.device_type() + ':{:d}'.format(rank))\n",
@@ -65,7 +64,7 @@ class Formatted(Rule):
             return
         if not re.fullmatch(r"(cuda|npu):\d*", texts) or kind(parts[0]) != "FormattedStringText":
             if _ANYWHERE.search(texts) and not re.search(r"\s", texts):
-                work.say(self, node, Grade.NOTED, _ASK)
+                work.say(self, node, Grade.NOTED, ASK)
             return
         start, _ = work.source.span(parts[0])
         word = parts[0].value.partition(":")[0]
@@ -113,7 +112,7 @@ class Formatted(Rule):
         """A text that is completed at run time, in a form that the rule does not write."""
         if is_device_text(re.sub(_HOLE, "0", text)) and not work.is_claimed(node):
             work.claim(node)
-            work.say(self, node, Grade.NOTED, _ASK)
+            work.say(self, node, Grade.NOTED, ASK)
 
 
 RULES = (Formatted(),)

@@ -76,6 +76,15 @@ def is_index(work: Work, node: Node, seen: tuple[Node, ...] = ()) -> bool | None
     return True if last and _INDEX.search(last) else None
 
 
+def may_be_none(work: Work, node: Node) -> bool:
+    """Whether a name is given None somewhere: as a parameter's default, or by an assignment."""
+    for binding in work.scopes.bindings(node) if kind(node) == "Name" else ():
+        value = getattr(binding.node, "default", None) if binding.how == "parameter" else binding.value
+        if value is not None and work.code(value) == "None":
+            return True
+    return False
+
+
 class Method(Rule):
     """`x.cuda()` becomes `x.to(xamp.device())`, an index goes along, and so do the other arguments.
 
@@ -103,6 +112,12 @@ class Method(Rule):
             "def f(x, device):\n"
             "    # TODO(xamp): device may be a device or an index; for an index write xamp.device(device)\n"
             "    return x.to(device)\n",
+        ),
+        Example(
+            "def f(x, device=None):\n    return x.cuda(device)\n",
+            "import xamp\ndef f(x, device=None):\n"
+            "    # TODO(xamp): device may be a device or an index; for an index write xamp.device(device)\n"
+            "    return x.to(xamp.device() if device is None else device)\n",
         ),
         Example(
             "x = x.cuda(*where)\n",
@@ -165,6 +180,8 @@ class Method(Rule):
             work.splice(end, end, ")")
         else:
             text = work.code(arg.value)
+            if may_be_none(work, arg.value):  # .cuda(None) is the current device, .to(None) is an error
+                work.splice(start, start, f"{work.name('xamp.device', call)}() if {text} is None else ")
             work.say(
                 self, call, Grade.NOTED, f"{text} may be a device or an index; for an index write xamp.device({text})"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.places import is_device_place, is_spoken, place_of, whole_text
+from xamp.port.places import ASK, is_device_place, is_spoken, place_of, whole_text
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import index_of, is_device_text, is_option
 from xamp.port.rules.torch_device import is_choice
@@ -14,7 +14,6 @@ from xamp.port.work import Work
 __all__ = ["RULES"]
 
 _NAME = "a method or a name of torch is looked up by its text; write .to(xamp.device()), or xamp.accel, by hand"
-_ASK = "does this text name a device? Then write xamp.device_type()"
 
 
 class Text(Rule):
@@ -48,7 +47,7 @@ class Text(Rule):
             "import torch\nd = 'cuda' if args.gpu and torch.cuda.is_available() else 'cpu'\n",
             "import torch\nimport xamp\nd = xamp.device_type() if args.gpu and xamp.is_available() else 'cpu'\n",
         ),
-        Example("run('cuda')\n", f"# TODO(xamp): {_ASK}\nrun('cuda')\n"),
+        Example("run('cuda')\n", f"# TODO(xamp): {ASK}\nrun('cuda')\n"),
         Example(
             "a = cfg.get('device', 'cuda')\nb = build(device='cuda')\n",
             "import xamp\na = cfg.get('device', xamp.device_type())\nb = build(device=xamp.device_type())\n",
@@ -73,7 +72,10 @@ class Text(Rule):
             self._pieces(node, work)
             return
         index = index_of(node)
-        if index is None or self._is_text(node, work):
+        if index is None:
+            self._other(node, work)
+            return
+        if self._is_text(node, work):
             return
         verdict = is_device_place(work, node)
         if verdict is None and self._is_chosen(node, work):
@@ -81,7 +83,7 @@ class Text(Rule):
         if verdict is True:
             self._write(node, index, work)
         elif verdict is None:
-            work.say(self, node, Grade.NOTED, _ASK)
+            work.say(self, node, Grade.NOTED, ASK)
 
     def _pieces(self, node: Node, work: Work) -> None:
         """A text in several pieces, or an f-string without a value in it."""
@@ -90,7 +92,14 @@ class Text(Rule):
             value = getattr(node.parts[0], "value", None)
         if value is not None and is_device_text(value) and not is_spoken(work, node):
             work.claim(node, *work.source.children(node))
-            work.say(self, node, Grade.NOTED, _ASK)
+            work.say(self, node, Grade.NOTED, ASK)
+
+    def _other(self, node: Node, work: Work) -> None:
+        """A text that starts to name a device, or names several: ``"cuda:"``, ``"cuda:0,cuda:1"``."""
+        value = text_of(node)
+        if value is not None and is_device_text(value) and not is_spoken(work, node):
+            work.claim(node)
+            work.say(self, node, Grade.NOTED, ASK)
 
     def _choice(self, node: Any, work: Work) -> None:
         if not is_choice(work, node) or work.is_taken(node):
@@ -145,7 +154,7 @@ class Text(Rule):
             return True
         if kind(parent) in ("BinaryOperation", "Attribute", "Assert"):
             if place_of(work, node)[0] != "compare" and kind(parent) != "Assert":
-                work.say(self, node, Grade.NOTED, _ASK)
+                work.say(self, node, Grade.NOTED, ASK)
             return True
         return False
 
