@@ -68,7 +68,7 @@ def place_of(work: Work, node: Node) -> tuple[str, str]:
         return "return", str(function.name.value) if function is not None else ""
     if what == "DictElement":
         if is_map_location(work, work.parent(parent)):
-            return "keyword", "map_location"  # {"cuda:0": "cuda:1"}: both are devices
+            return ("key", "") if parent.key is inner else ("keyword", "map_location")
         return ("key", "") if parent.key is inner else ("value", text_of(parent.key) or "")
     if what == "Lambda":
         return place_of(work, parent)

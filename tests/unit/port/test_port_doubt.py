@@ -78,14 +78,6 @@ NOTED |= {
     ),
 }
 CERTAIN = {
-    "where a load puts it": (
-        "m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % rank})\n",
-        "m = torch.load(p, map_location={f'{xamp.device_type()}:%d' % 0: f'{xamp.device_type()}:%d' % rank})\n",
-    ),
-    "where a load puts it, by a name": (
-        "map_location = {'cuda:0': 'cuda:1'}\n",
-        'map_location = {f"{xamp.device_type()}:0": f"{xamp.device_type()}:1"}\n',
-    ),
     "a module of torch where a class has cuda": (
         "class Batch:\n    def cuda(self):\n        return self\nn = torch.nn.Linear(1, 1)\nn.cuda()\n",
         "class Batch:\n    def cuda(self):\n        return self\nn = torch.nn.Linear(1, 1)\nn.to(xamp.device())\n",
@@ -145,6 +137,21 @@ def test_what_is_certain_is_rewritten(before: str, after: str) -> None:
 @pytest.mark.parametrize("text", KEPT.values(), ids=KEPT)
 def test_what_is_no_device_stays_without_a_word(text: str) -> None:
     assert port_text(text).text == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("m = torch.load(p, map_location={'cuda:%d' % 0: 'cuda:%d' % i})", "{xamp.device_type()}:%d"),
+        ("map_location = {'cuda:0': 'cuda:1'}", '{xamp.device_type()}:1"'),
+    ],
+)
+def test_where_a_load_puts_it_is_rewritten_and_the_key_told(before: str, after: str) -> None:
+    ported = port_text(before + "\n")
+    assert after in ported.text
+    assert before[: before.index(": ")] in ported.text
+    assert [each.rule for each in ported.findings if each.grade is Grade.NOTED] == ["map-location"]
+    assert port_text(ported.text).text == ported.text
 
 
 def test_in_its_own_class_the_parts_of_an_object_are_moved() -> None:
@@ -218,6 +225,7 @@ def test_a_count_of_zero_is_a_device_that_is_not_there() -> None:
     ported = port_text("if args.device == 'cuda' and torch.cuda.device_count() < 1:\n    raise E\n")
     assert "if args.device == 'cuda' and xamp.accel.device_count() < 1:" in ported.text
     assert [each.rule for each in ported.findings if each.grade is Grade.NOTED] == ["device-compare"]
+    assert port_text(ported.text).text == ported.text
 
 
 def test_what_is_no_loss_is_not_scaled() -> None:

@@ -197,7 +197,9 @@ class Compare(Rule):
 
 def _is_count(node: Any, work: Work) -> bool:
     """Whether a node is ``torch.cuda.device_count()``."""
-    return kind(node) == "Call" and work.path(node.func).endswith(("cuda.device_count", "npu.device_count"))
+    return kind(node) == "Call" and work.path(node.func).endswith(
+        (".cuda.device_count", ".npu.device_count", ".accel.device_count")
+    )
 
 
 def _values_of(name: Any, work: Work) -> list[Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.port.places import is_map_location
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.device_method import is_index
 from xamp.port.source import Node, kind
@@ -12,6 +13,7 @@ from xamp.port.work import Work, arguments
 __all__ = ["RULES"]
 
 _MISSING = "torch.load without map_location: a file saved on another kind of device fails; add map_location='cpu'"
+_KEYS = "a key names the device that saved the file; map_location='cpu', or one device, serves files of all devices"
 
 
 class MapLocation(Rule):
@@ -22,7 +24,7 @@ class MapLocation(Rule):
 
     name = "map-location"
     met = 199
-    kinds = ("Lambda", "Call")
+    kinds = ("Lambda", "Call", "Dict")
     examples = (
         Example(
             "import torch\nc = torch.load(p, map_location=lambda storage, loc: storage.cuda(args.gpu))\n",
@@ -45,10 +47,18 @@ class MapLocation(Rule):
             return
         if kind(node) == "Lambda":
             self._lambda(node, work)
+        elif kind(node) == "Dict":
+            self._dict(node, work)
         elif work.path(node.func) == "torch.load":
             plain, named, open_ended = arguments(node)
             if len(plain) < 2 and "map_location" not in named and not open_ended:
                 work.say(self, node, Grade.NOTED, _MISSING, inline=False, once=True)
+
+    def _dict(self, node: Node, work: Work) -> None:
+        """The keys name devices that the file was saved on, which other devices than today's may do."""
+        keys = [work.code(each.key) for each in node.elements if kind(each) == "DictElement"]
+        if is_map_location(work, node) and any("cuda" in key or "npu" in key for key in keys):
+            work.say(self, node, Grade.NOTED, _KEYS)
 
     def _lambda(self, node: Node, work: Work) -> None:
         call, params = node.body, node.params.params
