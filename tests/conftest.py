@@ -34,7 +34,7 @@ _LONGEST = (
 _UNCOVERED = (
     *("conformance/test_outside", "conformance/test_other_devices", "conformance/test_backends_page"),
     *("conformance/test_added_level", "faults/", "emulated/test_failures", "emulated/test_command"),
-    *("unit/casting/test_op_docs", "unit/casting/test_op_policy_breaks"),
+    *("unit/casting/test_op_docs", "unit/casting/test_op_policy_breaks", "unit/port/test_port_meaning"),
     *("unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor_torch", "unit/apex/test_apex_messages"),
 )
 """Files that start many processes, and reach no line that others do not.

@@ -161,6 +161,14 @@ def test_without_torch_the_first_use_says_what_to_install(name: str) -> None:
     assert cause == "cause: ModuleNotFoundError"
 
 
+@pytest.mark.parametrize("code", ["from xamp.apex import amp", "import xamp; xamp.apex.amp"])
+def test_without_torch_apexs_amp_says_what_to_install(code: str) -> None:
+    done = run(f"{NO_TORCH}\ntry:\n    {code}\nexcept Exception as error:\n    print(error)")
+    assert done.returncode == 0, done.stderr
+    assert "xamp.apex.amp needs torch >= 2.13, but torch cannot be imported: it is not installed" in done.stdout
+    assert PIP in done.stdout
+
+
 def test_with_a_broken_torch_the_first_use_gives_its_error_every_time(broken_torch: Path) -> None:
     done = run(USE.format(name="initialize") + USE.format(name="initialize"), broken_torch)
     assert done.returncode == 0, done.stderr
