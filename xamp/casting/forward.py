@@ -31,6 +31,7 @@ from xamp.casting.needs import needs
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.ground.caster import caster
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
@@ -381,6 +382,13 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _caster(cast: Cast, dtype: torch.dtype | None) -> Callable[[Any], Any]:
+    """Return ``cast`` to ``dtype`` as a function of the value alone; None stands for no cast."""
+    if dtype is None:
+        return lambda value: value
+    return caster(dtype) if cast is cast_floats else lambda value: cast(value, dtype)
+
+
 def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward."""
     device, on = region.device_type, region.autocast_dtype is not None
@@ -389,28 +397,28 @@ def _in_region(function: Callable[..., Any], region: Region) -> Callable[..., An
     ddp = nn.parallel.DistributedDataParallel
     is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
-    tensor, cast, apart = torch.Tensor, region.cast, region.apart
-    lowers = region.lowers
+    cast, apart, lowers = region.cast, region.apart, region.lowers
     spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
 
-    def finish(result: Any) -> Any:
-        if out_of is None or (type(result) is tensor and result.dtype is out_of):
-            return result
-        return cast(result, out_of)
+    take, finish = _caster(cast, into), _caster(cast, out_of)
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
+        if spare is None and into is not None:
+            args, kwargs = cast(args, into), cast(kwargs, into)
         distributed.note_wrapper_while_tracing()
         if apart and (on or is_enabled(device) or needs.replaced_outside):
-            return active.run_traced(mark, function, self, *args, **kwargs)
-        return function(self, *args, **kwargs)
+            result = active.run_traced(mark, function, self, *args, **kwargs)
+        else:
+            result = function(self, *args, **kwargs)
+        return result if out_of is None else cast(result, out_of)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if spare is not None:
             args, kwargs = spare(args, kwargs)
-        elif into is not None:
-            args, kwargs = cast(args, into), cast(kwargs, into)
         if is_compiling():
-            return finish(traced(self, args, kwargs))
+            return traced(self, args, kwargs)
+        if into is not None and spare is None:
+            args, kwargs = take(args), take(kwargs)
         if ddp._active_ddp_module is not None:
             distributed.note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):

@@ -17,12 +17,13 @@ import torch
 from xamp.errors import StateError
 from xamp.ground.pickle_names import pickled_as
 
-__all__ = ["cast_any", "cast_floats", "cast_floats_except", "tensors_in"]
+__all__ = ["ATOMS", "CASTABLE", "cast_any", "cast_floats", "cast_floats_except", "tensors_in"]
 
 CASTABLE = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """The dtypes that xamp casts from and to. It never casts float64, complex, integer and 8-bit tensors."""
 
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+"""Types of values that hold no tensor."""
 
 
 @pickled_as("cast_floats")
@@ -73,7 +74,7 @@ _CastItem = Callable[[Any, torch.dtype, "str | None"], Any]
 
 def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem = cast_floats) -> Any:
     """Cast a value that is not a tensor; ``cast_item`` casts each value in it."""
-    if isinstance(value, _ATOMS):
+    if isinstance(value, ATOMS):
         return value
     if isinstance(value, (tuple, list)):
         return _cast_sequence(value, dtype, device_type, cast_item)
@@ -156,7 +157,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         found.append(value)
-    elif isinstance(value, _ATOMS):
+    elif isinstance(value, ATOMS):
         return
     elif isinstance(value, (tuple, list)):
         for item in value:

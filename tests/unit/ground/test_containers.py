@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -33,18 +36,35 @@ from managed_models import start
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from xamp.ground.caster import caster
 from xamp.ground.containers import cast_floats
 
 HALF, FP32 = torch.float16, torch.float32
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 
 
+class Cast(Protocol):
+    def __call__(self, value: Any, dtype: torch.dtype) -> Any: ...
+
+
+def cast_by_type(value: Any, dtype: torch.dtype) -> Any:
+    """The cast of eager forwards, as :func:`cast_floats` is called."""
+    return BY_TYPE[dtype](value)
+
+
+BY_TYPE = {dtype: caster(dtype) for dtype in CASTABLE}
+both = pytest.mark.parametrize("cast", [cast_floats, cast_by_type])
+
+
+@both
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_container_keeps_its_type_and_the_callers_stays_as_it_was(make: Callable[[torch.Tensor], Any]) -> None:
+def test_a_container_keeps_its_type_and_the_callers_stays_as_it_was(
+    make: Callable[[torch.Tensor], Any], cast: Cast
+) -> None:
     given = make(floats())
     before = leaves(given)
     values = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in before]
-    result = cast_floats(given, HALF)
+    result = cast(given, HALF)
     assert result is not given
     assert shape(result) == shape(given)
     for old, new, kept, value in zip(before, leaves(result), leaves(given), values, strict=True):
@@ -57,10 +77,13 @@ def test_a_container_keeps_its_type_and_the_callers_stays_as_it_was(make: Callab
             assert new is old
 
 
+@both
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_container_in_which_nothing_changes_is_the_same_object(make: Callable[[torch.Tensor], Any]) -> None:
+def test_a_container_in_which_nothing_changes_is_the_same_object(
+    make: Callable[[torch.Tensor], Any], cast: Cast
+) -> None:
     given = make(floats())
-    assert cast_floats(given, FP32) is given
+    assert cast(given, FP32) is given
 
 
 class Opaque:
@@ -93,18 +116,20 @@ UNTOUCHED: list[Any] = [
 ]
 
 
+@both
 @pytest.mark.parametrize("value", UNTOUCHED, ids=lambda v: f"{type(v).__name__} {getattr(v, 'dtype', '')}")
-def test_what_is_no_lower_or_single_float_passes_as_the_same_object(value: Any) -> None:
-    assert cast_floats(value, HALF) is value
-    result = cast_floats([value, {"x": value, "t": floats()}], HALF)
+def test_what_is_no_lower_or_single_float_passes_as_the_same_object(value: Any, cast: Cast) -> None:
+    assert cast(value, HALF) is value
+    result = cast([value, {"x": value, "t": floats()}], HALF)
     assert result[0] is value
     assert result[1]["x"] is value
     assert result[1]["t"].dtype == HALF
 
 
-def test_a_model_output_answers_by_attribute_key_and_index() -> None:
+@both
+def test_a_model_output_answers_by_attribute_key_and_index(cast: Cast) -> None:
     given = ClassifierOutput(loss=floats(), hidden_states=(floats(),))
-    result = cast_floats(given, HALF)
+    result = cast(given, HALF)
     assert result.loss is result["loss"] is result[0]
     assert result.loss.dtype == result.hidden_states[0].dtype == HALF
     assert result.logits is None
@@ -113,10 +138,11 @@ def test_a_model_output_answers_by_attribute_key_and_index() -> None:
     assert given.loss.dtype == FP32
 
 
-def test_a_packed_sequence_keeps_its_order() -> None:
+@both
+def test_a_packed_sequence_keeps_its_order(cast: Cast) -> None:
     padded = torch.arange(6.0).reshape(2, 3, 1)
     packed = pack_padded_sequence(padded, torch.tensor([2, 3]), batch_first=True, enforce_sorted=False)
-    result = cast_floats(packed, HALF)
+    result = cast(packed, HALF)
     assert isinstance(result, PackedSequence)
     assert result.data.dtype == HALF
     assert torch.equal(result.batch_sizes, packed.batch_sizes)
@@ -124,9 +150,10 @@ def test_a_packed_sequence_keeps_its_order() -> None:
     assert result.unsorted_indices is packed.unsorted_indices
 
 
-def test_gradients_flow_back_through_the_cast() -> None:
+@both
+def test_gradients_flow_back_through_the_cast(cast: Cast) -> None:
     leaf = torch.ones(2, requires_grad=True)
-    cast_floats({"x": [leaf]}, HALF)["x"][0].sum().backward()
+    cast({"x": [leaf]}, HALF)["x"][0].sum().backward()
     assert leaf.grad is not None
     assert leaf.grad.dtype == FP32
     assert torch.equal(leaf.grad, torch.ones(2))
@@ -136,12 +163,13 @@ class Tagged(torch.Tensor):
     """A tensor of somebody's own type."""
 
 
-def test_a_tensor_subclass_keeps_its_type() -> None:
+@both
+def test_a_tensor_subclass_keeps_its_type(cast: Cast) -> None:
     given = torch.ones(2).as_subclass(Tagged)
-    result = cast_floats(given, HALF)
+    result = cast(given, HALF)
     assert type(result) is Tagged
     assert result.dtype == HALF
-    assert cast_floats(given, FP32) is given
+    assert cast(given, FP32) is given
 
 
 # ---------------------------------------------------------------- any nesting
@@ -173,11 +201,17 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@given(st.recursive(LEAVES, _containers, max_leaves=12), st.sampled_from(CASTABLE))
+@given(
+    st.recursive(LEAVES, _containers, max_leaves=12),
+    st.sampled_from(CASTABLE),
+    st.sampled_from([cast_floats, cast_by_type]),
+)
 @settings(max_examples=200, deadline=None)
-def test_any_nesting_keeps_its_types_and_only_castable_tensors_change(value: Any, dtype: torch.dtype) -> None:
+def test_any_nesting_keeps_its_types_and_only_castable_tensors_change(
+    value: Any, dtype: torch.dtype, cast: Cast
+) -> None:
     before, form = leaves(value), shape(value)
-    result = cast_floats(value, dtype)
+    result = cast(value, dtype)
     assert shape(result) == form
     assert shape(value) == form
     changed = False
@@ -221,3 +255,36 @@ def test_a_batch_goes_in_lowered_and_comes_out_fp32_in_the_same_containers(level
     out, extra = model({"x": double, "n": 3}, extra="label")
     assert out["x"] is double
     assert (out["n"], extra) == (3, "label")
+
+
+def test_a_class_made_in_each_forward_is_not_kept() -> None:
+    cast, classes = caster(FP32), []
+    for _ in range(300):
+        made = dataclasses.make_dataclass("Made", ["x"])
+        assert cast(made(floats().half())).x.dtype == FP32
+        classes.append(weakref.ref(made))
+        del made
+    gc.collect()
+    assert sum(each() is not None for each in classes) < 150
+
+
+@dataclasses.dataclass
+class Counted:
+    """Has a value of its class, one that is set elsewhere, and a way of its own to be copied."""
+
+    x: Any
+    y: int = 1
+    copies = 0
+
+    def __copy__(self) -> Counted:
+        made = Counted(self.x, self.y)
+        made.copies = self.copies + 1
+        return made
+
+
+@both
+def test_a_dataclass_with_its_own_copy_is_copied_that_way(cast: Cast) -> None:
+    given = Counted(floats())
+    given.note = "kept"  # type: ignore[attr-defined]
+    result = cast(given, HALF)
+    assert (result.x.dtype, result.y, result.copies, given.x.dtype) == (HALF, 1, 1, FP32)

@@ -1,0 +1,119 @@
+"""The casts of :func:`xamp.ground.containers.cast_floats` for one dtype, with one function made for each type it meets.
+
+``cast_floats`` asks what a value is each time. Here the question is asked once for each type, which saves 1 to 10 us
+for each forward that returns a container. The compiler cannot trace this; it traces ``cast_floats``.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xamp.ground.containers import ATOMS, CASTABLE, cast_floats
+
+__all__ = ["caster"]
+
+_Cast = Callable[[Any], Any]
+
+_MOST_TYPES = 128
+"""A forward may make a class at each call, so no more types than these are remembered."""
+
+_TO: dict[torch.dtype, _Cast] = {
+    torch.float32: torch.Tensor.float,
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+}
+_OF_COPIES = ("__copy__", "__setstate__", "__reduce__", "__reduce_ex__", "__getstate__", "__new__", "__slots__")
+
+
+def caster(dtype: torch.dtype) -> _Cast:
+    """Return a function of one value that does what ``cast_floats(value, dtype)`` does."""
+    tensor, others, to = torch.Tensor, CASTABLE - {dtype}, _TO[dtype]
+    by_type: dict[type, _Cast] = {}
+
+    def cast(value: Any) -> Any:
+        kind = type(value)
+        if kind is tensor:
+            return to(value) if value.dtype in others else value
+        found = by_type.get(kind)
+        if found is None:
+            if len(by_type) >= _MOST_TYPES:
+                by_type.clear()
+            found = by_type[kind] = _cast_of(kind, dtype, cast)
+        return found(value)
+
+    return cast
+
+
+def _cast_of(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
+    """Return the function that casts values of exactly the type ``kind``; ``cast`` casts what is in them."""
+    if issubclass(kind, ATOMS):
+        return _same
+    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
+        return _of_sequence(getattr(kind, "_make", kind), cast)
+    if kind is dict:
+        return _of_dict(cast)
+    if not issubclass(kind, (torch.Tensor, tuple, list, dict, collections.UserDict)) and _is_plain_dataclass(kind):
+        return _of_dataclass(kind, cast)
+    return lambda value: cast_floats(value, dtype)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _of_sequence(make: Callable[[list[Any]], Any], cast: _Cast) -> _Cast:
+    def cast_sequence(value: Any) -> Any:
+        items = None
+        for place, item in enumerate(value):
+            new = cast(item)
+            if new is not item:
+                if items is None:
+                    items = list(value)
+                items[place] = new
+        return value if items is None else make(items)
+
+    return cast_sequence
+
+
+def _of_dict(cast: _Cast) -> _Cast:
+    def cast_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+        made = value
+        for key, item in value.items():
+            new = cast(item)
+            if new is not item:
+                if made is value:
+                    made = value.copy()
+                made[key] = new
+        return made
+
+    return cast_dict
+
+
+def _is_plain_dataclass(kind: type) -> bool:
+    """Whether objects of ``kind`` keep all their values in ``__dict__``, and copies are made as Python makes them."""
+    own = [each for each in kind.__mro__ if each is not object]
+    return dataclasses.is_dataclass(kind) and not any(name in vars(each) for each in own for name in _OF_COPIES)
+
+
+def _of_dataclass(kind: type, cast: _Cast) -> _Cast:
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    missing = object()
+
+    def cast_dataclass(value: Any) -> Any:
+        made = value
+        for name in names:
+            item = getattr(value, name, missing)
+            new = cast(item)
+            if new is not item:
+                if made is value:
+                    made = object.__new__(kind)  # no __post_init__: its checks ran when the value was made
+                    made.__dict__.update(value.__dict__)
+                object.__setattr__(made, name, new)  # frozen ones too
+        return made
+
+    return cast_dataclass
