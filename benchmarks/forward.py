@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -50,13 +52,62 @@ class Linear(torch.nn.Linear):
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {"inert": Inert, "mul": Norm, "linear": lambda: Linear(4, 4)}
 
 
+@dataclasses.dataclass
+class Output:
+    """Two results, as many models return them."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Returning(torch.nn.Linear):
+    """One operator that autocast lowers, whose result is returned as ``form`` makes it."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(4, 4)
+        self.form = form
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.form(super().forward(x))
+
+
+Forms = tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any]]
+FORMS: dict[str, Forms] = {
+    "tensor": (lambda y: y, lambda out: out.float()),
+    "tuple": (lambda y: (y, y), lambda out: (out[0].float(), out[1].float())),
+    "dict": (
+        lambda y: {"first": y, "second": y},
+        lambda out: {"first": out["first"].float(), "second": out["second"].float()},
+    ),
+    "dataclass": (lambda y: Output(y, y), lambda out: Output(out.first.float(), out.second.float())),
+}
+"""What a forward returns, and how a script casts that to fp32 by hand."""
+
+
 def run(device: torch.device, rounds: int) -> list[Figure]:
-    figures = []
+    figures = [_output(name, device, rounds) for name in FORMS]
     for level, dtype in LEVELS.items():
         for name, make in MODELS.items():
             for grad in (False, True):
                 figures.append(_figure(name, make, level, dtype, grad, device, rounds))
     return figures
+
+
+def _output(name: str, device: torch.device, rounds: int) -> Figure:
+    """A managed forward with its results cast against autocast and casts by hand."""
+    level, dtype = list(LEVELS.items())[-1]
+    form, by_hand = FORMS[name]
+    plain, managed = Returning(form).to(device), Returning(form).to(device)
+    xamp.initialize(managed, level=level, op_policy="native", verbosity=0)
+    x = torch.ones(4, 4, device=device)
+    kind = device.type
+
+    def theirs() -> Any:
+        with torch.autocast(kind, dtype=dtype):
+            return by_hand(plain(x))
+
+    pair = compare(lambda: managed(x), theirs, device, calls=200, rounds=rounds)
+    return Figure(f"{level} output {name}", pair.difference, "us", bounds.FORWARD_US, f"{pair}  ratio {pair.ratio:.2f}")
 
 
 def _figure(
