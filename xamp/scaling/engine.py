@@ -428,9 +428,10 @@ class ScaledLoss:
 
     def _is_busy(self) -> bool:
         """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
-        busy = self._scaler.is_open()
+        busy = self._scaler.scope is not None and self._scaler.is_open()
         for state in self._states:
-            busy = busy or state.is_open()
+            if state.scope is not None:
+                busy = busy or state.is_open()
         return busy
 
     def __enter__(self) -> torch.Tensor:

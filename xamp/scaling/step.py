@@ -224,7 +224,7 @@ class OptimizerState:
         Raises:
             StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
-        if self.is_open():
+        if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         self.gradients.settle(call)
 
@@ -453,7 +453,7 @@ class OptimizerState:
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
         """End the step: write the masters into the model and lower the sticky flag."""
         self.outcome = outcome
-        if outcome is not StepOutcome.SKIPPED:
+        if self.gradients.pairs and outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
             self.note_masters()
         if self.engine.policy.checks and (

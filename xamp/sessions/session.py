@@ -275,12 +275,13 @@ def scale_loss(
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
     """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(engine.scalers):
+    scalers = engine.scalers
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise PolicyError(
             f"{call}(loss_id={shown(loss_id)}): initialize was called with num_losses={engine.policy.num_losses}, so "
-            f"loss_id is one of 0 to {len(engine.scalers) - 1}. Raise num_losses there."
+            f"loss_id is one of 0 to {len(scalers) - 1}. Raise num_losses there."
         )
-    return engine.scalers[loss_id]
+    return scalers[loss_id]
 
 
 def _check_loss(loss: object, engine: Engine) -> None:
@@ -306,7 +307,7 @@ def _managed(optimizer: Any) -> Any:
 
 
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
-    only = state_of(_managed(optimizers))
+    only = state_of(optimizers) or state_of(_managed(optimizers))
     if only is not None:
         return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
