@@ -309,6 +309,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("XAMP_DEVICES", DATA)), metavar="FILE")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("names", help="every device and job")
+    commands.add_parser("devices", help="every device, and how it is there")
     commands.add_parser("script", help="what a job runs; nothing for a device").add_argument("name")
     commands.add_parser("matrix", help="the pipeline's jobs").add_argument("--github", action="store_true")
     pages = commands.add_parser("pages", help="write the support tables and the badge")
@@ -320,6 +321,7 @@ def main(words: Sequence[str]) -> int:
             return int(importlib.import_module("ci.devices_page").main(args.data, args.check))
         makers: dict[str, Callable[[], str]] = {
             "names": lambda: _names(args.data),
+            "devices": lambda: "\n".join(f"{row.name} {row.how}" for row in read(args.data)),
             "matrix": lambda: _matrix(args.data, args.github),
             "script": lambda: _script(args.name, args.data),
         }
