@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
 import os
 import re
 import sys
@@ -30,8 +29,6 @@ __all__ = [
     "Job",
     "RowError",
     "find",
-    "matrix",
-    "plan",
     "read",
     "read_jobs",
 ]
@@ -72,6 +69,7 @@ class Device:
     emulate: str = ""
     count: int = 1
     package: str = ""
+    ready: bool = True
     build: str = ""
     tests: bool = False
     index: str = ""
@@ -200,6 +198,7 @@ def _check_device(row: Device) -> None:
         bool(row.package) == (row.how == "third-party"), row, "package", row.package, 'given where how is "third-party"'
     )
     _check(row.count >= 1 and (row.count == 1 or row.emulate), row, "count", row.count, "1, or more if emulated")
+    _check(row.ready or row.how == "hardware", row, "ready", row.ready, "true: only hardware can be missing")
     _check(row.build in ("", *BUILDS), row, "build", row.build, f"one of {', '.join(BUILDS)}, or left out")
 
 
@@ -238,40 +237,6 @@ def find(name: str, path: Path | str = DATA) -> Device | Job:
     return rows[name]
 
 
-def matrix(devices: Sequence[Device], hardware: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The pipeline's jobs on devices: one for each device, Python and torch.
-
-    Args:
-        devices: the rows.
-        hardware: names of rows for which there is a runner. Other rows of hardware get no job: it would wait for ever.
-
-    Raises:
-        DevicesError: one of ``hardware`` is no row of hardware.
-    """
-    known = [row.name for row in devices if row.how == "hardware"]
-    for name in hardware:
-        if name not in known:
-            raise DevicesError(f"XAMP_HARDWARE names {name!r}: rows of hardware are {', '.join(known)}")
-    return [
-        _job(row.name, " ".join(part for part in (row.name, python, torch) if part), row, python, torch)
-        for row in devices
-        if row.how != "hardware" or row.name in hardware
-        for python in row.python or ("",)
-        for torch in row.torch or ("",)
-    ]
-
-
-def _job(name: str, title: str, row: Device | Job, python: str, torch: str) -> dict[str, Any]:
-    job = {"name": name, "title": title, "runner": list(row.runner), "python": python, "torch": torch}
-    return {**job, "index": row.index, "result": title.replace(" ", "-")}
-
-
-def plan(path: Path | str, hardware: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """All jobs of the pipeline: ``devices`` and ``jobs``."""
-    jobs = [_job(row.name, row.name, row, row.python, "") for row in read_jobs(path)]
-    return {"devices": matrix(read(path), hardware), "jobs": jobs}
-
-
 def _names(path: Path) -> str:
     """A line for each device and job: its name and title."""
     rows = [*read(path), *read_jobs(path)]
@@ -282,25 +247,18 @@ def _how(row: Device | Job) -> str:
     return f" ({row.how})" if isinstance(row, Device) and row.how != "host" else ""
 
 
-def _matrix(path: Path, github: bool) -> str:
-    """The jobs as JSON; with ``github`` they are also written to the file that GITHUB_OUTPUT names.
-
-    XAMP_HARDWARE lists the rows that have a runner. A pull request gets none of them: anyone's code would run there.
-    """
-    hardware = [word for word in re.split(r"[\s,]+", os.environ.get("XAMP_HARDWARE", "")) if word]
-    if os.environ.get("GITHUB_EVENT_NAME", "").startswith("pull_request"):
-        hardware = []
-    found = plan(path, hardware)
-    if github:
-        with open(os.environ["GITHUB_OUTPUT"], "a", encoding="utf-8") as file:
-            file.writelines(f"{name}={json.dumps(rows)}\n" for name, rows in found.items())
-    return json.dumps(found, indent=2)
-
-
 def _script(name: str, path: Path) -> str:
     """What a job runs; nothing for a device."""
     row = find(name, path)
     return row.run if isinstance(row, Job) else ""
+
+
+def _module(name: str) -> Any:
+    """A module beside this one, which imports this one."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    sys.modules.setdefault("ci.devices", sys.modules[__name__])  # else its errors would be classes of another copy
+    return importlib.import_module(f"ci.{name}")
 
 
 def main(words: Sequence[str]) -> int:
@@ -317,12 +275,11 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     try:
         if args.command == "pages":
-            sys.path.insert(0, str(ROOT))
-            return int(importlib.import_module("ci.devices_page").main(args.data, args.check))
+            return int(_module("devices_page").main(args.data, args.check))
         makers: dict[str, Callable[[], str]] = {
             "names": lambda: _names(args.data),
             "devices": lambda: "\n".join(f"{row.name} {row.how}" for row in read(args.data)),
-            "matrix": lambda: _matrix(args.data, args.github),
+            "matrix": lambda: _module("devices_matrix").text(args.data, args.github),
             "script": lambda: _script(args.name, args.data),
         }
         print(makers[args.command]())

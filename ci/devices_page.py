@@ -1,0 +1,158 @@
+"""Writes what readers see of ci/devices.toml: the tables of README.md and docs/ci.md, and the badge docs/devices.svg.
+
+``python ci/devices.py pages`` calls it. With ``--check`` nothing is written: it fails where a page is not what the data
+says. The tables stand between marks, and the rest of a page stays as it is. The badge says which jobs there are, and
+nothing about whether they passed: it needs no address and no service.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ci.devices import ROOT, Device, DevicesError, Job, read, read_jobs
+
+COMMAND = "python ci/devices.py pages"
+README, PAGE, BADGE = "README.md", "docs/ci.md", "docs/devices.svg"
+IN_WORDS = {
+    "host": "on any machine",
+    "emulated": "emulated, on any machine",
+    "third-party": "another wheel's, on any machine",
+    "hardware": "on hardware",
+}
+NOT_READY = "on hardware, by hand; no runner"
+COLOURS = {"host": "#1a7f37", "emulated": "#0969da", "third-party": "#8250df", "hardware": "#59636e"}
+"""Of the badge, each dark enough for white letters (contrast 4.5 or more)."""
+_LABEL = "#24292f"
+_LETTER = 6.6
+"""Width of a letter in px, at 11 px of a sans-serif font; each text is set to its width."""
+
+
+def made(devices: Sequence[Device], jobs: Sequence[Job], root: Path = ROOT) -> dict[str, str]:
+    """The text of each page, by its path.
+
+    Raises:
+        DevicesError: a page lacks the marks of its table, or is not there.
+    """
+    return {
+        README: placed(root / README, {"devices": short_table(devices)}),
+        PAGE: placed(root / PAGE, {"devices": long_table(devices), "jobs": job_table(jobs)}),
+        BADGE: badge(devices),
+    }
+
+
+def short_table(devices: Iterable[Device]) -> str:
+    """A line for each device, for README.md."""
+    return table(
+        ("device", "tested", "with", "`ci/device.sh`", ""),
+        ([row.title, tested(row), _versions(row), f"`{row.name}`", row.note] for row in devices),
+    )
+
+
+def long_table(devices: Iterable[Device]) -> str:
+    """A line for each device, for docs/ci.md."""
+    return table(
+        ("`ci/device.sh`", "device", "tested", "with", "must be there", "a machine needs"),
+        (
+            [f"`{row.name}`", row.title, tested(row), _versions(row), ", ".join(row.require), row.needs]
+            for row in devices
+        ),
+    )
+
+
+def job_table(jobs: Iterable[Job]) -> str:
+    """A line for each job that is not about one device."""
+    return table(
+        ("`ci/device.sh`", "what", "runs", "with"),
+        ([f"`{row.name}`", row.title, f"`{row.run}`", f"Python {row.python}"] for row in jobs),
+    )
+
+
+def tested(row: Device) -> str:
+    """In words, how a device is tested."""
+    return IN_WORDS[row.how] if row.ready else NOT_READY
+
+
+def _versions(row: Device) -> str:
+    if not row.python and not row.torch:
+        return "the Python and torch of the machine"
+    return "; ".join(
+        f"{name} {', '.join(each)}" for name, each in (("Python", row.python), ("torch", row.torch)) if each
+    )
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    body = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+    return "| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|\n" + body
+
+
+def placed(path: Path, tables: dict[str, str]) -> str:
+    """The text of a page, with each table between its marks.
+
+    Raises:
+        DevicesError: the page or a mark is not there.
+    """
+    try:
+        page = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DevicesError(f"{path.name}: {error.strerror or error}") from error
+    for mark, body in tables.items():
+        start, end = f"<!-- {mark}: made by ci/devices.py -->\n", f"<!-- end of {mark} -->\n"
+        before, found, rest = page.partition(start)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise DevicesError(
+                f"{path.name}: the lines {start.strip()} and {end.strip()} are not there; the table goes there"
+            )
+        page = f"{before}{start}\n{body}\n{end}{after}"
+    return page
+
+
+def badge(devices: Iterable[Device]) -> str:
+    """A picture that names the devices which have a job, each in the colour of how it is tested."""
+    parts = [("xamp in CI", _LABEL), *((label(row), COLOURS[row.how]) for row in devices)]
+    at, shapes = 0, []
+    for text, colour in parts:
+        long = round(len(text) * _LETTER)
+        shapes.append(
+            f'<rect x="{at}" width="{long + 12}" height="20" fill="{colour}"/>'
+            f'<text x="{at + 6}" y="14" textLength="{long}">{html.escape(text)}</text>'
+        )
+        at += long + 12
+    said = html.escape("; ".join([parts[0][0], *(f"{row.title}: {tested(row)}" for row in devices)]))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{at}" height="20" viewBox="0 0 {at} 20" role="img"'
+        f' aria-label="{said}">\n<title>{said}</title>\n'
+        f'<clipPath id="round"><rect width="{at}" height="20" rx="3"/></clipPath>\n'
+        '<g clip-path="url(#round)" fill="#fff" font-family="Verdana, DejaVu Sans, sans-serif" font-size="11">\n'
+        + "\n".join(shapes)
+        + "\n</g>\n</svg>\n"
+    )
+
+
+def label(row: Device) -> str:
+    """What the badge calls a device."""
+    if not row.ready:
+        return f"{row.name} (no runner)"
+    return f"{row.name} (emulated)" if row.how == "emulated" else row.name
+
+
+def main(data: Path, check: bool, root: Path = ROOT) -> int:
+    """Writes the pages, or checks them; returns the exit status.
+
+    Raises:
+        DevicesError: the data is wrong, or a page lacks its marks; nothing is written.
+    """
+    status = 0
+    for name, text in made(read(data), read_jobs(data), root).items():
+        path = root / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            print(f"{name} is not what {data.name} says. Run: {COMMAND}")
+            status = 1
+        else:
+            path.write_text(text, encoding="utf-8")
+    return status
