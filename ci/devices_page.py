@@ -21,7 +21,9 @@ IN_WORDS = {
     "third-party": "another wheel's, on any machine",
     "hardware": "on hardware",
 }
-NOT_READY = "on hardware, by hand; no runner"
+NOT_READY = "not in CI: no runner has one"
+GROUPS = {"host": "", "emulated": "emulated: ", "third-party": "third party: ", "hardware": "hardware: "}
+"""What stands before the names of a group on the badge."""
 COLOURS = {"host": "#1a7f37", "emulated": "#0969da", "third-party": "#8250df", "hardware": "#59636e"}
 """Of the badge, each dark enough for white letters (contrast 4.5 or more)."""
 _LABEL = "#24292f"
@@ -110,9 +112,13 @@ def placed(path: Path, tables: dict[str, str]) -> str:
     return page
 
 
-def badge(devices: Iterable[Device]) -> str:
+def badge(devices: Sequence[Device]) -> str:
     """A picture that names the devices which have a job, each in the colour of how it is tested."""
-    parts = [("xamp in CI", _LABEL), *((label(row), COLOURS[row.how]) for row in devices)]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in devices:
+        groups.setdefault((GROUPS[row.how] if row.ready else "no runner: ", COLOURS[row.how]), []).append(row.name)
+    parts = [("xamp in CI", _LABEL)]
+    parts += [(before + ", ".join(names), colour) for (before, colour), names in groups.items()]
     at, shapes = 0, []
     for text, colour in parts:
         long = round(len(text) * _LETTER)
@@ -121,22 +127,15 @@ def badge(devices: Iterable[Device]) -> str:
             f'<text x="{at + 6}" y="14" textLength="{long}">{html.escape(text)}</text>'
         )
         at += long + 12
-    said = html.escape("; ".join([parts[0][0], *(f"{row.title}: {tested(row)}" for row in devices)]))
+    said = html.escape("; ".join([parts[0][0], *(f"{row.title}: {tested(row)}" for row in devices)]), quote=False)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{at}" height="20" viewBox="0 0 {at} 20" role="img"'
-        f' aria-label="{said}">\n<title>{said}</title>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{at}" height="20" viewBox="0 0 {at} 20" role="img">\n'
+        f"<title>{said}</title>\n"
         f'<clipPath id="round"><rect width="{at}" height="20" rx="3"/></clipPath>\n'
         '<g clip-path="url(#round)" fill="#fff" font-family="Verdana, DejaVu Sans, sans-serif" font-size="11">\n'
         + "\n".join(shapes)
         + "\n</g>\n</svg>\n"
     )
-
-
-def label(row: Device) -> str:
-    """What the badge calls a device."""
-    if not row.ready:
-        return f"{row.name} (no runner)"
-    return f"{row.name} (emulated)" if row.how == "emulated" else row.name
 
 
 def main(data: Path, check: bool, root: Path = ROOT) -> int:

@@ -1,0 +1,126 @@
+"""The pipeline's files hold no logic: they call scripts of ci/, by fixed versions of actions, and may read only."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from ci_scripts import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+ACTIONS = sorted((ROOT / ".github" / "actions").glob("*/action.yml"))
+FILES = [*WORKFLOWS, *ACTIONS]
+ids = {"ids": lambda path: path.relative_to(ROOT / ".github").as_posix()}
+
+_CALL = re.compile(
+    r"(python3 |\.xamp/|\"\$ACTION/\.\./\.\./\.\./)?"  # from where
+    r"(?P<script>ci/\w+\.(?:sh|py))\"?"
+    r"( [-\w]+| \"\$\w+\")*"
+)
+"""One script, its words, and variables in quotes. No pipe, no second command, nothing that a shell would replace."""
+_PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")
+_EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
+
+
+def load(path: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def steps(path: Any) -> Iterator[dict[str, Any]]:
+    file = load(path)
+    for job in file.get("jobs", {"": file.get("runs")}).values():
+        yield from job["steps"]
+
+
+def inputs(path: Any) -> dict[str, Any]:
+    found: dict[str, Any] = load(path)[True]["workflow_call"]["inputs"]  # YAML 1.1 reads the key `on` as true
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_each_step_calls_a_script_or_a_fixed_action(path: Any) -> None:
+    found = list(steps(path))
+    assert found
+    for step in found:
+        assert ("run" in step) != ("uses" in step)
+        if "uses" in step:
+            if step["uses"].startswith("./"):
+                folder = ROOT / step["uses"].removeprefix("./").removeprefix(".xamp/")
+                assert (folder / "action.yml").is_file()
+            else:
+                assert _PINNED.fullmatch(step["uses"]), step["uses"]
+            continue
+        # A command of the other project's is handed on as one word.
+        match = _CALL.fullmatch(step["run"].replace(' -- bash -c "$COMMAND"', ' "$COMMAND"'))
+        assert match, step["run"]
+        script = ROOT / match["script"]
+        assert script.is_file()
+        assert script.suffix == ".py" or os.access(script, os.X_OK)
+        variables = set(re.findall(r"\$(\w+)", step["run"]))
+        assert variables <= set(step["env"]), step["run"]
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_versions_of_actions_are_named_beside_their_commits(path: Any) -> None:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if "uses:" in line and "@" in line:
+            assert re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_expressions_only_look_something_up(path: Any) -> None:
+    allowed = re.compile(r"(\w+(\.[\w-]+)+|fromJSON\(needs(\.\w+)+\)|!cancelled\(\))")
+    for expression in _EXPRESSION.findall(path.read_text(encoding="utf-8")):
+        assert allowed.fullmatch(expression.strip()), expression
+        assert not expression.strip().startswith("secrets."), expression
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, **ids)
+def test_a_job_may_only_read_and_ends(path: Any) -> None:
+    file = load(path)
+    assert file["permissions"] == {"contents": "read"}
+    for job in file["jobs"].values():
+        assert "permissions" not in job
+        assert job["timeout-minutes"] > 0
+        assert job["runs-on"] in ("ubuntu-latest", "${{ matrix.runner }}")
+
+
+def test_all_jobs_come_from_the_data() -> None:
+    file = load(ROOT / ".github" / "workflows" / "ci.yml")
+    assert set(file["jobs"]) == {"plan", "job", "device"}
+    for name in ("job", "device"):
+        include = file["jobs"][name]["strategy"]["matrix"]
+        assert include == {"include": f"${{{{ fromJSON(needs.plan.outputs.{name}s) }}}}"}
+        assert file["jobs"][name]["strategy"]["fail-fast"] is False
+    assert set(file["jobs"]["plan"]["outputs"]) == {"jobs", "devices"}
+
+
+@pytest.mark.parametrize("path", FILES, **ids)
+def test_what_the_matrix_gives_is_what_jobs_take(path: Any) -> None:
+    from ci import devices_matrix
+    from ci.devices import DATA
+
+    text = path.read_text(encoding="utf-8")
+    given = {key for rows in devices_matrix.plan(DATA, {}).values() for row in rows for key in row}
+    assert set(re.findall(r"matrix\.(\w+)", text)) <= given
+    known = inputs(path) if "workflow_call" in text else load(path).get("inputs", {})
+    assert set(re.findall(r"\{ inputs\.(\w+)", text)) == set(known)
+
+
+def test_the_example_of_the_page_fits_the_workflow() -> None:
+    page = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (job,) = blocks[0]["jobs"].values()
+    taken = inputs(ROOT / ".github" / "workflows" / "xamp-matrix.yml")
+    assert "/.github/workflows/xamp-matrix.yml@" in job["uses"]
+    assert set(job["with"]) <= set(taken)
+    assert {name for name, one in taken.items() if one.get("required")} <= set(job["with"])
+    told = page.partition("| input | |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", told)) >= set(taken)
+    action = load(ROOT / ".github" / "actions" / "xamp-npu" / "action.yml")
+    assert set(blocks[1][0]["with"]) <= set(action["inputs"])
