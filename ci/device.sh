@@ -40,6 +40,8 @@ if [ -n "${XAMP_TORCH:-}" ] && [ "${XAMP_NO_VENV:-0}" != 1 ]; then
 fi
 use_env test
 if [ -n "${XAMP_REQUIREMENTS:-}" ]; then
+    [ "${XAMP_NO_VENV:-0}" != 1 ] ||
+        die "XAMP_NO_VENV=1 installs nothing: leave XAMP_REQUIREMENTS=$XAMP_REQUIREMENTS away, and install it yourself"
     cd -- "$here"
     say "installing $XAMP_REQUIREMENTS; torch stays"
     torch=$(torch_of "$py") || die "there is no torch for $py"
