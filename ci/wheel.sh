@@ -43,10 +43,11 @@ assert here == held, sorted(here ^ held)
 print("xamp", xamp.__version__, "imports, and has the files of the wheel")
 END
 
-# fresh_venv NAME: makes an environment with nothing but the wheel.
+# fresh_venv NAME: makes an environment with nothing but the wheel. Where XAMP_NO_VENV=1 puts the checkout on the path, pip
+# would take that for an installed xamp.
 fresh_venv() {
     "$py" -m venv "$work/$1"
-    "$work/$1/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --no-index "$wheel"
+    "$work/$1/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --no-index --ignore-installed "$wheel"
 }
 
 # The environment sees all packages of $py except the checkout: Python searches a folder named in a .pth file last, and
