@@ -130,7 +130,7 @@ def _read(path: Path) -> tuple[tuple[Device, ...], tuple[Job, ...]]:
         _check_device(device)
     for job in jobs:
         _check_job(job)
-    names = [row.name for row in (*devices, *jobs)]
+    names = [row.name for row in devices] + [row.name for row in jobs]
     for name in names:
         if names.count(name) > 1:
             raise RowError(f"name = {name!r}: {names.count(name)} rows have this name; give each one of its own")
@@ -225,13 +225,19 @@ def _check(right: object, row: Device | Job, key: str, value: object, what: str)
         raise RowError(f"row {row.name}: {key} = {value!r}: it must be {what}")
 
 
+def every(path: Path | str = DATA) -> list[Device | Job]:
+    """All rows: the devices, then the jobs."""
+    devices, jobs = _read(Path(path))
+    return [*devices, *jobs]
+
+
 def find(name: str, path: Path | str = DATA) -> Device | Job:
     """The device or job of that name.
 
     Raises:
         DevicesError: there is none; the message lists them.
     """
-    rows = {row.name: row for row in (*read(path), *read_jobs(path))}
+    rows = {row.name: row for row in every(path)}
     if name not in rows:
         raise DevicesError(f"{name!r} is no device or job of {Path(path).name}: there are {', '.join(rows)}")
     return rows[name]
@@ -239,8 +245,7 @@ def find(name: str, path: Path | str = DATA) -> Device | Job:
 
 def _names(path: Path) -> str:
     """A line for each device and job: its name and title."""
-    rows = [*read(path), *read_jobs(path)]
-    return "\n".join(f"{row.name:14} {row.title}{_how(row)}" for row in rows)
+    return "\n".join(f"{row.name:14} {row.title}{_how(row)}" for row in every(path))
 
 
 def _how(row: Device | Job) -> str:
