@@ -26,5 +26,7 @@ say "docs/libraries.md, docs/levels.md"
 "$py" ci/libraries_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
+say "docs/report.md and docs/report.html"
+"$py" ci/report.py --check
 say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"
 "$py" ci/devices.py pages --check
