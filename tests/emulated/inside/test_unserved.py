@@ -47,9 +47,7 @@ UNSERVED: dict[str, Callable[[], object]] = {
     "npu::npu_swiglu": lambda: torch.ops.npu.npu_swiglu(torch.ones(2, 4, device="npu")),
     "npu::npu_mish": lambda: torch.ops.npu.npu_mish(torch.ones(2, device="npu")),
     # It draws random numbers, for its dropout.
-    "npu::npu_fusion_attention": lambda: torch.ops.npu.npu_fusion_attention(
-        *[torch.ones(1, 1, 4, 8, device="npu")] * 3, 1, "BNSD"
-    ),
+    "npu::_npu_dropout": lambda: torch.ops.npu._npu_dropout(torch.ones(4, device="npu"), 0.5),
 }
 
 
