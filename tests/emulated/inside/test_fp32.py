@@ -39,14 +39,18 @@ CONVOLVED: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    yield
+def set_defaults() -> None:
     npu.conv.allow_hf32, npu.matmul.allow_hf32 = True, False
-    npu.matmul.cube_math_type = KINDS.KEEP_DTYPE
     old = npu.get_soc_version() < 220
     npu.set_option({"ACL_PRECISION_MODE": "allow_fp32_to_fp16" if old else "must_keep_origin_dtype"})
     sys.modules["torch_npu"]._C._npu_setOption({"CUBE_MATH_TYPE": ""})
+
+
+@pytest.fixture(autouse=True)
+def _as_a_card_starts() -> Iterator[None]:
+    set_defaults()
+    yield
+    set_defaults()
 
 
 def in_float16(t: torch.Tensor) -> torch.Tensor:
