@@ -4,8 +4,9 @@
  * Host memory serves as device memory. Work is done when a call returns, so a stream is only a name and an event only
  * a time. It computes nothing: Python kernels compute the operators. A call that would launch one here is refused.
  *
- * All functions are in this one library, because the current device must exist only once. Two environment variables
- * describe the machine: XAMP_EMULATED_SOC names the chip, XAMP_EMULATED_DEVICES gives the number of cards.
+ * All functions are in this one library, because the current device must exist only once. Three environment variables
+ * describe the machine: XAMP_EMULATED_SOC names the chip, XAMP_EMULATED_DEVICES gives the number of cards, and
+ * XAMP_EMULATED_MEMORY the GiB of each.
  */
 
 #define _GNU_SOURCE
@@ -25,6 +26,7 @@ enum {
     ERROR_NO_CONTEXT = 107002,
     ERROR_NOT_SERVED = 207000,
     ERROR_OUT_OF_MEMORY = 207001,
+    ERROR_VECTOR_CORE = 507035,
     EVENT_COMPLETE = 1,
     MAX_DEVICES = 64,
     MAX_OPTIONS = 64,
@@ -32,7 +34,11 @@ enum {
     SPARE_BYTES = 32 /* what torch_npu expects beyond the end of a buffer; its last word says which device's it is */
 };
 
-static const size_t DEVICE_BYTES = (size_t)64 << 30;
+static size_t device_bytes(void) {
+    const char *text = getenv("XAMP_EMULATED_MEMORY"); /* GiB */
+    size_t gib = text ? (size_t)strtoul(text, NULL, 10) : 0;
+    return (gib ? gib : 64) << 30;
+}
 
 /* ---- errors ---- */
 
@@ -61,6 +67,7 @@ typedef struct {
     int index;
     atomic_int used;
     atomic_size_t allocated;
+    atomic_int fault; /* of a kernel that has run since; told to whoever waits for the device */
 } Device;
 
 static Device devices[MAX_DEVICES];
@@ -174,7 +181,7 @@ static int32_t *owner(void *pointer) { return (int32_t *)((char *)pointer + mall
 static int allocate(void **pointer, size_t bytes) {
     size_t whole = (bytes + SPARE_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     Device *device = &devices[this_device()];
-    if (atomic_load(&device->allocated) + whole > DEVICE_BYTES || !(*pointer = aligned_alloc(ALIGNMENT, whole)))
+    if (atomic_load(&device->allocated) + whole > device_bytes() || !(*pointer = aligned_alloc(ALIGNMENT, whole)))
         return fail(ERROR_OUT_OF_MEMORY, "out of device memory", "");
     atomic_fetch_add(&device->allocated, malloc_usable_size(*pointer));
     *owner(*pointer) = this_device();
@@ -232,8 +239,8 @@ int aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t bytes, voi
 
 int aclrtGetMemInfo(int what, size_t *unused, size_t *total) {
     (void)what;
-    *total = DEVICE_BYTES;
-    *unused = DEVICE_BYTES - atomic_load(&devices[this_device()].allocated);
+    *total = device_bytes();
+    *unused = device_bytes() - atomic_load(&devices[this_device()].allocated);
     return SUCCESS;
 }
 
@@ -363,6 +370,23 @@ int aclrtGetSysParamOpt(int option, int64_t *value) {
 
 int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
 
+/* ---- waiting: all is done already, but a fault of a kernel is told only here ---- */
+
+void xamp_emulated_fail_later(int device) {
+    if (device >= 0 && device < MAX_DEVICES) atomic_store(&devices[device].fault, 1);
+}
+
+static int wait_for_device(void) {
+    int device = current_device < 0 ? 0 : current_device;
+    if (!atomic_exchange(&devices[device].fault, 0)) return SUCCESS;
+    return fail(ERROR_VECTOR_CORE, "The vector core execution is abnormal: an index is out of range", "");
+}
+
+int aclrtSynchronizeDevice(void) { return wait_for_device(); }
+int aclrtSynchronizeDeviceWithTimeout(void) { return wait_for_device(); }
+int aclrtSynchronizeStream(void) { return wait_for_device(); }
+int aclrtSynchronizeStreamWithTimeout(void) { return wait_for_device(); }
+
 /* ---- what has nothing to do here ---- */
 
 /* Calls that are right as soon as they return: nothing is ever pending, and kernels are not compiled. */
@@ -373,10 +397,6 @@ DONE(aclInit)
 DONE(aclFinalize)
 DONE(aclrtResetDevice)
 DONE(aclrtDeviceEnablePeerAccess)
-DONE(aclrtSynchronizeDevice)
-DONE(aclrtSynchronizeDeviceWithTimeout)
-DONE(aclrtSynchronizeStream)
-DONE(aclrtSynchronizeStreamWithTimeout)
 DONE(aclrtSynchronizeEvent)
 DONE(aclrtStreamWaitEvent)
 DONE(aclrtResetEvent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, products, sparse, strided
+from xamp.backends.npu.emulation import arithmetic, limits, products, sparse, strided
 from xamp.backends.npu.emulation.strided import CPU, dense
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
@@ -95,6 +95,8 @@ class Crossing:
             if value.dim() and not self.lenient:
                 self._mixed("cpu" if self.index >= 0 else None, value)
             return value
+        if value.dim() > limits.MAX_DIMENSIONS:
+            limits.refuse_dimensions(self.name)
         if index != self.index:
             if self.index < 0:
                 self.index = index

@@ -21,6 +21,8 @@ from xamp.backends.npu.emulation import (
     arithmetic,
     attention,
     deviations,
+    late,
+    limits,
     missing_kernels,
     norms,
     private,
@@ -50,6 +52,14 @@ _LENIENT = frozenset(
     f"aten::{name}"
     for name in ("index.Tensor", "index_put", "index_put_", "_index_put_impl_", "_ctc_loss", "_ctc_loss_backward")
 )
+# In these the host may wait for the card.
+_WAITS = (
+    "aten::copy_",
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::_to_copy",
+    "aten::_local_scalar_dense",
+)
 _COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
@@ -68,11 +78,11 @@ def install() -> None:
         if operator is None or _stays(operator):
             continue
         if name in by_hand:
-            _put(name, by_hand[name])
+            _put(name, _strict(operator, by_hand[name]))
         elif has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator))
         elif any(has(name, key) for key in _COMPUTED):
-            kernel = generic(operator)
+            kernel = _strict(operator, generic(operator))
             _put(name, randoms.seeded(operator, kernel) if randoms.draws(operator) else kernel)
         else:
             _put(name, refusal(name))
@@ -107,12 +117,19 @@ def _operator(name: str) -> torch._ops.OpOverload | None:
     return getattr(packet, overload or "default", None)
 
 
+def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, which under ``--strict`` tells errors of indices late."""
+    if not limits.STRICT:
+        return kernel
+    return late.waiting(kernel) if operator.name() in _WAITS else late.told_late(operator, kernel)
+
+
 def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
     namespace, _, rest = name.partition("::")
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    library.impl(rest, deviations.apply(name, kernel), key, allow_override=True)
+    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, allow_override=True)
 
 
 def _stays(operator: torch._ops.OpOverload) -> bool:

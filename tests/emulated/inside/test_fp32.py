@@ -83,7 +83,9 @@ def check(
             wanted = added.double() + without(*(rounded(each).double() for each in operands))
         else:
             wanted = operation(*(rounded(each).double() for each in operands))
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            found.double(), wanted, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
         if rounded is not as_it_is:
             assert float((found.double() - exact).abs().max()) > 3e-4, name
 
