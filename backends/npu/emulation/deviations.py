@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVIATIONS", "Deviation", "apply", "formats", "has_private", "is_private"]
+__all__ = ["DEVIATIONS", "Deviation", "apply", "are_plain", "formats", "has_private", "is_private"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,11 @@ def _without_formats(name: str, kernel: Callable[..., Any]) -> Callable[..., Any
 def _tensors(argument: Any) -> list[torch.Tensor]:
     several = argument if isinstance(argument, (list, tuple)) else [argument]
     return [each for each in several if isinstance(each, torch.Tensor)]
+
+
+def are_plain(*found: int) -> bool:
+    """Whether these formats all lay a tensor out as torch does."""
+    return _PLAIN_FORMATS.issuperset(found)
 
 
 def has_private() -> bool:

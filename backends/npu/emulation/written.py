@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,9 @@ def _to_copy(
     """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
+    if dtype is torch.float64 and device is layout is None and tensor.dtype is not dtype and tensor.get_device() >= 0:
+        dtype = torch.float32  # as torch_npu does, with its warning; a copy from the host may be float64
+        _warn_of_double()
     device = tensor.device if device is None else device
     with aside():
         source = _read(tensor)
@@ -75,6 +80,11 @@ def _to_copy(
         written.copy_(source)
         arithmetic.settle(written, index, arithmetic.Sources(source))
         return made
+
+
+@functools.cache
+def _warn_of_double() -> None:
+    warnings.warn("Device do not support double dtype now, dtype cast replace with float. (emulated)", stacklevel=2)
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:

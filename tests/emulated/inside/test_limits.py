@@ -58,6 +58,30 @@ def test_a_card_has_the_memory_of_its_chip(chip: Chip) -> None:
         torch.empty(int(gib + 1) << 30, dtype=torch.uint8, device=NPU)
 
 
+@pytest.mark.filterwarnings("ignore:Device do not support double")
+def test_a_cast_to_float64_gives_float32_and_a_copy_of_float64_stays() -> None:
+    x = ones(3, dtype=torch.float32)
+    assert x.double().dtype == x.to(torch.float64).dtype == torch.float32
+    assert torch.ones(3, dtype=torch.float64).to(NPU).dtype == torch.float64
+    assert x.double().cpu().dtype == torch.float32
+
+
+def test_a_cast_between_usual_formats_changes_the_record_only() -> None:
+    x = ones(2, 2, dtype=torch.float32)
+    for wanted in (0, 1, 2):
+        made = torch.ops.npu.npu_format_cast(x, wanted)
+        assert torch.ops.npu.get_npu_format(made) == wanted
+        assert made.data_ptr() == x.data_ptr()
+        assert torch.equal(made.cpu(), torch.ones(2, 2))
+
+
+def test_a_storage_that_was_made_smaller_can_be_read() -> None:
+    x = torch.arange(16.0).to(NPU)
+    x.untyped_storage().resize_(16)
+    assert x.clone()[:4].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert x.untyped_storage().nbytes() == 16
+
+
 def test_every_limit_has_a_source_and_every_list_a_dtype() -> None:
     assert all(row.what and row.source for row in limits.LIMITS)
     assert len(DOCUMENTED) > 150

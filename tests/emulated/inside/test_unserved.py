@@ -14,7 +14,7 @@ ON_MEMORY = (
     " set_.source_Tensor squeeze squeeze.dim unfold unsqueeze view view_as_complex view_as_real"
 )
 STAY = {f"aten::{name}" for name in ON_MEMORY.split()}
-STAY |= {"npu::get_npu_format", "npu::get_storage_size", "npu::set_op_timeout_ms"}
+STAY |= {"npu::_npu_format_cast.input_dtype", "npu::get_npu_format", "npu::get_storage_size", "npu::set_op_timeout_ms"}
 
 
 def is_operator(name: str) -> bool:
