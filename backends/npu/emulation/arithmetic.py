@@ -17,7 +17,7 @@ import torch
 
 from xamp.backends.npu import chips
 
-__all__ = ["CHIP", "FIRST_A2", "SATURATES", "WATCHED", "Sources", "clear", "moves", "raised", "settle"]
+__all__ = ["CHIP", "FIRST_A2", "SATURATES", "WATCHED", "Sources", "clear", "decide", "moves", "raised", "settle"]
 
 _LARGEST = 65504.0
 FIRST_A2 = 220
@@ -38,6 +38,15 @@ def _saturates(chip: chips.Chip) -> bool:
 CHIP = _chip()
 SATURATES = _saturates(CHIP)
 WATCHED = SATURATES or not CHIP.bf16
+
+
+
+def decide() -> None:
+    """Read the environment again: torch_npu does when the device starts, and a script may set it until then."""
+    global SATURATES, WATCHED
+    SATURATES = _saturates(CHIP)
+    WATCHED = SATURATES or not CHIP.bf16
+
 
 _flags: set[int] = set()
 

@@ -214,6 +214,17 @@ int aclrtFreeHost(void *pointer) {
     return SUCCESS;
 }
 
+int aclrtHostRegister(void *pointer, uint64_t bytes, int kind, void **on_device) {
+    (void)bytes, (void)kind;
+    *on_device = pointer;
+    return SUCCESS;
+}
+
+int aclrtHostUnregister(void *pointer) {
+    (void)pointer;
+    return SUCCESS;
+}
+
 int aclrtMemcpy(void *target, size_t room, const void *source, size_t bytes, int kind) {
     (void)kind;
     if (bytes > room) return fail(ERROR_INVALID_PARAM, "a copy is larger than its target", "");
@@ -241,6 +252,61 @@ int aclrtGetMemInfo(int what, size_t *unused, size_t *total) {
     (void)what;
     *total = device_bytes();
     *unused = device_bytes() - atomic_load(&devices[this_device()].allocated);
+    return SUCCESS;
+}
+
+/* How busy each part of the card is, in percent: nothing is pending here, so nothing is. */
+typedef struct {
+    int32_t cube, vector, aicpu, memory;
+    void *more;
+} Utilization;
+
+int aclrtGetDeviceUtilizationRate(int32_t device, Utilization *rate) {
+    if (device < 0 || device >= device_count()) return fail(ERROR_INVALID_DEVICE, "Invalid device ID.", "");
+    memset(rate, 0, sizeof *rate);
+    return SUCCESS;
+}
+
+/* ---- one process that drives several cards: what nn.DataParallel asks of HCCL ---- */
+
+typedef struct {
+    const void *root; /* the root's buffer of the broadcast in progress: the root's call is the first */
+} Together;
+
+typedef struct {
+    Together *together;
+    uint32_t rank;
+} Communicator;
+
+/* The groups live as long as the process: torch_npu keeps them too. */
+int HcclCommInitAll(uint32_t count, int32_t *cards, void **made) {
+    Together *together = calloc(1, sizeof *together);
+    (void)cards;
+    for (uint32_t rank = 0; together && rank < count; rank++) {
+        Communicator *each = calloc(1, sizeof *each);
+        if (!each) return fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+        *each = (Communicator){together, rank};
+        made[rank] = each;
+    }
+    return together ? SUCCESS : fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+}
+
+int HcclCommDestroy(void *communicator) {
+    free(communicator);
+    return SUCCESS;
+}
+
+int HcclBroadcast(void *buffer, uint64_t count, int type, uint32_t root, void *communicator, void *stream) {
+    static const uint8_t sizes[] = {1, 2, 4, 2, 4, 8, 8, 1, 2, 4, 8, 2}; /* of HCCL's data types, int8 to bfloat16 */
+    Communicator *own = communicator;
+    (void)stream;
+    if (type < 0 || type >= (int)sizeof sizes) return fail(ERROR_INVALID_PARAM, "unknown data type", "");
+    if (own->rank == root)
+        own->together->root = buffer;
+    else if (own->together->root)
+        memmove(buffer, own->together->root, count * sizes[type]);
+    else
+        return refuse("a broadcast that the root does not begin");
     return SUCCESS;
 }
 

@@ -175,7 +175,7 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     ]
     returned = [_returned_argument(schema, result) for result in schema.returns]
     many = len(returned) != 1
-    watched = arithmetic.WATCHED and not arithmetic.moves(name)
+    watched = not arithmetic.moves(name)
     narrow = products.narrowing(name)
     # What such an operator makes anew may come of what it writes to; batch_norm's schema does not tell what it writes.
     makes_beside = "batch_norm" in name or (bool(written_at) and None in returned)
@@ -185,7 +185,7 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             crossing = Crossing(name, lenient)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}
-            sources = arithmetic.Sources(values, named.copy()) if watched else None
+            sources = arithmetic.Sources(values, named.copy()) if watched and arithmetic.WATCHED else None
             for key in outs:
                 named[key] = _fresh(crossing, kwargs[key])
             index = crossing.index

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from xamp.backends.npu.emulation import arithmetic
-from xamp.backends.npu.emulation.crossing import CPU, aside, computed, dense, give, over
+from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
 
 __all__ = ["ADDED", "KERNELS"]
 
@@ -222,8 +222,21 @@ def _with_indices(name: str, position: int) -> Callable[..., Any]:
     return loss
 
 
+_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
+
+
 def _unscale(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
     """On a chip that saturates the flag decides; after an overflow the gradients stay scaled."""
+    if not arithmetic.SATURATES:
+        with aside():
+            crossing = Crossing(_UNSCALE)
+            _aten._amp_foreach_non_finite_check_and_unscale_(*map(crossing.over, (grads, found, inverse)))
+        return
+    for name, scalar in (("inv_scale", inverse), ("found_inf", found)):
+        if scalar.numel() != 1 or scalar.get_device() < 0:
+            raise RuntimeError(f"{name} must be a 1-element NPU tensor (emulated Ascend, {_UNSCALE})")
+    if len({grad.dtype for grad in grads}) > 1:
+        raise RuntimeError(f"all tensors must have the same dtype (emulated Ascend, {_UNSCALE})")
     if not grads:
         return
     index = grads[0].get_device()
@@ -259,8 +272,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::nll_loss2d_backward": _with_indices("nll_loss2d_backward", 2),
 }
 KERNELS.update({name: computed(name, function) for name, function in _COMPUTED.items()})
-if arithmetic.SATURATES:
-    KERNELS["aten::_amp_foreach_non_finite_check_and_unscale_"] = _unscale
+KERNELS[_UNSCALE] = _unscale
 
 # Operators that torch_npu does not register, because its own kernels call another form of them.
 ADDED: dict[str, Callable[..., Any]] = {
