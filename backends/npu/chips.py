@@ -47,8 +47,8 @@ def _family(family: str, numbers: dict[str, int], *, bf16: bool, saturates: bool
 
 
 _FIRST_A2 = 220
-# Atlas 300T and 800 (9000): 32; Atlas 300I Pro: 24; Atlas 200T A2 Box16, Atlas 800T A2, 900 A2: 64; 910B4: 32; Atlas A3:
-# 64 for each of a card's two dies, which are two devices.
+# Atlas 300T and 800 (9000): 32; Atlas 300I Pro: 24; Atlas 200T A2 Box16, Atlas 800T A2, 900 A2: 64; 910B4: 32. Atlas A3
+# has 64 for each of a card's two dies, which are two devices.
 _MEMORY = {
     **dict.fromkeys(("Ascend910PremiumA", "Ascend910ProA", "Ascend910A", "Ascend910ProB", "Ascend910B"), 32),
     "Ascend310P3": 24,

@@ -111,9 +111,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
 
 def _emulated(device_type: str) -> str:
     """How to ask an emulation of the device, if a backend has one; empty otherwise."""
-    names = [
-        name for spec in REGISTRY.specs() if device_type in spec.device_types for name, _ in spec.emulations
-    ]
+    names = [name for spec in REGISTRY.specs() if device_type in spec.device_types for name, _ in spec.emulations]
     return f"; or ask an emulated one: xamp emulate {names[0]} -- xamp policy show {device_type}" if names else ""
 
 

@@ -235,8 +235,8 @@ def _tell_kept_scale(engine: Engine, saved: Saved) -> None:
         return
     here = ", ".join(str(float(scaler.scale)) for scaler in engine.scalers)
     say(
-        "load_state_dict: the state's loss scale of %s is static and was not loaded; this session's is dynamic and stays "
-        "%s. To go on with the static one: initialize(loss_scale=%s)",
+        "load_state_dict: the state's loss scale of %s is static and was not loaded; this session's is dynamic and "
+        "stays %s. To go on with the static one: initialize(loss_scale=%s)",
         static[0],
         here,
         static[0],

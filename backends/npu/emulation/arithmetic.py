@@ -40,7 +40,6 @@ SATURATES = _saturates(CHIP)
 WATCHED = SATURATES or not CHIP.bf16
 
 
-
 def decide() -> None:
     """Read the environment again: torch_npu does when the device starts, and a script may set it until then."""
     global SATURATES, WATCHED
@@ -133,9 +132,14 @@ def settle(made: Any, index: int, sources: Sources | None = None) -> None:
             raise RuntimeError(f"not implemented for DT_BFLOAT16 on {CHIP.name} (emulated)")
         if SATURATES and made.dtype is torch.float16 and made.layout is torch.strided:
             _saturate(made, index, sources)
-        elif SATURATES and made.dtype is torch.float32 and made.layout is torch.strided:
-            if not _is_finite(made) and (sources is None or sources.finite()):
-                _flags.add(index)
+        elif (
+            SATURATES
+            and made.dtype is torch.float32
+            and made.layout is torch.strided
+            and not _is_finite(made)
+            and (sources is None or sources.finite())
+        ):
+            _flags.add(index)
     elif isinstance(made, (list, tuple)):
         for each in made:
             settle(each, index, sources)

@@ -11,6 +11,7 @@
 
 #define _GNU_SOURCE
 #include <malloc.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -214,17 +215,6 @@ int aclrtFreeHost(void *pointer) {
     return SUCCESS;
 }
 
-int aclrtHostRegister(void *pointer, uint64_t bytes, int kind, void **on_device) {
-    (void)bytes, (void)kind;
-    *on_device = pointer;
-    return SUCCESS;
-}
-
-int aclrtHostUnregister(void *pointer) {
-    (void)pointer;
-    return SUCCESS;
-}
-
 int aclrtMemcpy(void *target, size_t room, const void *source, size_t bytes, int kind) {
     (void)kind;
     if (bytes > room) return fail(ERROR_INVALID_PARAM, "a copy is larger than its target", "");
@@ -269,8 +259,12 @@ int aclrtGetDeviceUtilizationRate(int32_t device, Utilization *rate) {
 
 /* ---- one process that drives several cards: what nn.DataParallel asks of HCCL ---- */
 
+/* torch_npu calls a broadcast once for each card, each call in a thread of its own. */
 typedef struct {
-    const void *root; /* the root's buffer of the broadcast in progress: the root's call is the first */
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    const void *root; /* the root's buffer, while a broadcast is in progress */
+    uint32_t count, copied;
 } Together;
 
 typedef struct {
@@ -282,6 +276,11 @@ typedef struct {
 int HcclCommInitAll(uint32_t count, int32_t *cards, void **made) {
     Together *together = calloc(1, sizeof *together);
     (void)cards;
+    if (together) {
+        pthread_mutex_init(&together->lock, NULL);
+        pthread_cond_init(&together->changed, NULL);
+        together->count = count;
+    }
     for (uint32_t rank = 0; together && rank < count; rank++) {
         Communicator *each = calloc(1, sizeof *each);
         if (!each) return fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
@@ -301,12 +300,21 @@ int HcclBroadcast(void *buffer, uint64_t count, int type, uint32_t root, void *c
     Communicator *own = communicator;
     (void)stream;
     if (type < 0 || type >= (int)sizeof sizes) return fail(ERROR_INVALID_PARAM, "unknown data type", "");
-    if (own->rank == root)
-        own->together->root = buffer;
-    else if (own->together->root)
-        memmove(buffer, own->together->root, count * sizes[type]);
-    else
-        return refuse("a broadcast that the root does not begin");
+    Together *together = own->together;
+    pthread_mutex_lock(&together->lock);
+    if (own->rank == root) {
+        together->root = buffer;
+        pthread_cond_broadcast(&together->changed);
+        while (together->copied + 1 < together->count) pthread_cond_wait(&together->changed, &together->lock);
+        together->root = NULL;
+        together->copied = 0;
+    } else {
+        while (!together->root) pthread_cond_wait(&together->changed, &together->lock);
+        memmove(buffer, together->root, count * sizes[type]);
+        together->copied++;
+        pthread_cond_broadcast(&together->changed);
+    }
+    pthread_mutex_unlock(&together->lock);
     return SUCCESS;
 }
 

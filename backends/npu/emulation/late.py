@@ -1,7 +1,7 @@
-"""Errors that a card tells late: its kernels run after the call has returned, so an index out of range shows afterwards.
+"""Errors that a card tells late: its kernels run after the call has returned, so a wrong index shows afterwards.
 
-The card tells of it where the host waits: reading a number, copying to the host, ``synchronize``. The result of the call
-is then whatever the memory held, and everything computed from it too.
+The card tells of it where the host waits: reading a number, copying to the host, ``synchronize``. The result of the
+call is then whatever the memory held, and everything computed from it too.
 """
 
 from __future__ import annotations

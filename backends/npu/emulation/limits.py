@@ -128,8 +128,8 @@ def _first_tensor(values: Any) -> torch.Tensor | None:
 def _refusal(name: str, dtype: torch.dtype, allowed: frozenset[torch.dtype]) -> str:
     listed = ",".join(sorted(_named(each) for each in allowed))
     return (
-        f"{name}: error code is 161002, AclNN_Parameter_Error(EZ1001): Tensor self not implemented for {_named(dtype)}, "
-        f"should be in dtype support list [{listed}]. (emulated {arithmetic.CHIP.name})"
+        f"{name}: error code is 161002, AclNN_Parameter_Error(EZ1001): Tensor self not implemented for {_named(dtype)},"
+        f" should be in dtype support list [{listed}]. (emulated {arithmetic.CHIP.name})"
     )
 
 

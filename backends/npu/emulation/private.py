@@ -38,7 +38,7 @@ def _format_cast(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, *
     if before == wanted:
         return tensor
     if deviations.are_plain(before, wanted):  # only the record changes, of this very tensor
-        # The only form of the operator that is still torch_npu's own. It computes nothing and takes no notice of dtypes.
+        # The only form of the operator that is still torch_npu's own. It computes nothing and ignores the dtypes.
         relabelled: torch.Tensor = _npu._npu_format_cast.input_dtype(tensor, wanted, 0, 0)
         return relabelled
     options = {"dtype": tensor.dtype, "layout": tensor.layout, "device": tensor.device}

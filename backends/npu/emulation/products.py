@@ -48,7 +48,7 @@ def narrowing(name: str) -> Narrow | None:
     It takes the operator's arguments, on the CPU, and the index of the card.
     """
     row = PRODUCTS.get(name.partition(".")[0])
-    if row is None or name.endswith(".dtype") or name.endswith(".dtype_out"):
+    if row is None or name.endswith((".dtype", ".dtype_out")):
         return None
     kind, operands = row
 
