@@ -83,7 +83,7 @@ def _format_refusal(optimizer: Any) -> str:
 def _steps_lists(group: Mapping[str, Any], params: list[torch.Tensor]) -> bool:
     if group.get("foreach") is not None or group.get("fused") or "foreach" not in group:
         return bool(group.get("foreach") or group.get("fused"))
-    choose: Any = torch.optim.optimizer._default_to_fused_or_foreach  # type: ignore[attr-defined]
+    choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
     return bool(choose(params, bool(group.get("differentiable")), use_fused=False)[1])
 
 
