@@ -7,6 +7,7 @@ its parameter, so the states of model, optimizer and session can be loaded in an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,7 @@ def load(engine: Engine, saved_state: object) -> None:
     engine.prepare_checkpoint()
     saved = formats.read(f"{_CALL}(state)", saved_state)
     moving = _moving_scales(engine, saved)
+    _tell_kept_scale(engine, saved)
     writes = _plan(engine, saved)
     _tell_missing(engine, writes)
     stats = engine.stats()  # now, because resume() drops the steps that are not counted yet
@@ -224,6 +226,22 @@ def _matched(
             raise CheckpointError(f"{_CALL}(state): {where}[{name!r}]: {problem}. Nothing was loaded.")
         writes.append((param, value))
     return writes
+
+
+def _tell_kept_scale(engine: Engine, saved: Saved) -> None:
+    """Warn where the state has a static loss scale and this session a dynamic one: the scale is not loaded."""
+    static = [scale.scale for scale in saved.scales if scale.dynamic is False]
+    if not static or not engine.policy.dynamic:
+        return
+    here = ", ".join(str(float(scaler.scale)) for scaler in engine.scalers)
+    say(
+        "load_state_dict: the state's loss scale of %s is static and was not loaded; this session's is dynamic and "
+        "stays %s. To go on with the static one: initialize(loss_scale=%s)",
+        static[0],
+        here,
+        static[0],
+        level=logging.WARNING,
+    )
 
 
 def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:

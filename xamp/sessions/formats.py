@@ -18,10 +18,11 @@ from xamp.errors import CheckpointError, PolicyError
 from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
 
-__all__ = ["FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
+__all__ = ["FOREIGN", "FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
 
 SCHEMA = 1
-FORMATS = ("xamp", "torch", "torch_npu")
+FOREIGN = ("torch", "torch_npu")
+FORMATS = ("xamp", *FOREIGN)
 _OURS = {"format", "schema", "level", "dtype", "steps", "scalers", "optimizers", "masters"}
 _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _STATIC_INTERVAL = 2**31 - 1  # the largest int32, because torch's growth tracker is an int32

@@ -287,3 +287,31 @@ def test_a_scalers_state_with_something_wrong(lane: Lane, state: Any, message: s
     with pytest.raises(CheckpointError, match=rf"load_state_dict\(state\): .*{message}.*Nothing was loaded"):
         xamp.load_state_dict(state, run.optimizer)
     assert_same(everything(run), before)
+
+
+@pytest.mark.parametrize("state", ["torch_npu", "xamp"])
+def test_a_static_scale_that_a_dynamic_session_leaves_out_is_told(
+    state: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def session(loss_scale: Any) -> torch.optim.Optimizer:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        xamp.initialize(model, optimizer, "O2", loss_scale=loss_scale, verbosity=0)
+        models.append(model)
+        return optimizer
+
+    models: list[torch.nn.Module] = []
+    saved = xamp.state_dict(session(128.0), format=state)
+    if state == "xamp":
+        saved["masters"] = []
+    with caplog.at_level("WARNING", "xamp"):
+        xamp.load_state_dict(saved, there := session("dynamic"))
+    assert xamp.loss_scale(there) == 65536.0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "loss scale of 128.0 is static and was not loaded" in line
+    assert "stays 65536.0" in line
+    caplog.clear()
+    with caplog.at_level("WARNING", "xamp"):
+        xamp.load_state_dict(saved, session(8.0))
+        xamp.load_state_dict(xamp.state_dict(there), session("dynamic"))
+    assert not caplog.records
