@@ -20,7 +20,7 @@ from xamp.backends.npu import emulation
 A2, OLD = CHIPS
 BOTH = (
     *("test_autocast_oracle", "test_attention", "test_backend", "test_chip", "test_device", "test_doctor"),
-    *("test_faults", "test_fp32", "test_fused", "test_limits", "test_losses"),
+    *("test_faults", "test_formulas", "test_fp32", "test_fused", "test_limits", "test_losses"),
     *("test_apex_rest", "test_own", "test_scaler_oracle", "test_states", "test_training"),
 )
 # One process for each chip: to start it takes longer than most of these files. test_autocast_oracle stands first in it:

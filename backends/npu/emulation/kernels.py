@@ -3,8 +3,8 @@
 An operator gets the first kernel of this list that fits:
 
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
-2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms`` and ``attention``: a
-   kernel written by hand;
+2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas`` and
+   ``attention``: a kernel written by hand;
 3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
 5. all others: a kernel that raises an error with the operator's name.
@@ -21,6 +21,7 @@ from xamp.backends.npu.emulation import (
     arithmetic,
     attention,
     deviations,
+    formulas,
     late,
     limits,
     missing_kernels,
@@ -71,6 +72,7 @@ def install() -> None:
         **missing_kernels.KERNELS,
         **private.KERNELS,
         **norms.KERNELS,
+        **formulas.KERNELS,
         **attention.KERNELS,
     }
     for name in _registered("PrivateUse1"):

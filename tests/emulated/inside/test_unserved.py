@@ -44,8 +44,8 @@ def test_every_kernel_of_torch_npu_is_served_or_raises_or_computes_nothing() -> 
 
 
 UNSERVED: dict[str, Callable[[], object]] = {
-    "npu::npu_swiglu": lambda: torch.ops.npu.npu_swiglu(torch.ones(2, 4, device="npu")),
-    "npu::npu_mish": lambda: torch.ops.npu.npu_mish(torch.ones(2, device="npu")),
+    "npu::npu_giou": lambda: torch.ops.npu.npu_giou(torch.ones(4, 2, device="npu"), torch.ones(4, 2, device="npu")),
+    "npu::npu_iou": lambda: torch.ops.npu.npu_iou(torch.ones(2, 4, device="npu"), torch.ones(2, 4, device="npu")),
     # It draws random numbers, for its dropout.
     "npu::_npu_dropout": lambda: torch.ops.npu._npu_dropout(torch.ones(4, device="npu"), 0.5),
 }
