@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -66,7 +65,7 @@ def call(*words: str, data: Path, cwd: Path, **variables: str) -> subprocess.Com
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-def jobs_of(data: Path, **variables: str) -> list[Mapping[str, Any]]:
+def jobs_of(data: Path, **variables: str) -> list[dict[str, Any]]:
     return devices_matrix.plan(data, variables)["devices"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from ci_scripts import ROOT
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 ACTIONS = sorted((ROOT / ".github" / "actions").glob("*/action.yml"))
 FILES = [*WORKFLOWS, *ACTIONS]
-ids = {"ids": lambda path: path.relative_to(ROOT / ".github").as_posix()}
 
 _CALL = re.compile(
     r"(python3 |\.xamp/|\"\$ACTION/\.\./\.\./\.\./)?"  # from where
@@ -26,24 +26,29 @@ _PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")
 _EXPRESSION = re.compile(r"\$\{\{(.*?)\}\}")
 
 
-def load(path: Any) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+def shown(path: Path) -> str:
+    """What a test is called."""
+    return path.relative_to(ROOT / ".github").as_posix()
+
+
+def load(path: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found
 
 
-def steps(path: Any) -> Iterator[dict[str, Any]]:
+def steps(path: Path) -> Iterator[dict[str, Any]]:
     file = load(path)
     for job in file.get("jobs", {"": file.get("runs")}).values():
         yield from job["steps"]
 
 
-def inputs(path: Any) -> dict[str, Any]:
+def inputs(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = load(path)[True]["workflow_call"]["inputs"]  # YAML 1.1 reads the key `on` as true
     return found
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
-def test_each_step_calls_a_script_or_a_fixed_action(path: Any) -> None:
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_each_step_calls_a_script_or_a_fixed_action(path: Path) -> None:
     found = list(steps(path))
     assert found
     for step in found:
@@ -65,23 +70,23 @@ def test_each_step_calls_a_script_or_a_fixed_action(path: Any) -> None:
         assert variables <= set(step["env"]), step["run"]
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
-def test_versions_of_actions_are_named_beside_their_commits(path: Any) -> None:
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_versions_of_actions_are_named_beside_their_commits(path: Path) -> None:
     for line in path.read_text(encoding="utf-8").splitlines():
         if "uses:" in line and "@" in line:
             assert re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
-def test_expressions_only_look_something_up(path: Any) -> None:
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_expressions_only_look_something_up(path: Path) -> None:
     allowed = re.compile(r"(\w+(\.[\w-]+)+|fromJSON\(needs(\.\w+)+\)|!cancelled\(\))")
     for expression in _EXPRESSION.findall(path.read_text(encoding="utf-8")):
         assert allowed.fullmatch(expression.strip()), expression
         assert not expression.strip().startswith("secrets."), expression
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, **ids)
-def test_a_job_may_only_read_and_ends(path: Any) -> None:
+@pytest.mark.parametrize("path", WORKFLOWS, ids=shown)
+def test_a_job_may_only_read_and_ends(path: Path) -> None:
     file = load(path)
     assert file["permissions"] == {"contents": "read"}
     for job in file["jobs"].values():
@@ -100,8 +105,8 @@ def test_all_jobs_come_from_the_data() -> None:
     assert set(file["jobs"]["plan"]["outputs"]) == {"jobs", "devices"}
 
 
-@pytest.mark.parametrize("path", FILES, **ids)
-def test_what_the_matrix_gives_is_what_jobs_take(path: Any) -> None:
+@pytest.mark.parametrize("path", FILES, ids=shown)
+def test_what_the_matrix_gives_is_what_jobs_take(path: Path) -> None:
     from ci import devices_matrix
     from ci.devices import DATA
 
