@@ -362,3 +362,37 @@ def test_a_block_that_is_interrupted_while_it_closes_keeps_its_gradients(monkeyp
     assert torch.equal(torch.cat([p.grad for p in model.parameters()]), ONES)
     optimizer.step()
     assert counts(optimizer) == (1, 0)
+
+
+# ---------------------------------------------------------------- what is told and passed on
+
+
+def test_an_overflow_is_told_at_verbosity_1_only(caplog: pytest.LogCaptureFixture) -> None:
+    for verbosity in (0, 1):
+        model, optimizer = start(verbosity=verbosity)
+        with caplog.at_level(logging.INFO, logger="xamp"):
+            caplog.clear()
+            iterate(model, optimizer, overflow=True)
+        assert len(caplog.records) == verbosity
+
+
+def test_the_form_of_an_sgd_without_momentum() -> None:
+    """It keeps no state, so the device decides from its first step on."""
+    model = Dot()
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", init_scale=64.0, verbosity=0)
+    found: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(optimizer.param_groups[0]["fused"]))
+    iterate(model, optimizer)
+    assert found == [True]
+
+
+def test_the_users_own_grad_scale_is_passed_on() -> None:
+    """Some set it for gradients that they have scaled themselves."""
+    model, optimizer = start()
+    iterate(model, optimizer)
+    found: list[Any] = []
+    optimizer.grad_scale = torch.full((), 2.0)
+    optimizer.register_step_pre_hook(lambda *_: found.append(optimizer.grad_scale))
+    iterate(model, optimizer)
+    assert [float(scale) for scale in found] == [2.0]
