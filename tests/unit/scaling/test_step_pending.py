@@ -346,6 +346,20 @@ def test_a_half_backward_on_pending_gradients_drops_them(level: str, clears: boo
     assert torch.equal(gradients(optimizer), 2 * ONES)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_pending_gradients_that_were_brought_to_another_scale_keep_it(level: str) -> None:
+    """The body raises before it has touched them, after the entry has multiplied them."""
+    model, optimizer = start(level, num_losses=2)
+    backward(model, optimizer, overflow=True, loss_id=1)  # its scale is 32 now
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer, delay_unscale=True)
+    with pytest.raises(ZeroDivisionError), xamp.scale_loss(model(ONES), optimizer, loss_id=1):
+        raise ZeroDivisionError
+    backward(model, optimizer, 2 * ONES)
+    assert torch.equal(gradients(optimizer), 3 * ONES)
+
+
 def test_dropped_gradients_do_not_count_as_gradients() -> None:
     model, optimizer = start("O1")
     backward(model, optimizer)
