@@ -215,7 +215,8 @@ def test_ctrl_c_ends_it_at_once_and_leaves_no_process(tmp_path: Path) -> None:
         body = f"import os, time\n{first}\n{note}\ntime.sleep(1e6)"
         distribution(tmp_path, f"dist-{name}", f"{name} = p_{name}:SPEC", **{f"p_{name}": body})
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{heed}\nfrom xamp.cli import main; raise SystemExit(main(['doctor', '--timeout', '3600']))"  # so that nothing else ends it
+    # With a limit that nothing reaches, so that nothing else ends it.
+    code = f"{heed}\nfrom xamp.cli import main; raise SystemExit(main(['doctor', '--timeout', '3600']))"
     asking = subprocess.Popen([sys.executable, "-c", code], env=plain_environment(tmp_path), stderr=subprocess.PIPE)
     pids = tmp_path / "pids"
     while asking.poll() is None and (not pids.exists() or len(pids.read_text().split()) < 2):

@@ -396,3 +396,31 @@ def test_the_users_own_grad_scale_is_passed_on() -> None:
     optimizer.register_step_pre_hook(lambda *_: found.append(optimizer.grad_scale))
     iterate(model, optimizer)
     assert [float(scale) for scale in found] == [2.0]
+
+
+class RaisesWhenDone(SGD):
+    """Somebody's optimizer, interrupted between its last parameter and its end."""
+
+    raises = False
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= 0.5 * param.grad
+        if self.raises:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_step_that_moved_something_counts(level: str) -> None:
+    model = Dot()
+    optimizer: Any = RaisesWhenDone(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0)
+    iterate(model, optimizer)
+    optimizer.raises = True
+    with pytest.raises(KeyboardInterrupt):
+        iterate(model, optimizer)
+    assert counts(optimizer) == (2, 0)
+    for param, master in zip(model.parameters(), xamp.master_params(optimizer), strict=True):
+        assert torch.equal(param.detach(), master.detach().to(param.dtype))

@@ -116,7 +116,7 @@ def test_pending_gradients_survive_a_scale_that_is_loaded(level: str) -> None:
 
 def test_an_update_after_a_load_stays_within_the_bounds() -> None:
     """What the host knew of the old scale, far from its bounds, says nothing of the new one."""
-    model, optimizer = start("O1", growth_interval=1, max_loss_scale=2.0**20)
+    model, optimizer = start("O1", growth_interval=1, max_loss_scale=2.0**20, fused=False)
     backward(model, optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -477,7 +477,7 @@ def test_an_interrupt_before_the_scale_has_moved_forgets_the_backward(overflow: 
 
 def test_after_a_forgotten_backward_the_next_is_the_first() -> None:
     """Gradients of a skipped step that nobody cleared are checked again, however many backwards were lost before."""
-    model, optimizer = start("O1", fused=False)
+    model, optimizer = start("O1", fused=False, init_scale=1000.0)  # no power of two: they are put aside
     with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(ONES), optimizer) as scaled:  # noqa: PT012
         scaled.backward()
         interrupt = Once("_amp_update_scale_")
