@@ -463,7 +463,7 @@ def test_an_interrupt_before_the_scale_has_moved_forgets_the_backward(overflow: 
         scaled.backward()
         if overflow:
             model.a.grad[0] = torch.inf
-        interrupt = Once("_amp_update_scale_")
+        interrupt: Any = Once("_amp_update_scale_")
         interrupt.__enter__()
     interrupt.__exit__(None, None, None)
     assert all(p.grad is None for p in model.parameters())
@@ -480,7 +480,7 @@ def test_after_a_forgotten_backward_the_next_is_the_first() -> None:
     model, optimizer = start("O1", fused=False, init_scale=1000.0)  # no power of two: they are put aside
     with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(ONES), optimizer) as scaled:  # noqa: PT012
         scaled.backward()
-        interrupt = Once("_amp_update_scale_")
+        interrupt: Any = Once("_amp_update_scale_")
         interrupt.__enter__()
     interrupt.__exit__(None, None, None)
     for param in model.parameters():
