@@ -41,10 +41,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "ci" / "mutations"
@@ -184,7 +181,7 @@ class Result:
 def _work(mutation: Mutation | None, tests: Sequence[str], stop: bool, limit: int) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
     if mutation is not None:
-        sys.meta_path.insert(0, _Finder(mutation.module, mutation.file, mutation.source()))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder(mutation.module, mutation.file, mutation.source()))
         try:
             importlib.import_module(mutation.module)
         except Exception as error:
