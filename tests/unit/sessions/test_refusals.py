@@ -92,3 +92,14 @@ def test_flags_travel_where_gradients_do_not_tell(
     monkeypatch.setattr(distributed, "share_overflow", lambda flags, group: calls.append(group))
     Wrappers([], None).agree(torch.zeros(1), [], saturates)
     assert len(calls) == shared
+
+
+def test_a_state_is_not_loaded_inside_the_block() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = start(model, "O1")
+    state = xamp.state_dict(optimizer)
+    with (
+        xamp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer),
+        pytest.raises(StateError, match="load_state_dict: inside `with"),
+    ):
+        xamp.load_state_dict(state, optimizer)
