@@ -5,9 +5,14 @@
 #
 # If $PYTHON already has torch (on a GPU or NPU machine), that torch is used; else the pinned one is installed.
 #
+# Where ci/constraints has a lock for this Python and machine (ci/lock.sh makes them), all is installed by it: each file
+# must have one of its hashes. Elsewhere, or where a torch is there that the lock does not name, the versions that the
+# constraints name are installed, without hashes.
+#
 #     PYTHON              the Python to start from (python3)
 #     XAMP_VENV           the folder of the environment (.venv)
 #     XAMP_CONSTRAINTS    the pinned versions to install: ci, or a file; several with commas between them (ci)
+#     XAMP_LOCK=0         install by versions, not by the lock (an index that has other builds of the same releases)
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -92,6 +97,57 @@ has_extras() {
     done
 }
 
+# Prints what the names of locks have for the Python $py, such as cp311-linux-x86_64.
+python_tag() {
+    "$py" -c '
+import platform, sys
+print("cp{}{}-{}-{}".format(*sys.version_info[:2], sys.platform, platform.machine()))'
+}
+
+# Prints the lock for the constraints $1 (NAME,NAME) and the extras $2; fails, and says why, if none suits this Python.
+lock_for() {
+    local lock
+    [ "${XAMP_LOCK:-1}" != 0 ] || return 1
+    lock=ci/constraints/${1//,/-}-$(python_tag).lock
+    if [ ! -f "$lock" ]; then
+        say "there is no lock for this Python (ci/lock.sh makes one): installing by versions, without hashes" >&2
+        return 1
+    fi
+    has_extras "$2" "$(sed -n 's/^# extras: //p' "$lock")" || return 1
+    if ! lock_keeps "$lock"; then
+        say "$lock names other versions of what is there and stays: installing by versions, without hashes" >&2
+        return 1
+    fi
+    printf '%s\n' "$lock"
+}
+
+# Succeeds if the lock $1 names the very versions of torch, and of what it was built against, that $py has already.
+lock_keeps() {
+    "$py" - "$1" <<'END'
+import importlib.metadata
+import re
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", file.read(), re.M))
+for name in ("torch", "torch-npu", "numpy", "scipy"):
+    try:
+        there = importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    if locked.get(name) != there:
+        sys.exit(1)
+END
+}
+
+# Installs what the lock $1 names, pip itself first, then xamp with nothing else.
+install_locked() {
+    local pip=("$py" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"})
+    "${pip[@]}" --require-hashes --requirement <(sed -n '/^pip==/,/[^\\]$/p' "$1") &&
+        "${pip[@]}" --require-hashes --requirement "$1" &&
+        "${pip[@]}" --no-index --no-deps --no-build-isolation --editable .
+}
+
 use_env() {
     local extras=$1 python=${PYTHON:-python3} venv=${XAMP_VENV:-.venv} pins=${XAMP_CONSTRAINTS:-ci}
     cd -- "$root" || exit
@@ -116,19 +172,29 @@ use_env() {
     fi
     "$py" -c '' 2>/dev/null || make_venv "$python" "$venv"
 
-    local state=$venv/xamp-state key
+    local state=$venv/xamp-state key lock=
     key=$("$py" -c '
 import hashlib, sys
 key = hashlib.sha256(repr(sys.argv[1:2] + [sys.version]).encode())
 for path in sys.argv[2:]:
     with open(path, "rb") as file:
         key.update(file.read())
-print(key.hexdigest())' "$root" setup.cfg "${files[@]}" ci/env.sh)
+print(key.hexdigest())' "$root" setup.cfg "${files[@]}" ci/env.sh ci/constraints/*.lock)
     if has_extras "$extras" "$(sed -n "s/^$key //p" "$state/ready" 2>/dev/null)"; then
         say "using $venv, which has xamp[$extras]"
         return
     fi
-    complete_env "$extras" "$venv" "$state" "${files[@]}"
+    if lock=$(lock_for "$pins" "$extras"); then
+        mkdir -p "$state"
+        local quiet=()
+        [ -t 1 ] || quiet=(--quiet)
+        say "installing what $lock names into $venv (the first time this takes minutes)"
+        install_locked "$lock" ||
+            die "pip failed, see above. Where this index has other builds of the same releases, XAMP_LOCK=0 installs them"
+        extras=$(sed -n 's/^# extras: //p' "$lock")
+    else
+        complete_env "$extras" "$venv" "$state" "${files[@]}"
+    fi
     { grep -Fs -- "$key " "$state/ready" || true; } >"$state/ready.new"
     printf '%s\n' "$key $extras" >>"$state/ready.new"
     mv -- "$state/ready.new" "$state/ready"

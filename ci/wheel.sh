@@ -12,7 +12,7 @@ trap 'rm -rf -- "$work"' EXIT
 
 say "building sdist and wheel"
 rm -rf build dist
-"$py" -m build --outdir dist . >"$work/build.log" 2>&1 || {
+"$py" -m build --no-isolation --outdir dist . >"$work/build.log" 2>&1 || {
     cat "$work/build.log" >&2
     die "the build failed"
 }
@@ -28,7 +28,12 @@ say "contents of ${wheel##*/}"
 
 say "installing ${sdist##*/} into a fresh environment"
 "$py" -m venv "$work/source"
-"$work/source/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps "$sdist"
+# With the setuptools of $py, and no index: pip would fetch the newest to build with.
+mkdir "$work/tools"
+packages=$("$py" -c 'import os, setuptools; print(os.path.dirname(os.path.dirname(setuptools.__file__)))')
+ln -s "$packages"/setuptools* "$packages"/_distutils_hack "$work/tools/"
+PYTHONPATH=$work/tools "$work/source/bin/python" -m pip install --disable-pip-version-check --quiet --no-index --no-deps \
+    --no-build-isolation "$sdist"
 "$work/source/bin/python" -I - "$wheel" <<'END'
 import importlib.metadata
 import sys

@@ -134,16 +134,17 @@ class ApexState(OptimizerState):
         if given and (skips or self.engine.policy.master_weights):
             raise RuntimeError(_CLOSURE)
         result, mark = None if skips else NOT_STEPPED, self._mark()
+        used, applied = tuple(self.gradients.used), self.engine.counts.applied
         try:
             if not skips:
                 with self.engine.around_step():
                     result = base(*args, **kwargs)
+            self._account(skips, values, used, applied)
+            return result
         except BaseException as error:
             if has_stepped(mark, result, error):
-                self._account(skips, values)
+                self._account(skips, values, used, applied)
             raise
-        self._account(skips, values)
-        return result
 
     def _warn_of_scaled(self) -> None:
         """Warn once of a step inside of ``scale_loss``. Apex accepts it silently; with Adam at O1 that even trains."""
@@ -156,13 +157,14 @@ class ApexState(OptimizerState):
                 level=logging.WARNING,
             )
 
-    def _account(self, skips: bool, values: Sequence[float] | None) -> None:
-        used = tuple(self.gradients.used)
+    def _account(self, skips: bool, values: Sequence[float] | None, used: Sequence[int], applied: int) -> None:
+        """End a step. After an error this runs again, however much of it is done; ``applied``: the count before."""
         for scaler in self.engine.scalers if values is not None else ():
             scaler.know(values)  # type: ignore[arg-type]
-        self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
+        if self.engine.policy.checks or self.engine.counts.applied == applied:
+            self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
         try:
-            if values is not None:
+            if values is not None and self.seen is not values:
                 self._observe((used, clock()), values)
         finally:
             for _, master in self.gradients.pairs:

@@ -82,6 +82,10 @@ class _Entry:
 
 
 _NOTHING = _Entry()
+"""There were no gradients."""
+
+_OUTSIDE = _Entry()
+"""No backward has been entered: the gradients are what they were."""
 
 
 class Gradients:
@@ -118,7 +122,7 @@ class Gradients:
         self._fused = fused
         self._optimizer = optimizer
         self._pending: _Pending | None = None
-        self._entry = _NOTHING
+        self._entry = _OUTSIDE
         self._witness: masters.GradientWitness | None = None  # see _new_witness
         self.forward_overflow: torch.Tensor | None = None
 
@@ -178,7 +182,8 @@ class Gradients:
             self._enter_pending(self._pending, scaler)
             return
         self.mixed = False
-        if self.pairs:  # a backward() without scale_loss left unscaled gradients in the lowered parameters: they count
+        if any(p.grad is not None for p, _ in self.pairs):  # a backward() without scale_loss left them: they count
+            self._entry = _NOTHING
             masters.transfer(self.pairs, None)
         existing = [g for p in self.plain if (g := p.grad) is not None]
         if not existing:
@@ -191,13 +196,14 @@ class Gradients:
             self.mixed = True
             self._entry = _Entry(existing)
         else:
-            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]
+            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
             self._entry = _Entry(existing, stash, complete=False)
             foreach.zero_(existing)
             self._entry = _Entry(existing, stash)
 
     def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
         scaled = self._scaled()
+        self._entry = _NOTHING
         self.mixed = self.mixed and bool(scaled)
         if pending.scaler is not scaler or pending.version != scaler.version:
             foreach.multiply_(scaled, scaler.scale * pending.inverse)
@@ -233,7 +239,7 @@ class Gradients:
             if first and found_inf is not None:
                 self._check_left_over([old for _, old in back], found_inf)
             foreach.add_(back)
-        self._entry = _NOTHING
+        self._entry = _OUTSIDE
         self.ready = self.ready or bool(grads) or moved
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
@@ -313,8 +319,8 @@ class Gradients:
             foreach.multiply_([old for _, old in back], scaler.scale)
             foreach.add_(back)
             self.mixed = True
-        self._entry = _NOTHING
         self._pending = _Pending(scaler, why, self._flag_so_far(scaler), hidden)
+        self._entry = _OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
         """Return the chip's overflow flag, over all backwards since gradients are pending.
@@ -335,6 +341,13 @@ class Gradients:
         everything that it was added to.
         """
         entry, self._entry = self._entry, _NOTHING
+        if entry is not _OUTSIDE:
+            self._take_back(entry, scaler)
+        if self._witness is not None and self._pending is None and any(m.grad is not None for _, m in self.pairs):
+            self._witness.leave()
+        self._entry = _OUTSIDE
+
+    def _take_back(self, entry: _Entry, scaler: LossScaler) -> None:
         if self._pending is not None:
             if not entry.untouched(self._scaled()):
                 self._drop()
@@ -348,8 +361,6 @@ class Gradients:
             foreach.add_(entry.to_put_back())
         elif entry.grads and self._scales:
             foreach.multiply_(entry.grads, scaler.inverse)
-        if self._witness is not None and any(m.grad is not None for _, m in self.pairs):
-            self._witness.leave()
 
     def _undo_entry(self, entry: _Entry, scaler: LossScaler) -> None:
         """Make the gradients again what they were, where the entry was interrupted before the body."""
@@ -364,7 +375,7 @@ class Gradients:
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
         self._drop()
-        self._entry = _NOTHING
+        self._entry = _OUTSIDE
         self.mixed = False
         self.forward_overflow = None
         if self._witness is not None:

@@ -84,6 +84,7 @@ class ManualEngine(Engine):
         self._factors = [self.scaler.factor]
         self._known_version = -1  # version counter of the factor when the engine last looked at it
         self._began = False  # a loss was scaled since the last update
+        self._finished_updates = 0  # moves of the scale of which the iteration has ended
 
     @property
     def states(self) -> list[OptimizerState]:
@@ -133,16 +134,22 @@ class ManualEngine(Engine):
         return use
 
     def unscale(self, use: Use) -> None:
-        """Unscale and check the gradients of one optimizer."""
+        """Unscale and check the gradients of one optimizer. After an error half-way they are dropped."""
         state = use.state
-        state.gradients.ready = False
-        state.gradients.unscale(self.scaler, state.sticky, False)
-        if distributed.world_size(self.process_group) > 1 and not self._overflow_travels(state):
-            distributed.share_overflow(state.sticky, self.process_group)
-        state.fresh = False
-        use.stage, use.checked = Stage.UNSCALED, state.gradients.ready
-        if use.checked:
-            self.checked.add(state.index)
+        try:
+            state.gradients.ready = False
+            state.gradients.unscale(self.scaler, state.sticky, False)
+            if distributed.world_size(self.process_group) > 1 and not self._overflow_travels(state):
+                distributed.share_overflow(state.sticky, self.process_group)
+            state.fresh = False
+            if state.gradients.ready:
+                self.checked.add(state.index)
+            use.stage, use.checked = Stage.UNSCALED, state.gradients.ready
+        except BaseException:
+            if use.stage is Stage.READY:  # nobody can tell which of them are unscaled
+                state.forget_backwards()
+                self.checked.discard(state.index)
+            raise
 
     def _overflow_travels(self, state: OptimizerState) -> bool:
         """Return whether an inf reaches the other ranks with the gradients.
@@ -152,17 +159,18 @@ class ManualEngine(Engine):
         return not self._saturates and not any(map(distributed.is_shard, state.gradients.stepped))
 
     def move(self) -> None:
-        """Back off or grow the scale by the sticky flags of all optimizers."""
-        self.scaler.update(self.memory.sticky.max())
+        """Back off or grow the scale by the sticky flags of all optimizers, once until :meth:`finish` is done."""
+        if self.scaler.updates == self._finished_updates:
+            self.scaler.update(self.memory.sticky.max())
 
     def finish(self) -> None:
-        """End the iteration, after the scale has moved or was set."""
+        """End the iteration, after the scale has moved or was set. Where this was interrupted, it runs again."""
         self.outdate_losses()
         self.memory.lower_flags()
-        self.checked.clear()
         for use in self.uses.values():
             use.stage, use.checked = Stage.READY, False
         self._began = False
+        self.checked, self._finished_updates = set(), self.scaler.updates  # one line, so that both are done or none
 
     def outdate_losses(self) -> None:
         """Make autograd refuse the backward of every loss scaled until now, because its factor has a new version."""

@@ -665,11 +665,12 @@ def test_here_memory_rises_with_a_large_tensor(used: torch.device) -> None:
 
 def test_here_an_event_times_what_lies_between(used: torch.device) -> None:
     start, end = accel.Event(enable_timing=True), accel.Event(enable_timing=True)
+    before = time.perf_counter()
     start.record()
     time.sleep(0.05)
     end.record()
     accel.synchronize()
-    assert 20.0 <= start.elapsed_time(end) <= 5000.0
+    assert 20.0 <= start.elapsed_time(end) <= 1000 * (time.perf_counter() - before)
     assert end.query()
 
 

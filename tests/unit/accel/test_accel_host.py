@@ -335,13 +335,15 @@ def test_a_stream_of_another_kind_is_refused(call: Any) -> None:
 
 def test_events_are_recorded_and_timed() -> None:
     stream, start, end = accel.Stream(), accel.Event(enable_timing=True), accel.Event(True, blocking=True)
+    before = time.perf_counter()
     assert stream.record_event(start) is start
     time.sleep(0.03)
     end.record(stream)
     end.synchronize()
+    around = 1000 * (time.perf_counter() - before)
     elapsed = start.elapsed_time(end)
     assert isinstance(elapsed, float)
-    assert 29.0 <= elapsed <= 3000.0
+    assert 29.0 <= elapsed <= around
     assert end.elapsed_time(start) == -elapsed
     made = stream.record_event()
     assert type(made) is accel.Event
@@ -512,9 +514,10 @@ def test_a_log_line_shows_memory_and_time() -> None:
     line = f"max mem: {accel.max_memory_allocated() / MB:.0f}"
     assert int(line.rpartition(" ")[2]) > 50
     accel.synchronize()
-    start = time.time()
+    start, busy = time.time(), time.thread_time()
     accel.synchronize()
-    assert time.time() - start < 5.0
+    assert time.time() >= start
+    assert time.thread_time() - busy < 0.1, "there is nothing to do"
 
 
 def test_events_kept_as_values_are_told_apart() -> None:

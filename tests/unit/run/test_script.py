@@ -74,7 +74,7 @@ def test_it_waits_for_the_scripts_threads_and_for_no_others(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(THREADS, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", BESIDE, str(script)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", BESIDE, str(script)], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout == "done\n0 True\n"
 

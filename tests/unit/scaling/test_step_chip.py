@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.registry import registry
+from xamp.scaling.overflow_flag import FlagWatch
 
 
 @pytest.fixture
@@ -75,5 +76,76 @@ def test_a_static_scale_that_is_not_checked_asks_for_nothing(chip: SaturatingBac
     backward(model, optimizer, chip, delay_unscale=True)
     backward(model, optimizer)
     assert "unscale_" not in chip.calls
+    optimizer.step()
+    assert outcome(optimizer) == "APPLIED"
+
+
+class Overflowing(Dot):
+    """Raises the chip's flag in its next forwards, as an operator does whose result it saturates."""
+
+    chip: Any = None
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.times:
+            self.times -= 1
+            self.chip.overflowed = True
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_an_overflow_in_a_forward_skips_one_step(chip: SaturatingBackend, level: str, forwards: int) -> None:
+    """Also where another forward comes between it and the backward; the steps after it are none of its business."""
+    model = Overflowing()
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    model.chip, found = chip, []
+    for spoilt in (True, False, False):
+        model.times = int(spoilt)
+        losses = [model(torch.ones(7)) for _ in range(forwards)]
+        optimizer.zero_grad()
+        with xamp.scale_loss(losses[-1], optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        found.append(outcome(optimizer))
+    assert found == ["SKIPPED", "APPLIED", "APPLIED"]
+
+
+def test_a_forward_inside_another_is_a_part_of_it(chip: SaturatingBackend) -> None:
+    """It neither lowers the flag that the outer one raised nor reads it, and each forward begins with a flag down."""
+    noted: list[float] = []
+    watch = FlagWatch(chip, torch.device("cpu"), lambda found: noted.append(float(found)))
+
+    def inner() -> None:
+        assert chip.overflowed
+
+    def outer() -> None:
+        chip.overflowed = True
+        watch.run(inner, (), {})
+
+    watch.run(outer, (), {})
+    assert noted == [1.0]
+    watch.run(lambda: None, (), {})
+    assert noted == [1.0, 0.0]
+    with pytest.raises(ZeroDivisionError):
+        watch.run(lambda: 1 / 0, (), {})
+    chip.overflowed = True
+    watch.run(lambda: None, (), {})
+    assert noted == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("level", SCALED)
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_flag_of_dropped_gradients_skips_nothing(chip: SaturatingBackend, level: str, raises: bool) -> None:
+    model, optimizer = start(level)
+    backward(model, optimizer, chip, delay_unscale=True)
+    if raises:
+        with pytest.raises(ZeroDivisionError), xamp.scale_loss(model(torch.ones(7)), optimizer) as scaled:  # noqa: PT012
+            scaled.backward()
+            raise ZeroDivisionError
+    else:
+        optimizer.zero_grad()
+    backward(model, optimizer)
     optimizer.step()
     assert outcome(optimizer) == "APPLIED"

@@ -145,7 +145,7 @@ def test_only_rank_0_speaks(process_group: int, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(("verbosity", "said"), [(1, f"xamp: {SPOKEN}\n"), (0, "")])
 def test_without_logging_set_up_it_goes_to_stderr(verbosity: int, said: str) -> None:
     script = SCRIPT.format(verbosity=verbosity)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == ""
     assert "".join(line for line in done.stderr.splitlines(True) if "NumPy" not in line) == said
 
@@ -158,7 +158,7 @@ def test_with_logging_set_up_it_goes_there_only() -> None:
         [sys.executable, "-c", script + SCRIPT.format(verbosity=1)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert done.stdout == f"xamp|{SPOKEN}\n"
