@@ -177,7 +177,7 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
             if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
                 raise _half_model(name, param.dtype, type(model).__name__, policy.level)
         if policy.casts_parameters:
-            _check_castable(model, outer, policy.level)
+            _check_castable(model, outer, policy)
 
 
 def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
@@ -191,7 +191,8 @@ def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> P
     )
 
 
-def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
+def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
+    level = policy.level
     name = type(model).__name__
     uncast = levels_where(lambda row: not row.casts_parameters)
     if _holds(outer, DistributedDataParallel):
@@ -201,11 +202,11 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
             f"{listed(uncast, 'and')} take a wrapped one."
         )
     for module in model.modules():
-        if is_sharded(module):
+        if is_sharded(module) and not policy.master_weights:
             raise StateError(
-                f"initialize(level={level!r}): FSDP already shards this {name}, and this level casts whole ones. Use "
-                f"{listed(levels_where(lambda row: row.casts_operators))}: they leave parameters in fp32, and train "
-                "with FSDP1 and FSDP2."
+                f"initialize(level={level!r}): FSDP shards this {name} in fp32, and here the optimizer would step "
+                f"{policy.dtype} parameters. Use {listed(levels_where(lambda row: row.master_weights))}: the fp32 shards are the "
+                "masters, and FSDP gathers them in the lower precision."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(
