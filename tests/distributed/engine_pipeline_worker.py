@@ -34,7 +34,8 @@ def train(level: str) -> dict[str, Any]:
     told: dict[str, Any] = {"loss_scale": "dynamic", "init_scale": 1024.0, "process_group": dist.group.WORLD}
     xamp.initialize(model, optimizer, level, verbosity=0, **told)
     factor: list[torch.Tensor] = []
-    shapes = {"input_args": (torch.empty(2, WIDTHS[first]),), "output_args": (torch.empty(2, WIDTHS[end]),)}
+    into = torch.empty(2, WIDTHS[first], requires_grad=rank > 0)
+    shapes = {"input_args": (into,), "output_args": (torch.empty(2, WIDTHS[end], requires_grad=True),)}
     stage = PipelineStage(model, rank, world, torch.device("cpu"), **shapes)
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: engine_cases.loss_of(output, target) * factor[-1])
     outcomes, scales = [], []
