@@ -46,5 +46,6 @@ if __name__ == "__main__":
             "own_precision": Case(own_precision),
             "copied": Case(copied, spoil_loss=True),
             "no_sync": Case(original, micro=2, postponed=lambda model: model.no_sync()),
-        }
+        },
+        {"dtypes": lambda: engine_cases.dtypes(original)},
     )

@@ -46,5 +46,6 @@ if __name__ == "__main__":
             "blocks": Case(blocks),
             "some": Case(some, seen=engine_cases.alone),
             "no_sync": Case(plain, micro=2, postponed=postponed),
-        }
+        },
+        {"dtypes": lambda: engine_cases.dtypes(plain)},
     )

@@ -138,7 +138,9 @@ def reference(seen: Sequence[int], micro: int) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         if step == SPOILT:
             continue
-        losses = [loss_of(model(x.double()), y.double()) for s in seen for m in range(micro) for x, y in [batch(step, m, s)]]
+        losses = [
+            loss_of(model(x.double()), y.double()) for s in seen for m in range(micro) for x, y in [batch(step, m, s)]
+        ]
         grads = torch.autograd.grad(torch.stack(losses).mean(), params)
         norm = float(torch.cat([g.flatten() for g in grads]).norm())
         with torch.no_grad():
@@ -157,6 +159,22 @@ def compared(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], op
     digest = hashlib.sha256(b"".join(found[name].numpy().tobytes() for name in sorted(found))).hexdigest()
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return {"off": off / moved, "weights": digest, "fp32": all(p.dtype == torch.float32 for p in held)}
+
+
+def dtypes(wrap: Callable[[Any, str], Any]) -> dict[str, list[str]]:
+    """By level: the dtype of a gathered weight in a forward, of the output, and of what the optimizer steps."""
+    found: dict[str, list[str]] = {}
+    for level in LEVELS:
+        inner = net()
+        seen: list[torch.dtype] = []
+        inner[2].register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.dtype))
+        outer = wrap(inner, level)
+        optimizer = torch.optim.SGD(outer.parameters(), lr=LR)
+        xamp.initialize(outer, optimizer, level, verbosity=0)
+        seen.append(outer(batch(0, 0, 0)[0]).dtype)
+        seen += {p.dtype for p in optimizer.param_groups[0]["params"]}
+        found[level] = [str(dtype).removeprefix("torch.") for dtype in seen]
+    return found
 
 
 def work(cases: dict[str, Case], others: dict[str, Callable[[], Any]] | None = None) -> None:

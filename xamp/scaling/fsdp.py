@@ -174,7 +174,8 @@ def _set1(ref: weakref.ref[Any], dtype: torch.dtype | None, reduced: torch.dtype
     handle = module._handle
     is_used = hasattr(handle.flat_param, "_local_shard")
     if is_used:
-        handle.reshard(True)
+        handle.reshard(handle.uses_sharded_strategy)
+        handle.post_reshard()
     handle._init_param_reduce_dtypes(dtype, reduced)
     if is_used:  # a forward has run: what it is gathered into has the other dtype
         handle.init_flat_param_attributes()
