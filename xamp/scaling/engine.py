@@ -23,7 +23,7 @@ from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
-from xamp.policy import Policy, levels_where, listed
+from xamp.policy import Policy
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch

@@ -300,8 +300,8 @@ def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyErro
     kind = type(stays).__name__
     norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, _BatchNorm) else ""
     return PolicyError(
-        f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one dtype, "
-        f"and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself before "
+        f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one "
+        f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself before "
         f"the rest: fully_shard(module), or FullyShardedDataParallel(module){norm}."
     )
 
@@ -309,8 +309,8 @@ def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyErro
 def _half_shards(unit: fsdp.Unit, policy: Policy) -> PolicyError:
     return PolicyError(
         f"initialize(level={policy.level!r}): the parameters of {_place(unit)} were {unit.dtype} when FSDP sharded "
-        f"them. The fp32 shards are the masters: call model.float() before sharding. FSDP gathers in {policy.dtype} all "
-        "the same."
+        f"them. The fp32 shards are the masters: call model.float() before sharding. FSDP gathers in {policy.dtype} "
+        "all the same."
     )
 
 
