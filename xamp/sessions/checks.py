@@ -208,8 +208,8 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
             masters = listed(levels_where(lambda row: row.master_weights))
             raise StateError(
                 f"initialize(level={level!r}): FSDP shards this {name} in fp32, and here the optimizer would step "
-                f"{policy.dtype} parameters. Use {masters}: the fp32 shards are the masters, and "
-                " FSDP gathers them in the lower precision."
+                f"{policy.dtype} parameters. Use {masters}: the fp32 shards are the masters, "
+                "and FSDP gathers them in the lower precision."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(

@@ -301,8 +301,8 @@ def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyErro
     norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, _BatchNorm) else ""
     return PolicyError(
         f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one "
-        f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself before "
-        f"the rest: fully_shard(module), or FullyShardedDataParallel(module){norm}."
+        f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself "
+        f"before the rest: fully_shard(module), or FullyShardedDataParallel(module){norm}."
     )
 
 
