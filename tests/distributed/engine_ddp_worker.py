@@ -42,7 +42,7 @@ def compressed(model: Any, level: str) -> Any:
 def own_hook(model: Any, level: str) -> Any:
     """Of the user's: it averages, which xamp cannot know."""
     wrapped = ddp(model, level)
-    wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(None, bucket))
+    wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(dist.group.WORLD, bucket))
     return wrapped
 
 

@@ -6,6 +6,7 @@ it. ``process_group`` says that all stages decide together, so that the scale is
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import engine_cases
@@ -35,7 +36,7 @@ def train(level: str) -> dict[str, Any]:
     xamp.initialize(model, optimizer, level, verbosity=0, **told)
     factor: list[torch.Tensor] = []
     into = torch.empty(2, WIDTHS[first], requires_grad=rank > 0)
-    shapes = {"input_args": (into,), "output_args": (torch.empty(2, WIDTHS[end], requires_grad=True),)}
+    shapes: dict[str, Any] = {"input_args": (into,), "output_args": (torch.empty(2, WIDTHS[end], requires_grad=True),)}
     stage = PipelineStage(model, rank, world, torch.device("cpu"), **shapes)
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: engine_cases.loss_of(output, target) * factor[-1])
     outcomes, scales = [], []
@@ -69,4 +70,4 @@ def clip(optimizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    engine_cases.work({}, {f"gpipe {level}": lambda level=level: train(level) for level in engine_cases.LEVELS})
+    engine_cases.work({}, {f"gpipe {level}": functools.partial(train, level) for level in engine_cases.LEVELS})

@@ -68,8 +68,6 @@ class Case:
         optimizer: makes the optimizer.
         members: the ranks that train together with a rank; None: all.
         spoil_loss: rank 1 overflows in its loss, before anything is reduced; else in its own gradients, after.
-        forward: called in place of the model, with the step too.
-        used: the names of the parameters that a step reaches; None: all.
         options: further arguments of ``initialize``.
     """
 

@@ -104,7 +104,7 @@ def _unit2(name: str, module: Any) -> list[Unit]:
 
 
 def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool) -> Undo:
-    module = ref()
+    module: Any = ref()
     state, own = module._get_fsdp_state(), module._get_fsdp_state()._mp_policy
     given = own.param_dtype is not None
     reduced = own.reduce_dtype if given else None
@@ -154,7 +154,8 @@ def _unit1(name: str, module: Any) -> list[Unit]:
 
 
 def _compute_in1(ref: weakref.ref[Any], dtype: torch.dtype | None, _: bool) -> Undo:
-    handle = ref()._handle
+    module: Any = ref()
+    handle = module._handle
     chosen = handle._low_prec_reduce_dtype_specified
     reduced = handle._reduce_dtype if chosen else torch.float32
     low = handle._fwd_bwd_param_dtype if handle._low_prec_param_dtype_specified else None

@@ -62,7 +62,7 @@ class _Finder:
         """Return the module's own spec, whose loader also wraps."""
         if name != _MODULE:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:

@@ -117,7 +117,7 @@ def test_a_session_that_ends_gives_fsdp_back_as_it_was(how: str) -> None:
     train(model, optimizer)
     model(torch.ones(2, 8))
     xamp.session(model).close()
-    plain = net()
+    plain: Any = net()
     for p, values in zip((plain[0].bias, plain[0].weight, plain[2].bias, plain[2].weight), weights(model), strict=True):
         p.data.copy_(values)
     x = torch.linspace(-1, 1, 16).reshape(2, 8)
