@@ -42,7 +42,8 @@ def compressed(model: Any, level: str) -> Any:
 def own_hook(model: Any, level: str) -> Any:
     """Of the user's: it averages, which xamp cannot know."""
     wrapped = ddp(model, level)
-    wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(dist.group.WORLD, bucket))
+    everybody: Any = dist.group.WORLD
+    wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(everybody, bucket))
     return wrapped
 
 
