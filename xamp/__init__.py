@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         session,
         state_dict,
     )
+    from xamp.sessions.sharding import fsdp_policy
 
 # Pickles of version 0.1.0 name modules that are no more; in this folder their names lead on to where the code is.
 __path__.append(f"{__path__[0]}/pickled/from_0_1")
@@ -67,6 +68,7 @@ _HOMES = {
     "sessions.initialize": ("initialize",),
     "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
     "registry.registry": ("available_backends", "register_backend"),
+    "sessions.sharding": ("fsdp_policy",),
     "sessions.session": (
         "StepOutcome",
         "clip_grad_norm_",
@@ -116,6 +118,7 @@ __all__ = [
     "ema",
     "exact_fp32",
     "float_function",
+    "fsdp_policy",
     "half_function",
     "initialize",
     "is_available",

@@ -108,7 +108,7 @@ class CastsUnderWrappers(InRanks):
     """Casts what a wrapper has laid out."""
 
     def sabotage(self, rank: int) -> None:
-        checks._check_castable = lambda model, outer, level: None
+        checks._check_castable = lambda model, outer, policy: None
 
 
 class ByHandAlone(InRanks):

@@ -20,6 +20,7 @@ from xamp.apex._properties import tell
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
+from xamp.scaling import shards
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
@@ -242,9 +243,8 @@ class ApexEngine(Engine):
         self._lower(self._pairs[known:])
 
     def _lower(self, pairs: Sequence[Pair]) -> None:
-        if pairs and not self.resumes:
-            with torch.no_grad():
-                torch._foreach_copy_([m for _, m in pairs], [p for p, _ in pairs])
+        if not self.resumes:
+            shards.copy([m for _, m in pairs], [p for p, _ in pairs])
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.

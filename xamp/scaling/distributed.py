@@ -20,7 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.scaling.fsdp import sharded_params
+from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
+from xamp.scaling.shards import is_dtensor, local
 
 __all__ = [
     "Wrappers",
@@ -117,6 +120,7 @@ class Wrappers:
         self._sharded: list[weakref.ref[nn.Module]] | None = None
         self._layouts: dict[int, Layout] | None = None
         self._plan = _Plan()
+        self._own: Any = WeakIdKeyDictionary()  # parameters of optimizers that were in the models -> whether FSDP1's
 
     @staticmethod
     def absent() -> bool:
@@ -207,9 +211,31 @@ class Wrappers:
         """Return whether FSDP2 has yet to reduce gradients. It keeps them outside of any parameter's ``.grad``."""
         return any(hasattr(module, "_get_fsdp_state") and not _reduces(module) for module in self._shards())
 
-    def any_sharded(self) -> bool:
-        """Return whether FSDP shards a part of a model by now, from inside it or from around it."""
-        return any(is_sharded(m) or any(map(is_shard, m._parameters.values())) for m in self._modules())
+    def note_held(self, params: Iterable[torch.Tensor]) -> None:
+        """Remember which of ``params``, those of an optimizer, are in the models now."""
+        current = self._current()
+        for param in params:
+            if id(param) in current:
+                self._own[param] = is_shard(param)
+
+    def lost(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``params`` that were in the models and are not any more, or are sharded under a master."""
+        current = self._current()
+        held = [param for param in params if param in self._own]
+        replaced = [param for param in held if id(param) not in current]
+        if replaced and not self._any_sharded():
+            return []  # the user has put another module in its place
+        return replaced or [p for p in held if is_shard(p) and not self._own[p] and master_of(p) is not None]
+
+    def _current(self) -> set[int]:
+        """Return the ids of the models' parameters, of sharded ones also while whole ones stand in their place."""
+        modules = list(self._modules())
+        found = {id(p) for module in modules for p in module._parameters.values()}
+        return found | {id(p) for p in sharded_params(modules)}
+
+    def _any_sharded(self) -> bool:
+        params = (p for module in self._modules() for p in module._parameters.values())
+        return any(map(is_sharded, self._modules())) or any(is_dtensor(p) or is_shard(p) for p in params)
 
     def _modules(self) -> Iterator[nn.Module]:
         return (m for ref in self._models if (model := ref()) is not None for m in model.modules())
@@ -253,4 +279,4 @@ def share_from_rank_zero(tensors: Iterable[torch.Tensor], group: Any) -> None:
     """Broadcast ``tensors`` in place from the first rank of ``group``."""
     source = dist.get_global_rank(group, 0)
     for tensor in tensors:
-        dist.broadcast(tensor, source, group=group)
+        dist.broadcast(local(tensor), source, group=group)

@@ -23,7 +23,7 @@ from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
-from xamp.policy import Policy, levels_where, listed
+from xamp.policy import Policy
 from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
@@ -117,7 +117,9 @@ class Engine:
 
     def add_states(self, states: Iterable[OptimizerState]) -> None:
         """Add the states of optimizers. The engine decides on their steps from now on."""
+        states = list(states)
         self._states += states
+        self._wrappers.note_held([p for state in states for p in state.gradients.model_params()])
 
     def remove_states(self, states: Iterable[OptimizerState]) -> None:
         """Undo :meth:`add_states`."""
@@ -249,6 +251,7 @@ class Engine:
         """See :mod:`xamp.scaling.rank_settings`. A model may hold others than ``params`` while FSDP2 gathers them."""
         if not distributed.is_running():
             return
+        self.check_not_sharded("scale_loss")
         holders = self._wrappers.holders(params)
         given = [] if self.process_group is None else [self.process_group]
         name = ",".join(name for model in self.models().values() for name, _ in model.named_parameters())
@@ -305,17 +308,21 @@ class Engine:
             state.note_masters()
 
     def check_not_sharded(self, call: str) -> None:
-        """Refuse a model that was sharded after ``initialize`` made masters of its whole parameters.
+        """Refuse a model that was sharded or parallelized after ``initialize``, which replaced its parameters.
 
         Raises:
-            StateError: a step would move the masters and not the model.
+            StateError: a step would move the old parameters, or masters of whole ones, and not the model.
         """
-        if self._pairs and self._wrappers.any_sharded():
-            operators = listed(levels_where(lambda row: row.casts_operators))
+        params = [(state, p) for state in self._states if state.is_alive for p in state.gradients.model_params()]
+        lost = self._wrappers.lost([p for _, p in params])
+        if lost:
+            name = next(type(state.optimizer).__name__ for state, p in params if p is lost[0])
+            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise StateError(
-                f"{call}: FSDP shards this model since initialize, and at level {self.policy.level} the optimizer "
-                f"holds masters of its whole parameters, so that no step would reach the shards. With FSDP use "
-                f"{operators}: shard the model, make the optimizer from its parameters, and initialize both."
+                f"{call}: the model was sharded since initialize (fully_shard, FullyShardedDataParallel or "
+                f"parallelize_module), and a parameter of shape {tuple(lost[0].shape)}{others} that {name} holds is "
+                "none of the model's any more, so that no step would reach the model. Shard first, then make the "
+                "optimizer from model.parameters(), then call initialize."
             )
 
     def follow_masters(self) -> None:

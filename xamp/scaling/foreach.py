@@ -62,13 +62,16 @@ def coalesce_half(params: Iterable[torch.Tensor]) -> None:
             param.grad = grad.coalesce()
 
 
-def kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, object]:
-    """Return what the tensors of one ``_foreach`` call must have in common: device, dtype, mesh of a DTensor."""
-    return tensor.device, tensor.dtype, getattr(tensor, "device_mesh", None)
+def kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, object, object]:
+    """Return what the tensors of one ``_foreach`` call must have in common: device, dtype, mesh and placements.
+
+    Of several DTensors torch's check for inf looks at the placements of the first to see which ranks must be asked.
+    """
+    return tensor.device, tensor.dtype, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 def _by_kind(grads: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype, object], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, object, object], list[torch.Tensor]] = {}
     for grad in map(values, grads):
         groups.setdefault(kind(grad), []).append(grad)
     return groups.values()

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.errors import StateError
 from xamp.ground.pickle_names import pickled_as
 from xamp.policy import Policy
+from xamp.scaling import shards
 
 __all__ = [
     "GradientWitness",
@@ -65,6 +66,7 @@ _originals: Any = WeakIdKeyDictionary()
 _hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 # Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
+_copy: Callable[[Any, Any], None] = torch._foreach_copy_  # shards.copy as soon as a DTensor has a master
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
@@ -79,6 +81,9 @@ def is_lowered(tensor: torch.Tensor) -> bool:
 
 def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
     """Note that xamp lowered ``tensor``, and its master if it has one."""
+    global _copy
+    if shards.is_dtensor(tensor):
+        _copy = shards.copy
     _masters[tensor] = master
     if master is not None:
         _reconciled_versions[master] = master._version
@@ -171,11 +176,13 @@ def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]]
         full = [g.float() for g in lowered if g is not None]
     else:
         full = [torch.empty_like(m) for _, m in chunk]
-        torch._foreach_copy_(full, lowered)  # type: ignore[arg-type]
+        if _copy is shards.copy:
+            lowered = [shards.align(g, m) for g, (_, m) in zip(lowered, chunk, strict=True)]
+        _copy(full, lowered)
     for param, _ in () if leave else chunk:
         param.grad = None
     if finish is not None:
-        finish(full)
+        finish(full if _copy is not shards.copy else [shards.local(grad) for grad in full])
     for (_, master), grad in zip(chunk, full, strict=True):
         if master.grad is None:
             master.grad = grad
@@ -190,7 +197,7 @@ def copy_back(pairs: Sequence[Pair]) -> None:
     before = torch.is_grad_enabled()
     try:  # Ctrl-C at the end of a `with` block would leave it open
         torch._C._set_grad_enabled(False)
-        torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        _copy([p for p, _ in pairs], [m for _, m in pairs])
         torch._C._set_grad_enabled(before)
     except BaseException:
         torch._C._set_grad_enabled(before)
@@ -208,7 +215,7 @@ def write_changed(pairs: Iterable[Pair]) -> None:
 def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:
-        param.data.copy_(master.detach())  # .data has a version counter of its own
+        shards.local(param).data.copy_(shards.local(master.detach()))  # .data has a version counter of its own
 
 
 _followers: Any = WeakIdKeyDictionary()  # model -> what writes changed masters into it

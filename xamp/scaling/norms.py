@@ -18,6 +18,7 @@ import torch.distributed as dist
 from xamp.errors import StateError
 from xamp.scaling import foreach
 from xamp.scaling.rank_groups import WHOLE, Layout, layout_of
+from xamp.scaling.shards import local
 
 __all__ = ["clip", "is_divided", "total"]
 
@@ -42,7 +43,7 @@ def clip(params: Sequence[tuple[torch.Tensor, Layout]], max_norm: float, norm_ty
         StateError: a parameter is FSDP1's, and which ranks hold the rest of it is unknown.
     """
     norm = total(params, norm_type)
-    grads = [_local(g) for p, _ in params if (g := p.grad) is not None]
+    grads = [local(g) for p, _ in params if (g := p.grad) is not None]
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
     foreach.multiply_(grads, factor)
     return norm
@@ -63,7 +64,7 @@ def total(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> to
         groups = _shards(param, layout)
         _, parts = buckets.setdefault(tuple(map(id, groups)), (groups, []))
         if (grad := param.grad) is not None:
-            parts.append(_local(_whole_sum(grad)))
+            parts.append(local(_whole_sum(grad)))
     norms = [_over(groups, _norm(parts, norm_type, device), norm_type) for groups, parts in buckets.values()]
     return functools.reduce(lambda a, b: _norm([a, b], norm_type, device), norms)
 
@@ -83,15 +84,9 @@ def _whole_sum(grad: Any) -> Any:
     return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's part of ``tensor``. Writing to it writes to ``tensor``."""
-    found: torch.Tensor = tensor._local_tensor if hasattr(tensor, "placements") else tensor
-    return found
-
-
 def _device(params: Sequence[tuple[torch.Tensor, Layout]]) -> torch.device:
     """Return the device for the norm: that of the first parameter, which every rank has."""
-    return _local(params[0][0]).device if params else torch.device("cpu")
+    return local(params[0][0]).device if params else torch.device("cpu")
 
 
 def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

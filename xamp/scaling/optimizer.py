@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
 from xamp.scaling.step import OptimizerState
 
-__all__ = ["cast_state", "manage", "replace_params", "state_of"]
+__all__ = ["cast_state", "is_zero", "manage", "replace_params", "state_of"]
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
@@ -236,11 +237,28 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
         raise
 
 
-def replace_params(optimizer: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Replace the first of each pair by the second, in the groups and as keys of the state."""
+def replace_params(optimizer: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Replace the first of each pair by the second, in the groups and as keys of the state.
+
+    A ZeroRedundancyOptimizer has another optimizer in it for this rank's share, and lists of which rank has what.
+    """
+    pairs = list(pairs)
+    _replace_in(optimizer, pairs)
+    if is_zero(optimizer):
+        _replace_in(optimizer.optim, pairs)
+        optimizer._clear_cache()
+
+
+def _replace_in(optimizer: Any, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     new_of = {id(old): new for old, new in pairs}
     for group in optimizer.param_groups:
         group["params"][:] = [new_of.get(id(p), p) for p in group["params"]]
     for old in [p for p in optimizer.state if id(p) in new_of]:
         optimizer.state[new_of[id(old)]] = optimizer.state[old]  # it is in both places before it leaves one
         del optimizer.state[old]
+
+
+def is_zero(optimizer: object) -> bool:
+    """Return whether ``optimizer`` is torch's ZeroRedundancyOptimizer, whose module may not be imported yet."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)

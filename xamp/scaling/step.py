@@ -23,7 +23,7 @@ from xamp.contract import Backend
 from xamp.errors import LossScaleCollapsed, StateError
 from xamp.ground.log import say
 from xamp.policy import Policy, levels_where, listed
-from xamp.scaling import masters
+from xamp.scaling import distributed, masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler, clock
@@ -87,7 +87,7 @@ class StepOwner(Protocol):
         """Refuse parameters that another optimizer of the session holds."""
 
     def check_not_sharded(self, call: str) -> None:
-        """Refuse a model that was sharded after ``initialize`` made masters of its whole parameters."""
+        """Refuse a model that was sharded after ``initialize``."""
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
         """Take in a group that was added to the optimizer of ``state``."""
@@ -134,6 +134,7 @@ class OptimizerState:
         self._warm: set[int] = set()  # ids of parameters whose state exists, made by a step or loaded
         self._warm_states = 0
         self._warned_of_no_gradient = False
+        self._unreached = 0  # stepped tensors without gradient at the last step
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
@@ -239,6 +240,8 @@ class OptimizerState:
         """
         policy = self.engine.policy
         self.refuse_wrong()
+        if distributed.is_running():
+            self._refuse_lost()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
@@ -265,6 +268,13 @@ class OptimizerState:
             self.engine.backend.join_gradients(self.optimizer)
         if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
             raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
+
+    def _refuse_lost(self) -> None:
+        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
+        unreached = sum(param.grad is None for param in self.gradients.stepped)
+        if unreached > self._unreached:
+            self.engine.check_not_sharded("optimizer.step()")
+        self._unreached = unreached
 
     def _with_closure_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Call the closure among the arguments; return the arguments with one in its place that returns its result.

@@ -18,6 +18,7 @@ from xamp.errors import CheckpointError, StateError
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.scaling import masters
+from xamp.scaling.shards import is_dtensor
 from xamp.sessions import formats
 from xamp.sessions.formats import Saved, SavedScale
 
@@ -159,11 +160,12 @@ def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dic
     named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
     for index, model in engine.models().items():
         pairs = ((n, p, masters.master_of(p)) for n, p in model.named_parameters())
-        found = {name: masters.up_to_date(param, m) for name, param, m in pairs if m is not None}
+        # A DTensor is no plain CPU tensor. Its master is in model.state_dict(), which every way of saving shards reads.
+        found = {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None and not is_dtensor(m)}
         named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
         seen.update(id(master) for master in found.values())
     others = [
-        {key: _copy(p) for key, p in _positions(state) if id(p) in held and id(p) not in seen}
+        {key: _copy(p) for key, p in _positions(state) if id(p) in held and id(p) not in seen and not is_dtensor(p)}
         for state in engine.states
         for held in [{id(m) for _, m in state.gradients.pairs}]
     ]
@@ -248,7 +250,7 @@ def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
     """Log which masters are missing from a state that has masters: their parameters are new, or were frozen."""
     written = {id(param) for param, _ in writes}
     params = [param for model in engine.models().values() for param in model.parameters()]
-    left = [p for p in params if masters.master_of(p) is not None and id(p) not in written]
+    left = [p for p in params if masters.master_of(p) is not None and id(p) not in written and not is_dtensor(p)]
     if left and writes and engine.verbosity:
         say(
             "load_state_dict: no master weights of %s%s in the state; they keep their values",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.distributed import is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_lowered
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import is_zero, state_of
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 
@@ -28,6 +29,7 @@ __all__ = [
     "check_capabilities",
     "check_models",
     "check_not_initialized",
+    "check_not_sharded_since",
     "check_not_shared",
     "check_op_policy",
     "check_optimizers",
@@ -177,7 +179,7 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
             if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
                 raise _half_model(name, param.dtype, type(model).__name__, policy.level)
         if policy.casts_parameters:
-            _check_castable(model, outer, policy.level)
+            _check_castable(model, outer, policy)
 
 
 def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
@@ -191,7 +193,8 @@ def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> P
     )
 
 
-def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
+def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
+    level = policy.level
     name = type(model).__name__
     uncast = levels_where(lambda row: not row.casts_parameters)
     if _holds(outer, DistributedDataParallel):
@@ -201,11 +204,12 @@ def _check_castable(model: nn.Module, outer: nn.Module, level: str) -> None:
             f"{listed(uncast, 'and')} take a wrapped one."
         )
     for module in model.modules():
-        if is_sharded(module):
+        if is_sharded(module) and not policy.master_weights:
+            masters = listed(levels_where(lambda row: row.master_weights))
             raise StateError(
-                f"initialize(level={level!r}): FSDP already shards this {name}, and this level casts whole ones. Use "
-                f"{listed(levels_where(lambda row: row.casts_operators))}: they leave parameters in fp32, and train "
-                "with FSDP1 and FSDP2."
+                f"initialize(level={level!r}): FSDP shards this {name} in fp32, and here the optimizer would step "
+                f"{policy.dtype} parameters. Use {masters}: the fp32 shards are the masters, "
+                "and FSDP gathers them in the lower precision."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(
@@ -286,6 +290,21 @@ def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) ->
             )
 
 
+def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Refuse optimizers of a model that was cast by ``initialize`` without them, and then sharded.
+
+    Raises:
+        StateError: a parameter is in the lower dtype, and no master can have the digits that it lost.
+    """
+    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        if policy.casts_parameters and param.dtype in LOWER and not is_lowered(param):
+            raise StateError(
+                f"initialize(level={policy.level!r}): the model was cast by an earlier initialize and sharded since, "
+                "so that its parameters are new ones, and rounded. Shard first, then make the optimizer from "
+                "model.parameters(), then give both to one initialize call."
+            )
+
+
 def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
     """Refuse an optimizer whose step would be wrong on the backend.
 
@@ -311,6 +330,9 @@ def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
 
 def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     """Refuse an optimizer around one with groups of its own, which would keep the lowered parameters and never move."""
+    if is_zero(optimizer):
+        _check_zero(optimizer, policy)
+        return
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
@@ -319,6 +341,19 @@ def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
                 f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
                 "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
                 f"{', '.join(without)}."
+            )
+
+
+def _check_zero(optimizer: Any, policy: Policy) -> None:
+    """Refuse a ZeroRedundancyOptimizer that keeps the parameters in buckets of its own."""
+    for option, is_on in (
+        ("parameters_as_bucket_view", optimizer.parameters_as_bucket_view),
+        ("overlap_with_ddp", optimizer._overlap_with_ddp),
+    ):
+        if is_on:
+            raise UnsupportedPolicy(
+                f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer({option}=True) lays the model's "
+                f"parameters out for fp32, and this level casts them. Make it without {option}."
             )
 
 

@@ -39,6 +39,7 @@ from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_model import serve_averaged_models
 from xamp.sessions.session import forget_sessions, register
+from xamp.sessions.torch_states import serve_torch_states
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Arguments", "initialize", "set_up"]
@@ -93,8 +94,8 @@ def initialize(
         optimizer.step()
 
     Move the models to their device and make the optimizers before the call. At O2, O3 and O5 wrap the models in
-    DistributedDataParallel after it. Shard with FSDP before it, and use O0, O1 or O4. A call that raises leaves models
-    and optimizers as they were. The levels mean::
+    DistributedDataParallel after it. Shard with FSDP, or parallelize, before it (not at O3). A call that raises leaves
+    models and optimizers as they were. The levels mean::
 
         level            parameters  operators           masters  batch norm     loss scale
         O0 ("fp32")      fp32        fp32                no       fp32           1.0
@@ -300,6 +301,8 @@ def set_up(
         plan.apply(undo)
         if plan.lowered:
             serve_averaged_models()
+        if plan.lowered and policy.master_weights:
+            serve_torch_states()
         for model in arguments.models if policy.master_weights else ():
             masters.follow(model, engine.follow_masters)
         _take_optimizers(engine, arguments.optimizers, forms, undo)
@@ -361,6 +364,7 @@ def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    checks.check_not_sharded_since(arguments.optimizers, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = _fused_forms(engine, arguments)
     undo = arguments.undo

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
-from xamp.policy import Policy
-from xamp.scaling import masters
+from xamp.policy import Policy, levels_where, listed
+from xamp.scaling import fsdp, masters, shards
 
 __all__ = ["Plan", "plan"]
 
@@ -55,6 +55,7 @@ class Plan:
         self._watched = saturates and policy.checks
         self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
+        self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
         self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
         self._half_buffers: list[tuple[weakref.ref[nn.Module], str]] = []  # those that stay half until the end
@@ -72,12 +73,13 @@ class Plan:
         if self.policy.keep_batchnorm_fp32:
             norms = (m for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm))
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
+        sharded = self._find_units(kept)
         modules = {id(m): m for model in self.models() for m in model.modules()}
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
         seen: set[int] = set()
         for module in (m for key, m in modules.items() if key not in kept):
             for param in module._parameters.values():
-                if param is not None and self._is_lowered(param) and id(param) not in kept_params | seen:
+                if param is not None and self._is_lowered(param) and id(param) not in kept_params | seen | sharded:
                     seen.add(id(param))
                     self.lowered.append(param)
             self._buffers += [
@@ -88,6 +90,31 @@ class Plan:
 
         if self.policy.master_weights and self.policy.spares_buffers:
             self._find_halves([m for key, m in modules.items() if key in kept], list(modules.values()))
+
+    def _find_units(self, kept: Collection[int]) -> set[int]:
+        """Find what FSDP shards, and the dtype in which it is to gather that; return the ids of the parameters.
+
+        Args:
+            kept: ids of the modules that stay fp32.
+
+        Raises:
+            PolicyError: a unit of FSDP holds modules that stay fp32, and others; or it was asked to compute in another
+                dtype, or its shards are not fp32.
+        """
+        for model in self.models():
+            for unit in fsdp.units_of(model):
+                stay = [id(owner) in kept for owner in unit.owners]
+                if any(stay) and not all(stay):
+                    raise _two_dtypes(unit, unit.owners[stay.index(True)], self.policy)
+                if unit.dtype in masters.LOWER:
+                    raise _half_shards(unit, self.policy)
+                if unit.dtype != torch.float32:
+                    continue
+                if not all(stay) and unit.computes_in not in (None, self.policy.dtype):
+                    raise _other_dtype(unit, self.policy)
+                self._units.append((unit, None if all(stay) else self.policy.dtype, not unit.name))
+        modules = (module for model in self.models() for module in model.modules())
+        return {id(param) for param in fsdp.sharded_params(modules)}
 
     def _find_halves(self, kept: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
         """Find what a model that comes in the lower dtype has in it besides the parameters to lower."""
@@ -131,6 +158,8 @@ class Plan:
             self._raise(undo)
         if self.lowered or self._buffers:
             self._lower(undo)
+        for unit, dtype, is_root in self._units:
+            undo.steps.append(unit.compute_in(dtype, is_root))
         for model in self.models():
             if self.policy.casts_parameters:
                 undo.steps.append(masters.watch_state_dicts(model))
@@ -176,7 +205,7 @@ class Plan:
             master = self._make_master(param) if self.policy.master_weights else None
             masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
             param.grad = None  # a gradient must have its parameter's dtype, and that changes below
-            param.data = value
+            shards.set_data(param, value)
             if grad is not None:
                 _give_grad(param, grad)
         for module, name, buffer in self._live_buffers():
@@ -252,7 +281,7 @@ class Plan:
                 self._restored[id(param)] = self._fp32_of(param)
             values, grad = self._restored[id(param)]
             param.grad = None
-            param.data = values
+            shards.set_data(param, values)
             param.grad = grad
             masters.forget_lowered(param)
         self._restored = {}
@@ -267,12 +296,43 @@ class Plan:
             _flatten_rnns(model)
 
 
+def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyError:
+    kind = type(stays).__name__
+    norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, _BatchNorm) else ""
+    return PolicyError(
+        f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one "
+        f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself "
+        f"before the rest: fully_shard(module), or FullyShardedDataParallel(module){norm}."
+    )
+
+
+def _half_shards(unit: fsdp.Unit, policy: Policy) -> PolicyError:
+    return PolicyError(
+        f"initialize(level={policy.level!r}): the parameters of {_place(unit)} were {unit.dtype} when FSDP sharded "
+        f"them. The fp32 shards are the masters: call model.float() before sharding. FSDP gathers in {policy.dtype} "
+        "all the same."
+    )
+
+
+def _other_dtype(unit: fsdp.Unit, policy: Policy) -> PolicyError:
+    same = [row for row in levels_where(lambda row: row.master_weights) if row != policy.level]
+    return PolicyError(
+        f"initialize(level={policy.level!r}): FSDP was told to compute {_place(unit)} in {unit.computes_in}, and this "
+        f"level computes in {policy.dtype}. Give fully_shard mp_policy=xamp.fsdp_policy({policy.level!r}), or no "
+        f"mixed precision of its own; or use {listed(same)}."
+    )
+
+
+def _place(unit: fsdp.Unit) -> str:
+    return f"{unit.name!r}" if unit.name else "the model"
+
+
 def _restore_halves(before: dict[Any, Any]) -> None:
     """Undo :meth:`Plan._raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
     for ref, values, grad in before.get("halves", ()):
         if (tensor := ref()) is not None:
             tensor.grad = None
-            tensor.data = values
+            shards.set_data(tensor, values)
             tensor.grad = grad
 
 
@@ -358,7 +418,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` values of another dtype; its gradient, if any, gets that dtype too."""
     grad, tensor.grad = tensor.grad, None
-    tensor.data = values
+    shards.set_data(tensor, values)
     tensor.grad = None if grad is None else grad.to(values.dtype)
 
 

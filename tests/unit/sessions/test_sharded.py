@@ -1,4 +1,8 @@
-"""FSDP around a model: where xamp works with it, and where it refuses before anything trains wrongly."""
+"""FSDP around a model: where xamp works with it, and where it refuses before anything trains wrongly.
+
+Every refusal names a remedy, and here each remedy trains: to the weights of a model that is not sharded. What several
+ranks do is in tests/distributed/test_engines.py.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import xamp
-from xamp.errors import StateError
-from xamp.policy import levels_where
+from xamp.errors import PolicyError, StateError, UnsupportedPolicy
+from xamp.policy import LEVELS, levels_where
 
 MASTERS = levels_where(lambda row: row.master_weights)
 OPERATORS = levels_where(lambda row: row.casts_operators)
@@ -28,71 +39,224 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def shard(model: nn.Module, how: str) -> nn.Module:
+def shard(model: nn.Module, how: str, policy: Any = None) -> nn.Module:
     if how == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy or MixedPrecisionPolicy())
         return model
     strategy = ShardingStrategy.NO_SHARD  # what FSDP1 does with one rank
     return FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), sharding_strategy=strategy, use_orig_params=True
+        *(model,),
+        device_id=torch.device("cpu"),
+        sharding_strategy=strategy,
+        use_orig_params=True,
+        mixed_precision=policy,
     )
 
 
-def net() -> nn.Sequential:
+def net(norm: bool = False) -> nn.Sequential:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8) if norm else nn.Tanh(), nn.Linear(8, 2))
+
+
+def start(model: nn.Module, level: str, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    xamp.initialize(model, optimizer, level=level, verbosity=0, **options)
+    return optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for step in range(steps):
         optimizer.zero_grad()
-        x = torch.full((4, 8), 0.1 * (step + 1))
+        x = torch.full((4, 8), 0.1 * (step + 1)) * torch.arange(4).unsqueeze(1)
         with xamp.scale_loss(model(x).square().mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
-    found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return [p.detach().float().clone() for p in found]
+    """What the optimizer steps, by name: the shards, or the masters, where there are any."""
+    sharded = isinstance(model, FullyShardedDataParallel)
+    found = dict(model.named_parameters()) if sharded else model.state_dict()
+    named = sorted((name.replace("_fsdp_wrapped_module.", ""), p) for name, p in found.items())
+    full = [getattr(p, "full_tensor", lambda p=p: p)() for name, p in named if name.endswith(("weight", "bias"))]
+    return [p.detach().float().clone() for p in full]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+def assert_trains_as_whole(sharded: nn.Module, level: str, whole: nn.Module, **options: Any) -> None:
+    """``sharded`` starts with the weights of ``whole``; after the same steps they are equal again, to the bit."""
+    before = weights(sharded)
+    optimizers = [start(model, level, **options) for model in (whole, sharded)]
+    for model, optimizer in zip((whole, sharded), optimizers, strict=True):
+        train(model, optimizer)
+    assert same(weights(whole), weights(sharded))
+    assert not same(before, weights(sharded))
+
+
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("level", MASTERS)
-def test_sharded_before_is_refused_and_the_remedy_trains(level: str, how: str) -> None:
+@pytest.mark.parametrize("level", [*OPERATORS, *MASTERS])
+def test_sharded_before_trains_as_a_whole_model(level: str, how: str) -> None:
+    assert_trains_as_whole(shard(net(), how), level, net())
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_a_forward_before_initialize_does_no_harm(how: str) -> None:
     model = shard(net(), how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with pytest.raises(StateError, match=r"FSDP already shards .* Use O1 or O4: they leave parameters in fp32"):
-        xamp.initialize(model, optimizer, level=level, verbosity=0)
-    for remedy in OPERATORS:
-        plain = net()
-        inner = copy.deepcopy(plain)
-        reference = torch.optim.SGD(plain.parameters(), lr=0.5)
-        xamp.initialize(plain, reference, level=remedy, verbosity=0)
-        train(plain, reference)
-        sharded = shard(inner, how)
-        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
-        xamp.initialize(sharded, optimizer, level=remedy, verbosity=0)
-        before = weights(sharded)
-        train(sharded, optimizer)
-        assert not same(before, weights(sharded))
-        assert same(weights(plain), weights(sharded))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    assert_trains_as_whole(model, "O2", net())
 
 
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_a_session_that_ends_gives_fsdp_back_as_it_was(how: str) -> None:
+    model = shard(net(), how)
+    optimizer = start(model, "O2")
+    train(model, optimizer)
+    model(torch.ones(2, 8))
+    xamp.session(model).close()
+    plain: Any = net()
+    for p, values in zip((plain[0].bias, plain[0].weight, plain[2].bias, plain[2].weight), weights(model), strict=True):
+        p.data.copy_(values)
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_call_that_fails_leaves_fsdp_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shard(net(), "fsdp2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    monkeypatch.setattr("xamp.sessions.initialize.register", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    with pytest.raises(RuntimeError, match="no"):
+        xamp.initialize(model, optimizer, level="O2", verbosity=0)
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    assert torch.equal(model(x), net()(x))
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_o3_is_refused_and_the_remedy_trains(how: str) -> None:
+    model = shard(net(), how)
+    with pytest.raises(StateError, match=r"would step torch.float16 parameters. Use O2 or O5"):
+        start(model, "O3")
+    assert_trains_as_whole(model, "O2", net())
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_a_norm_in_one_piece_with_the_rest_is_refused_and_the_remedies_train(how: str) -> None:
+    model = shard(net(norm=True), how)
+    with pytest.raises(PolicyError, match=r"there is a BatchNorm1d among them .* Shard each BatchNorm1d by itself"):
+        start(model, "O2")
+    assert_trains_as_whole(model, "O2", net(norm=True), keep_batchnorm_fp32=False)
+    apart: Any = net(norm=True)
+    apart[1] = shard(apart[1], how)
+    assert_trains_as_whole(shard(apart, how), "O2", net(norm=True))
+
+
+def test_half_shards_are_refused_and_the_remedy_trains() -> None:
+    model = shard(net().bfloat16(), "fsdp2")
+    with pytest.raises(PolicyError, match=r"were torch.bfloat16 when FSDP sharded them.* call model.float\(\) before"):
+        start(model, "O5")
+    assert_trains_as_whole(shard(net().bfloat16().float(), "fsdp2"), "O5", net().bfloat16().float())
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_another_dtype_is_refused_and_the_remedies_train(how: str) -> None:
+    told: Any = MixedPrecisionPolicy if how == "fsdp2" else MixedPrecision
+    model = shard(net(), how, told(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    with pytest.raises(PolicyError, match=r"was told to compute the model in torch.bfloat16.*fsdp_policy\('O2'\).*O5"):
+        start(model, "O2")
+    assert_trains_as_whole(model, "O5", net())
+    if how == "fsdp2":
+        assert_trains_as_whole(shard(net(), how, xamp.fsdp_policy("O2")), "O2", net())
+    assert_trains_as_whole(shard(net(), how), "O2", net())
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2", "tensor"])
 @pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("level", MASTERS)
+@pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])
 def test_sharded_afterwards_is_refused(level: str, used: bool, how: str) -> None:
-    """Whether or not it trained before: the masters of whole parameters would move, and the shards would not."""
+    """Whether or not it trained before: masters, or old parameters, would move, and the shards would not.
+
+    FSDP1 goes on with the parameters it is given, so it works where they are what the optimizer steps.
+    """
     model = net()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     xamp.initialize(model, optimizer, level=level, verbosity=0)
     if used:
         train(model, optimizer, 1)
-    sharded = shard(model, how)
-    with pytest.raises(StateError, match=rf"FSDP shards this model since initialize, and at level {level} .*O1 or O4"):
+    if how == "tensor":
+        sharded: nn.Module = parallelize_module(model, init_device_mesh("cpu", (1,)), {"2": ColwiseParallel()})
+    else:
+        sharded = shard(model, how)
+    before = weights(sharded)
+    if how == "fsdp1" and level in OPERATORS:
         train(sharded, optimizer)
+        assert not same(before, weights(sharded))
+        return
+    with pytest.raises(StateError, match=r"the model was sharded since initialize .* Shard first, then make"):
+        train(sharded, optimizer)
+    assert same(before, weights(sharded))
+
+
+@pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])
+def test_an_optimizer_for_a_model_that_was_cast_and_then_sharded(level: str) -> None:
+    model = net()
+    xamp.initialize(model, level=level, verbosity=0)
+    sharded = shard(model, "fsdp2")
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.5)
+    if level in MASTERS:
+        with pytest.raises(StateError, match=r"was cast by an earlier initialize and sharded since"):
+            xamp.initialize(sharded, optimizer, level=level, verbosity=0)
+        return
+    xamp.initialize(sharded, optimizer, level=level, verbosity=0)
+    before = weights(sharded)
+    train(sharded, optimizer)
+    assert not same(before, weights(sharded))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_policy_says_what_the_level_table_says(level: str) -> None:
+    row = LEVELS[level]
+    if row.steps_lower:
+        with pytest.raises(UnsupportedPolicy, match=r"fsdp_policy\(level='O3'\): .* Use O2 or O5"):
+            xamp.fsdp_policy(level)
+        return
+    policy = xamp.fsdp_policy(level)
+    lower = getattr(torch, str(row.dtype)) if row.casts_parameters else None
+    assert (policy.param_dtype, policy.output_dtype) == (lower, torch.float32 if lower else None)
+    assert policy.reduce_dtype == (torch.float32 if lower else None)
+    assert policy.cast_forward_inputs == (lower is not None)
+    for alias in row.aliases:
+        assert xamp.fsdp_policy(alias) == policy
+
+
+def test_the_policy_of_auto_casts_nothing() -> None:
+    assert xamp.fsdp_policy() == xamp.fsdp_policy("O4") == xamp.fsdp_policy("O0")
+    with pytest.raises(PolicyError, match="no such level"):
+        xamp.fsdp_policy("O7")
+
+
+def test_arguments_that_are_spared_reach_the_model_uncast() -> None:
+    class Told(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+            assert times.dtype == torch.float32
+            found: torch.Tensor = self.layer(x)
+            return found
+
+    model = shard(Told(), "fsdp2", xamp.fsdp_policy("O2"))
+    start(model, "O2", cast_model_inputs=["times"])
+    assert model(torch.ones(2, 8), torch.ones(2)).dtype == torch.float32
+
+
+def test_a_copy_of_the_reference_is_the_reference() -> None:
+    """The comparison above sees a difference: one step more is seen."""
+    model = net()
+    other = copy.deepcopy(model)
+    for each, steps in ((model, 3), (other, 2)):
+        train(each, start(each, "O2"), steps)
+    assert not same(weights(model), weights(other))

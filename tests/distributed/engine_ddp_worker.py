@@ -1,0 +1,78 @@
+"""DistributedDataParallel: what each process of test_engines.py runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import engine_cases
+import torch
+import torch.distributed as dist
+from engine_cases import Case
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+
+def ddp(model: Any, _: str, **options: Any) -> Any:
+    return DistributedDataParallel(model, **options)
+
+
+def bucket_view(model: Any, level: str) -> Any:
+    return ddp(model, level, gradient_as_bucket_view=True)
+
+
+def static_graph(model: Any, level: str) -> Any:
+    return ddp(model, level, static_graph=True)
+
+
+def unused(model: Any, level: str) -> Any:
+    """DDP looks for parameters without a gradient, and finds one that no forward reaches."""
+    model.spare = nn.Identity()
+    model.spare.weight = nn.Parameter(torch.ones(2))
+    return ddp(model, level, find_unused_parameters=True)
+
+
+def compressed(model: Any, level: str) -> Any:
+    wrapped = ddp(model, level)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+def own_hook(model: Any, level: str) -> Any:
+    """Of the user's: it averages, which xamp cannot know."""
+    wrapped = ddp(model, level)
+    everybody: Any = dist.group.WORLD
+    wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(everybody, bucket))
+    return wrapped
+
+
+def half_of(rank: int) -> Sequence[int]:
+    size = dist.get_world_size() // 2
+    return range(rank // size * size, rank // size * size + size)
+
+
+def halves(model: Any, level: str) -> Any:
+    size = dist.get_world_size() // 2
+    made: list[Any] = [dist.new_group(list(range(first, first + size))) for first in (0, size)]
+    return ddp(model, level, process_group=made[dist.get_rank() // size])
+
+
+if __name__ == "__main__":
+    engine_cases.work(
+        {
+            "plain": Case(ddp, late=True, spoil_loss=True),
+            "bucket_view": Case(bucket_view, late=True, spoil_loss=True),
+            "static_graph": Case(static_graph, late=True, spoil_loss=True),
+            "unused": Case(unused, late=True, spoil_loss=True),
+            "compressed": Case(compressed, late=True, spoil_loss=True),
+            "own_hook": Case(own_hook, late=True, spoil_loss=True),
+            "no_sync": Case(ddp, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()),
+            "halves": Case(
+                *(halves, True),
+                spoil_loss=True,
+                members=half_of,
+                options=lambda: {"process_group": dist.group.WORLD},
+            ),
+        }
+    )

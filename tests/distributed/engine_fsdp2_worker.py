@@ -1,0 +1,51 @@
+"""fully_shard: what each process of test_engines.py runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import engine_cases
+import torch.distributed as dist
+from engine_cases import Case
+from torch.distributed.fsdp import fully_shard
+
+import xamp
+
+
+def plain(model: Any, _: str) -> Any:
+    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()))
+
+
+def blocks(model: Any, level: str) -> Any:
+    """As users of large models do it: the parts first, all with the policy of the level; the rest in the root."""
+    mesh, policy = engine_cases.mesh(dist.get_world_size()), xamp.fsdp_policy(level)
+    for part in (model[0], model[2]):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def some(model: Any, _: str) -> Any:
+    """One layer is sharded; the others are whole, and all ranks see the same batch, so that nobody need average."""
+    fully_shard(model[2], mesh=engine_cases.mesh(dist.get_world_size()))
+    return model
+
+
+@contextlib.contextmanager
+def postponed(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+if __name__ == "__main__":
+    engine_cases.work(
+        {
+            "plain": Case(plain),
+            "blocks": Case(blocks),
+            "some": Case(some, seen=engine_cases.alone),
+            "no_sync": Case(plain, micro=2, postponed=postponed),
+        },
+        {"dtypes": lambda: engine_cases.dtypes(plain)},
+    )

@@ -1,0 +1,83 @@
+"""What the processes of test_resumed.py run: sharded training, saved and loaded by torch.distributed.checkpoint.
+
+``save`` writes a checkpoint after three steps. ``load`` starts with other weights, on another number of ranks perhaps,
+and reads it. Both tell how they stand there, gathered from all ranks, and after two steps more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import docs_blocks
+import engine_cases
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import xamp
+
+HOW = ("fsdp2", "tensor", "whole")
+
+
+def shard(model: Any, how: str) -> Any:
+    mesh = engine_cases.mesh(dist.get_world_size())
+    if how == "fsdp2":
+        return fully_shard(model, mesh=mesh)
+    if how == "tensor":
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        x, target = engine_cases.batch(step, 0, 0)
+        loss = engine_cases.loss_of(model(x), target)
+        with xamp.scale_loss(loss * float("inf") if step == 1 else loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def standing(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Weights as the model's state has them, the moments of what is stepped, and the scale; whole."""
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    full = [m.full_tensor() if hasattr(m, "full_tensor") else m for m in moments]
+    weights = engine_cases.whole(model).values()
+    return {
+        "weights": [p.flatten().tolist() for p in weights],
+        "moments": [m.flatten().tolist() for m in full],
+        "scale": xamp.loss_scale(optimizer),
+        "fp32": all(m.dtype == torch.float32 for m in full),
+    }
+
+
+def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
+    model = shard(engine_cases.net(), how)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=1024.0, growth_interval=2, verbosity=0)
+    names = {"model": model, "optimizer": optimizer, "folder": str(folder / f"{how} {level}"), "xamp": xamp}
+    if mode == "save":
+        train(model, optimizer, range(3))
+        docs_blocks.run("checkpoints.md", names, "get_state_dict", "save(sharded")
+    else:
+        with torch.no_grad():
+            for param in xamp.master_params(optimizer):
+                param.mul_(0.5)
+        docs_blocks.run("checkpoints.md", names, "get_state_dict", "load(sharded")
+    found = {"there": standing(model, optimizer)}
+    train(model, optimizer, range(3, 5))
+    return {**found, "end": standing(model, optimizer)}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    said = {f"{how} {level}": run(sys.argv[1], how, level, Path(sys.argv[2])) for how in HOW for level in ("O2", "O5")}
+    if dist.get_rank() == 0:
+        (Path(sys.argv[2]) / f"{sys.argv[1]}.json").write_text(json.dumps(said))
+    dist.barrier()
+    os._exit(0)  # see ddp_worker.py

@@ -1,0 +1,83 @@
+"""Every engine of torch at every level that lowers: real processes on gloo, against one process in fp64.
+
+Rank 1 alone overflows at the second of four steps. All ranks skip it and back off, and the weights become those of one
+process that leaves the step out. Each engine has a worker of its own, and one start for all its cases and levels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_ranks import Ranks
+
+HERE = Path(__file__).parent
+ENGINES = {
+    "ddp": ("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync", "halves"),
+    "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "no_sync"),
+    "fsdp2": ("plain", "blocks", "some", "no_sync"),
+    "hsdp": ("fsdp2", "fsdp2 of copies", "fsdp1"),
+    "zero": ("plain", "two groups"),
+    "tensor": ("some", "all", "two meshes", "with fsdp2"),
+    "pipeline": ("gpipe",),
+}
+ERROR = {"O1": 3e-3, "O2": 3e-3, "O4": 1.5e-2, "O5": 1.5e-2}  # of the largest move of a weight: 3 and 2 eps
+DECIDED = (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0])
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
+def ranks_of(
+    request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Found]:
+    """Returns what each rank of an engine wrote; one start for each engine."""
+    started: dict[str, Found] = {}
+
+    def run(engine: str) -> Found:
+        if engine not in started:
+            folder = tmp_path_factory.mktemp(engine)
+            script = HERE / f"engine_{engine}_worker.py"
+            forked_ranks.run(script, str(folder), count=request.param, output=folder / "output.txt")
+            started[engine] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+        return started[engine]
+
+    return run
+
+
+@pytest.mark.parametrize("level", ERROR)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_all_ranks_decide_alike_and_train_as_one_process(
+    engine: str, level: str, ranks_of: Callable[[str], Found]
+) -> None:
+    ranks = ranks_of(engine)
+    for case in ENGINES[engine]:
+        found = [rank[f"{case} {level}"] for rank in ranks]
+        assert [(rank["outcomes"], rank["scales"]) for rank in found] == [DECIDED] * len(ranks), case
+        assert max(rank["off"] for rank in found) < ERROR[level], (case, [rank["off"] for rank in found])
+        assert all(rank["fp32"] for rank in found), case
+        weights = [rank["weights"] for rank in found]
+        if case == "halves":
+            assert len(set(weights)) == 2, case
+        elif engine != "pipeline":
+            assert len(set(weights)) == 1, case
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_fsdp_gathers_in_16_bits_what_the_optimizer_steps_in_32(engine: str, ranks_of: Callable[[str], Found]) -> None:
+    for rank in ranks_of(engine):
+        assert rank["dtypes"] == {
+            "O1": ["float32", "float32", "float32"],
+            "O2": ["float16", "float32", "float32"],
+            "O4": ["float32", "float32", "float32"],
+            "O5": ["bfloat16", "float32", "float32"],
+        }
+
+
+def test_zero_says_what_it_cannot(ranks_of: Callable[[str], Found]) -> None:
+    for rank in ranks_of("zero"):
+        assert "Make it without parameters_as_bucket_view" in rank["buckets"]  # which "plain" is
+        assert rank["consolidated"]

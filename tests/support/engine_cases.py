@@ -1,0 +1,189 @@
+"""What the workers of test_engines.py share: the model, the loop, and one process in fp64 that does it by hand.
+
+A worker file has the cases of one engine. Each trains the same small net at four levels; at one step rank 1 alone
+overflows. The reference is the same net, whole, in fp64, that sees the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import xamp
+
+LEVELS = ("O1", "O2", "O4", "O5")
+STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 4, 1, 0.2, 0.9, 0.2
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.LayerNorm(8), nn.Linear(8, 5))
+
+
+def batch(step: int, micro: int, seen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + seen)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 5, generator=generator)
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def alone(_: int) -> int:
+    """Every rank sees the same batch."""
+    return 0
+
+
+def same(rank: int) -> int:
+    """Every rank sees a batch of its own."""
+    return rank
+
+
+@dataclasses.dataclass
+class Case:
+    """One way to use an engine.
+
+    Attributes:
+        wrap: given the net, returns what runs its forward. It is called before ``initialize``, or after it if ``late``.
+        seen: the number of the batch that a rank sees.
+        micro: the number of micro-batches; all but the last run in ``postponed``.
+        postponed: given the model, returns a context in which its gradients are not reduced.
+        optimizer: makes the optimizer.
+        members: the ranks that train together with a rank; None: all.
+        spoil_loss: rank 1 overflows in its loss, before anything is reduced; else in its own gradients, after.
+        options: further arguments of ``initialize``.
+    """
+
+    wrap: Callable[[Any, str], Any]
+    late: bool = False
+    seen: Callable[[int], int] = same
+    micro: int = 1
+    postponed: Callable[[Any], contextlib.AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+    optimizer: Callable[[Iterable[Any]], Any] = lambda params: torch.optim.SGD(params, lr=LR, momentum=MOMENTUM)
+    members: Callable[[int], Sequence[int]] | None = None
+    spoil_loss: bool = False
+    options: Callable[[], dict[str, Any]] = dict
+
+
+def train(case: Case, level: str) -> dict[str, Any]:
+    """Train, and tell how the steps went and how far the weights are from those of the reference."""
+    rank = dist.get_rank()
+    inner = net()
+    outer = inner if case.late else case.wrap(inner, level)
+    optimizer = case.optimizer(outer.parameters())
+    told = {"loss_scale": "dynamic", "init_scale": 1024.0, "verbosity": 0, **case.options()}
+    xamp.initialize(outer, optimizer, level, **told)
+    if case.late:
+        outer = case.wrap(inner, level)
+    outcomes, scales = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(case.micro):
+            x, target = batch(step, micro, case.seen(rank))
+            with contextlib.nullcontext() if micro == case.micro - 1 else case.postponed(outer):
+                loss = loss_of(outer(x), target) / case.micro
+                spoilt = step == SPOILT and rank == 1 and micro == case.micro - 1
+                with xamp.scale_loss(loss * float("inf") if spoilt and case.spoil_loss else loss, optimizer) as scaled:
+                    scaled.backward()
+                    if spoilt and not case.spoil_loss:
+                        spoil(outer)
+        xamp.clip_grad_norm_(optimizer, MAX_NORM)
+        optimizer.step()
+        outcomes.append(xamp.session(optimizer).last_step.name)
+        scales.append(xamp.loss_scale(optimizer))
+    members = range(dist.get_world_size()) if case.members is None else case.members(rank)
+    seen = sorted({case.seen(member) for member in members})
+    return {"outcomes": outcomes, "scales": scales, **compared(whole(outer), reference(seen, case.micro), optimizer)}
+
+
+def spoil(model: nn.Module) -> None:
+    """Let this rank's part of a gradient overflow, and nobody else's."""
+    grads: Any = (p.grad for p in model.parameters() if p.grad is not None)
+    parts = (getattr(grad, "_local_tensor", grad) for grad in grads)
+    next(part for part in parts if part.numel()).flatten()[0] = float("inf")
+
+
+def whole(model: Any) -> dict[str, torch.Tensor]:
+    """The weights as a checkpoint has them, fp32, by the names of the bare net."""
+    state = model.state_dict()
+    full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    assert all(value.dtype == torch.float32 for value in full.values()), {n: v.dtype for n, v in full.items()}
+    return {name.removeprefix("module."): value.detach().clone() for name, value in full.items()}
+
+
+def reference(seen: Sequence[int], micro: int) -> dict[str, torch.Tensor]:
+    """The weights of one process in fp64, that leaves the spoilt step out."""
+    model = net().double()
+    params = list(model.parameters())
+    buffers = [torch.zeros_like(p) for p in params]
+    for step in range(STEPS):
+        if step == SPOILT:
+            continue
+        losses = [
+            loss_of(model(x.double()), y.double()) for s in seen for m in range(micro) for x, y in [batch(step, m, s)]
+        ]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), params)
+        norm = float(torch.cat([g.flatten() for g in grads]).norm())
+        with torch.no_grad():
+            for p, buffer, g in zip(params, buffers, grads, strict=True):
+                buffer.mul_(MOMENTUM).add_(g * min(1.0, MAX_NORM / (norm + 1e-6)))
+                p.sub_(LR * buffer)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def compared(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], optimizer: Any) -> dict[str, Any]:
+    """How far the weights are from the reference, as a share of the largest move; and digests to compare ranks by."""
+    found = {name: found[name] for name in wanted if name in found}  # a spare parameter is of no interest
+    start = dict(net().named_parameters())
+    moved = max(float((wanted[name] - start[name]).abs().max()) for name in wanted)
+    off = max(float((found[name] - wanted[name]).abs().max()) for name in found)
+    digest = hashlib.sha256(b"".join(found[name].numpy().tobytes() for name in sorted(found))).hexdigest()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return {"off": off / moved, "weights": digest, "fp32": all(p.dtype == torch.float32 for p in held)}
+
+
+def dtypes(wrap: Callable[[Any, str], Any]) -> dict[str, list[str]]:
+    """By level: the dtype of a gathered weight in a forward, of the output, and of what the optimizer steps."""
+    found: dict[str, list[str]] = {}
+    for level in LEVELS:
+        inner = net()
+        seen: list[torch.dtype] = []
+        inner[2].register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.dtype))
+        outer = wrap(inner, level)
+        optimizer = torch.optim.SGD(outer.parameters(), lr=LR)
+        xamp.initialize(outer, optimizer, level, verbosity=0)
+        seen.append(outer(batch(0, 0, 0)[0]).dtype)
+        seen += {p.dtype for p in optimizer.param_groups[0]["params"]}
+        found[level] = [str(dtype).removeprefix("torch.") for dtype in seen]
+    return found
+
+
+def work(cases: dict[str, Case], others: dict[str, Callable[[], Any]] | None = None) -> None:
+    """Run all cases as one rank. Writes one JSON file."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    found: dict[str, Any] = {}
+    for name, case in cases.items():
+        for level in LEVELS:
+            found[f"{name} {level}"] = train(case, level)
+    for name, other in (others or {}).items():
+        found[name] = other()
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # see ddp_worker.py

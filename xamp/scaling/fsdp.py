@@ -1,0 +1,182 @@
+"""FSDP's own mixed precision: fp32 shards that are gathered, and computed with, in 16 bits.
+
+Where FSDP shards a parameter, its fp32 shard is the master. FSDP casts the shard while it gathers, so half the bytes
+move, reduces the gradient, and gives the shard an fp32 gradient. The optimizer holds the shards themselves. So at O2
+and O5 no second copy is made, and a checkpoint sees fp32 parameters under their own names.
+
+A :class:`Unit` is what FSDP gathers in one call: a ``fully_shard``, or a ``FullyShardedDataParallel``. All parameters
+of a unit have one dtype. Units hold their modules weakly, for undo lists keep them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Unit", "mixed_precision", "sharded_params", "units_of"]
+
+Undo = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP gathers together.
+
+    Attributes:
+        name: the qualified name of the module, for messages.
+        owners: the modules that have a parameter in it.
+        dtype: the dtype of the shards.
+        computes_in: the dtype that the user asked FSDP to gather them in; None: their own.
+        compute_in: sets that dtype (None: the shards' own) and returns what sets it back. What casts the inputs and
+            outputs is switched off where its second argument says so.
+    """
+
+    name: str
+    owners: Sequence[nn.Module]
+    dtype: torch.dtype
+    computes_in: torch.dtype | None
+    compute_in: Callable[[torch.dtype | None, bool], Undo]
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of ``model``, and of its parts, with their parameters sharded."""
+    found: list[Unit] = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for state, make in ((_state2(module), _unit2), (_handle1(module), _unit1)):
+            if state is not None and id(state) not in seen:
+                seen.add(id(state))
+                found += make(name, module)
+    return found
+
+
+def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the sharded parameters of FSDP in ``modules``, also while whole ones stand in their place."""
+    for module in modules:
+        for group in _groups2(module):
+            yield from (param.sharded_param for param in group.fsdp_params)
+        handle = _handle1(module)
+        if handle is not None:
+            yield handle.flat_param
+            yield from getattr(handle.flat_param, "_params", None) or ()
+
+
+def mixed_precision(dtype: torch.dtype | None, **others: Any) -> Any:
+    """Return torch's policy for ``fully_shard``: compute in ``dtype``, add gradients up in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    reduced = None if dtype is None else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, **{"reduce_dtype": reduced, **others})
+
+
+# ---------------------------------------------------------------- fully_shard
+
+
+def _state2(module: nn.Module) -> Any:
+    return module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+
+
+def _groups2(module: nn.Module) -> Sequence[Any]:
+    state = _state2(module)
+    if state is None:
+        return ()
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [g for g in ([state._fsdp_param_group] if found is None else found) if g is not None]
+
+
+def _unit2(name: str, module: Any) -> list[Unit]:
+    groups = [group for group in _groups2(module) if group.fsdp_params]
+    if not groups:
+        return []
+    module.reshard()  # the root stays gathered after a forward without backward
+    infos = [param._module_info for group in groups for param in group.fsdp_params]
+    owners = [owner for info in infos for owner in (info.module, *info.shared_modules)]
+    floating = (param.sharded_param.dtype for group in groups for param in group.fsdp_params)
+    dtype = next((d for d in floating if d.is_floating_point), torch.float32)
+    compute_in = functools.partial(_compute_in2, weakref.ref(module))
+    return [Unit(name, owners, dtype, groups[0].mp_policy.param_dtype, compute_in)]
+
+
+def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool) -> Undo:
+    module: Any = ref()
+    state, own = module._get_fsdp_state(), module._get_fsdp_state()._mp_policy
+    given = own.param_dtype is not None
+    reduced = own.reduce_dtype if given else None
+    others = {"reduce_dtype": reduced} if reduced is not None and dtype is not None else {}
+    casts = given and own.cast_forward_inputs and not is_root
+    made = mixed_precision(dtype, output_dtype=None, cast_forward_inputs=casts, **others)
+    before = state._mp_policy, [group.mp_policy for group in _groups2(module)]
+    undo = functools.partial(_set2, ref, *before)
+    try:
+        _set2(ref, made, [made for _ in before[1]])
+        return undo
+    except BaseException:
+        undo()
+        raise
+
+
+def _set2(ref: weakref.ref[Any], outer: Any, inner: Sequence[Any]) -> None:
+    module = ref()
+    if module is None:
+        return
+    module.reshard()
+    module._get_fsdp_state()._mp_policy = outer
+    for group, policy in zip(_groups2(module), inner, strict=True):
+        group.mp_policy = policy
+        for param in group.fsdp_params:
+            param.mp_policy = policy
+            param.all_gather_outputs = []  # of the other dtype; both are made again at the next forward
+            param.__dict__.pop("_unsharded_param", None)
+        if any(hasattr(param, "orig_dtype") for param in group.fsdp_params):  # a forward has run: torch asks no more
+            group._init_mp_dtypes()
+
+
+# ---------------------------------------------------------------- FullyShardedDataParallel
+
+
+def _handle1(module: nn.Module) -> Any:
+    return getattr(module, "_handle", None) if hasattr(module, "_sync_gradients") else None
+
+
+def _unit1(name: str, module: Any) -> list[Unit]:
+    handle = module._handle
+    flat = handle.flat_param
+    infos = [*flat._param_infos, *getattr(flat, "_shared_param_infos", ())]
+    owners = [info.module for info in infos]
+    specified = handle._fwd_bwd_param_dtype if handle._low_prec_param_dtype_specified else None
+    return [Unit(name, owners, flat.dtype, specified, functools.partial(_compute_in1, weakref.ref(module)))]
+
+
+def _compute_in1(ref: weakref.ref[Any], dtype: torch.dtype | None, _: bool) -> Undo:
+    module: Any = ref()
+    handle = module._handle
+    chosen = handle._low_prec_reduce_dtype_specified
+    reduced = handle._reduce_dtype if chosen else torch.float32
+    low = handle._fwd_bwd_param_dtype if handle._low_prec_param_dtype_specified else None
+    undo = functools.partial(_set1, ref, low, handle._reduce_dtype if chosen else None)
+    try:
+        _set1(ref, dtype, None if dtype is None else reduced)
+        return undo
+    except BaseException:
+        undo()
+        raise
+
+
+def _set1(ref: weakref.ref[Any], dtype: torch.dtype | None, reduced: torch.dtype | None) -> None:
+    module = ref()
+    if module is None:
+        return
+    handle = module._handle
+    is_used = hasattr(handle.flat_param, "_local_shard")
+    if is_used:
+        handle.reshard(handle.uses_sharded_strategy)
+        handle.post_reshard()
+    handle._init_param_reduce_dtypes(dtype, reduced)
+    if is_used:  # a forward has run: what it is gathered into has the other dtype
+        handle.init_flat_param_attributes()

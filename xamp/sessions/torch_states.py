@@ -1,0 +1,100 @@
+"""Lets ``torch.distributed.checkpoint.state_dict`` find the model's parameters in an optimizer that holds masters.
+
+Its functions (``get_state_dict``, ``set_optimizer_state_dict`` and others) name an optimizer's state by the parameters
+of the model, which they look up in ``param_groups``. They are given a view of the optimizer in which each master's
+place is taken by its parameter. Optimizers without masters pass unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from xamp.scaling.optimizer import state_of
+
+__all__ = ["serve_torch_states"]
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_FUNCTIONS = ("_get_optim_state_dict", "_load_optim_state_dict")
+
+
+class _View:
+    """An optimizer that holds masters, as if it held the parameters themselves.
+
+    Attributes:
+        param_groups: the optimizer's, with parameters in the places of masters.
+        state: something, for torch makes the state of an optimizer that has none by a step.
+    """
+
+    def __init__(self, optimizer: Any, param_of: dict[int, Any]) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        self.state = {"is made": True}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's."""
+        return self._optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it into the optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+
+def serve_torch_states() -> None:
+    """Wrap the two functions that look parameters up, now or when their module is imported. Done once."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _wrap(module)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Wraps the functions as soon as somebody imports their module, which takes long to import."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        """Return the module's own spec, whose loader also wraps."""
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_wrap(module: ModuleType) -> None:
+                load(module)
+                _wrap(module)
+
+            loader.exec_module = load_and_wrap
+        return spec
+
+
+def _wrap(module: Any) -> None:
+    for name in _FUNCTIONS:
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "_xamp_inner"):
+            setattr(module, name, _with_views(module, function))
+
+
+def _with_views(module: Any, function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(model: Any, optimizers: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        return function(model, tuple(_view_of(module, one) for one in optimizers), *args, **kwargs)
+
+    wrapped._xamp_inner = function  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _view_of(module: Any, optimizer: Any) -> Any:
+    state = state_of(optimizer)
+    if state is None or not state.gradients.pairs:
+        return optimizer
+    module._init_optim_state(optimizer)  # what torch itself does first, and here to the masters
+    return _View(optimizer, {id(master): param for param, master in state.gradients.pairs})
