@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from xamp.debug.ranges import dense
-from xamp.debug.trace_file import SCHEMA, WHAT, frame, names_frame, rows_frame, sample_frame
+from xamp.debug.trace_file import NO_GRADIENT, SCHEMA, WHAT, frame, names_frame, rows_frame, sample_frame
 from xamp.errors import PolicyError, StateError
 from xamp.ground.log import is_rank_zero
 from xamp.ground.version import __version__
@@ -284,7 +284,7 @@ class _Sample:
     def _norms_of_gradients(self) -> list[Any]:
         found = [next(dense(param.grad), None) for param in self._params]
         norms = iter(_norms([value for value in found if value is not None]))
-        return [_NAN if value is None else next(norms) for value in found]
+        return [NO_GRADIENT if value is None else next(norms) for value in found]
 
 
 class _Mail:
@@ -378,7 +378,7 @@ def _number(loss: Any) -> Any:
     if loss is None:
         return _NAN
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return float(loss) if loss.is_cpu else loss.detach()
+        return float(loss.detach()) if loss.is_cpu else loss.detach()
     if isinstance(loss, (int, float)):
         return float(loss)
     shape = f", shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""

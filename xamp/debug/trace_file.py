@@ -16,7 +16,7 @@ S     the number of the first step and the number of rows, unsigned 32-bit; then
       known.
 M     a sample: the number of the step, unsigned 32-bit; then for each activation its root mean square, its largest
       absolute value and its share of zeros; then for each parameter the norm of its gradient, its own norm before the
-      step, and the norm of what the step changed. nan: not known.
+      step, and the norm of what the step changed. -1: the parameter had no gradient.
 E     empty: the trace was closed.
 ====  ======================================================================================================
 
@@ -37,9 +37,10 @@ from typing import Any
 
 from xamp.errors import PolicyError
 
-__all__ = ["SCHEMA", "WHAT", "Row", "Run", "Sample", "frame", "names_frame", "read", "rows_frame", "sample_frame"]
+__all__ = ["NO_GRADIENT", "SCHEMA", "WHAT", "Row", "Run", "Sample", "frame", "names_frame", "read", "rows_frame", "sample_frame"]
 
 WHAT, SCHEMA = "xamp trace", 1
+NO_GRADIENT = -1.0
 _HEAD = struct.Struct("<c3xII")
 _PAIR = struct.Struct("<II")
 _STEP = struct.Struct("<I")
