@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp.debug.measured import Measured, Row, relative_error, rows_of
+from xamp.debug.measured import Measured, relative_error, rows_of
 from xamp.debug.profile_result import Advice, Profile
 from xamp.debug.runs import Batch, copied, measure
 from xamp.errors import PolicyError, UnsupportedPolicy
@@ -22,7 +22,6 @@ from xamp.sessions.initialize import initialize
 __all__ = ["profile"]
 
 _BYTES_FOR_FP64 = 2**30  # of parameters in fp64: above that, fp32 is the reference
-_BACKOFFS = 24
 
 
 def profile(
@@ -73,8 +72,11 @@ def profile(
     low = runs.at_level()
     rows = rows_of(low, exact, single)
     before = _error(low, exact)
-    advice = [_advice(runs, module, before, exact) for module in _candidates(model, rows)[:tries]]
-    advice.sort(key=lambda each: -each.gain)
+    start = low.loss_scale if low.dynamic and low.all_finite else None
+    own = {row.module: row.own for row in rows if row.module}
+    best = sorted(own, key=lambda name: -own[name])[:tries]
+    advice = [Advice(name, before, _error(runs.at_level([name], start), exact)) for name in best]
+    advice.sort(key=lambda each: (-round(20 * each.gain), -own[each.module]))  # of those alike, that which adds most
     return Profile(
         level=str(low.level),
         reference=name,
@@ -112,17 +114,30 @@ class _Runs:
                 ) from error
             return self.plain(torch.float32), "fp32"
 
-    def at_level(self, keep: Sequence[str] = ()) -> Measured:
-        """Run at the level. A dynamic loss scale backs off until the gradients fit, as it would in training."""
+    def at_level(self, keep: Sequence[str] = (), start: float | None = None) -> Measured:
+        """Run at the level; a dynamic loss scale is the largest at which backward is finite, as training would find it.
+
+        Args:
+            keep: more modules to keep in fp32.
+            start: the first loss scale to try, where it is dynamic.
+        """
+        kept = self._settings.get("keep_fp32", ())
         settings: dict[str, Any] = self._settings | {"verbosity": 0}
-        kept = settings.get("keep_fp32", ())
         settings["keep_fp32"] = [*([kept] if isinstance(kept, (str, type)) else kept), *keep]
-        for _ in range(_BACKOFFS):
-            found = self._once(settings)
-            if found.all_finite or not found.dynamic or found.loss_scale <= found.floor:
-                break
-            settings["init_scale"] = max(found.loss_scale * found.backoff, found.floor)
-        return found
+        if start is not None:
+            settings["init_scale"] = start
+        found = self._once(settings)
+        if found.all_finite or not found.dynamic or found.loss_scale <= found.floor or found.backoff >= 1.0:
+            return found
+        least = self._once(settings | {"init_scale": found.floor})
+        if not least.all_finite:
+            return least  # no scale helps
+        good, bad = found.steps_to_floor, 0  # how often the scale has backed off
+        while good - bad > 1:
+            middle = (good + bad) // 2
+            tried = self._once(settings | {"init_scale": found.loss_scale * found.backoff**middle})
+            good, bad, least = (middle, bad, tried) if tried.all_finite else (good, middle, least)
+        return least
 
     def _once(self, settings: Mapping[str, Any]) -> Measured:
         copy = copied(self._model)
@@ -136,17 +151,6 @@ def _error(found: Measured, exact: Measured) -> float:
     """Return the error of a run in one number: those of the outputs and of all gradients; what overflowed counts 1."""
     parts = (relative_error(found.output, exact.output), relative_error(found.all_gradients(), exact.all_gradients()))
     return sum(part if math.isfinite(part) else 1.0 for part in parts)
-
-
-def _candidates(model: nn.Module, rows: Sequence[Row]) -> list[str]:
-    """Return the modules that are worth trying: those that add most error, or lose most to zero or to inf, first."""
-    named = {row.module: row for row in rows if row.module}
-    return sorted(named, key=lambda name: -named[name].own)
-
-
-def _advice(runs: _Runs, module: str, before: float, exact: Measured) -> Advice:
-    after = _error(runs.at_level([module]), exact)
-    return Advice(module, before, after)
 
 
 def _check(model: Any, loss: Any, reference: Any, tries: Any, settings: Mapping[str, Any]) -> None:
