@@ -78,7 +78,7 @@ class Finding:
             f"  {'result' if self.kind in ('operator', 'loss scale') else 'value':<10} {self.result}",
         ]
         lines += [f"  operand {index}  {found}" for index, found in enumerate(self.operands)]
-        if self.loss_scale != 1.0:
+        if self.loss_scale != 1.0 and self.phase == "backward":
             lines.append(f"  loss scale {self.loss_scale:g}")
         lines += [f"  before     {step}" for step in self.before]
         return "\n".join([*lines, f"  what to do {self._advice()}"])

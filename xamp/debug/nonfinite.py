@@ -132,8 +132,7 @@ class NonFinite:
         if self.first is not None:
             return operator(*args, **kwargs)
         place = self._places.now()
-        if torch.is_grad_enabled():
-            self._places.note_node(place)
+        self._places.note_node(place)
         written = _written(operator, args, kwargs)
         kept = [value.clone() if list(dense(value)) else value for value in written]
         result = operator(*args, **kwargs)

@@ -177,7 +177,7 @@ _STYLE = (
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:0}dt{color:var(--soft)}"
     "dd{margin:0;overflow-wrap:anywhere}"
     "figcaption{font-weight:600;margin-bottom:6px;display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 12px}"
-    ".key{font-weight:400;color:var(--soft);white-space:nowrap}svg{display:block;width:100%;height:auto}"
+    ".key{font-weight:400;font-size:.82rem;color:var(--soft);white-space:nowrap}svg{display:block;width:100%;height:auto}"
     "svg text{font-size:11px;fill:var(--soft)}.swatch{display:inline-block;width:.75em;height:.75em;border-radius:2px;"
     "margin:0 4px 0 6px}.map .swatch{margin:0}.grid{stroke:var(--line);fill:none}"
     ".line{fill:none;stroke-width:1.8;stroke-linejoin:round}.mark{stroke:var(--bad);stroke-dasharray:4 3;fill:none}"

@@ -98,6 +98,7 @@ class Places:
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         stack = self._stack.modules
+        self.note_node(self._of_module(module, "forward"))  # of a node that has run no operator
         if any(found is module for found in stack):
             while stack.pop() is not module:  # modules whose call ended in an exception
                 pass

@@ -10,6 +10,7 @@ __all__ = ["heat", "lines"]
 
 WIDTH, HEIGHT = 460, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 34
+_LEAST = 2e-4  # of a relative difference: below this a map shows its lightest shade
 _POINTS = 400  # of a line: more than that many cannot be seen
 
 Line = tuple[str, str, Mapping[int, float]]
@@ -60,8 +61,9 @@ def heat(rows: Sequence[tuple[str, Mapping[int, float]]], *, mark: int | None = 
         y = 6 + tall * index
         shown = name if len(name) <= 22 else "..." + name[-20:]
         body.append(f'<text x="{left - 6}" y="{y + 11}" text-anchor="end">{html.escape(shown)}</text>')
+        body.append(f'<rect class="h0" x="{left}" y="{y}" width="{WIDTH - _RIGHT - left}" height="{tall - 2}"/>')
         for column, step in enumerate(steps):
-            if step in points:
+            if abs(points.get(step, 0.0)) > _LEAST:
                 body.append(_cell(left + wide * column, y, wide, tall - 2, name, step, points[step]))
     height = 6 + tall * len(rows) + 22
     for column in sorted({0, len(steps) - 1}):
@@ -141,7 +143,7 @@ def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:
 
 
 def _cell(x: float, y: float, wide: float, tall: float, name: str, step: int, value: float) -> str:
-    # 0.0001 and less is the lightest, 1 and inf the darkest: one shade for each factor of 10^0.5.
+    # 1 and inf are the darkest: one shade for each factor of 10^0.5.
     shade = 8 if not math.isfinite(value) else max(0, min(8, round(2 * (math.log10(max(abs(value), 1e-9)) + 4))))
     told = f"{name}, step {step}: {abs(value):.2g}"
     box = f'x="{x:.1f}" y="{y}" width="{max(wide - 0.6, 0.8):.1f}" height="{tall}"'

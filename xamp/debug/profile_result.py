@@ -153,13 +153,13 @@ class Profile:
         axis.set_xscale("log")
         axis.set_yticks(list(places), list(names), fontsize=8)
         axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.set_title("relative error", fontsize=11)
+        axis.set_title("relative error", fontsize=11, loc="left")
         axis.grid(axis="x", alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
     def _draw_losses(self, axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
         grid = [[100 * _known(v) for v in (r.underflow, r.overflow, r.gradient_underflow, r.gradient_overflow)] for r in rows]
-        axis.imshow(grid, aspect="auto", vmin=0, vmax=100, cmap="YlOrRd", interpolation="nearest")
+        axis.imshow(grid, aspect="auto", vmin=0, vmax=100, cmap="Oranges", interpolation="nearest")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
                 if value > 0:
