@@ -33,7 +33,8 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer(x)
-        return self.head(x)
+        found: torch.Tensor = self.head(x)
+        return found
 
     def batch(self) -> torch.Tensor:
         return torch.randn(8, 16)
@@ -42,12 +43,15 @@ class Mlp(nn.Module):
 class Conv(nn.Module):
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
-        blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), Slot(), nn.ReLU()) for _ in range(depth)]
+        blocks = [
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), Slot(), nn.ReLU()) for _ in range(depth)
+        ]
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x).mean((2, 3)))
+        found: torch.Tensor = self.head(self.blocks(x).mean((2, 3)))
+        return found
 
     def batch(self) -> torch.Tensor:
         return torch.randn(4, 4, 6, 6)
@@ -65,7 +69,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         scores = q @ k.transpose(-1, -2) / 4
         mask = torch.full((x.shape[1], x.shape[1]), float("-inf"), dtype=scores.dtype).triu(1)
-        return x + self.out(self.slot((scores + mask).softmax(-1) @ v))
+        found: torch.Tensor = x + self.out(self.slot((scores + mask).softmax(-1) @ v))
+        return found
 
 
 class Transformer(nn.Module):
@@ -79,7 +84,8 @@ class Transformer(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        found: torch.Tensor = self.head(x)
+        return found
 
     def batch(self) -> torch.Tensor:
         return torch.randint(11, (2, 5))
@@ -121,7 +127,15 @@ def optimizer_of(model: nn.Module, lr: float = 0.01, scaled: str = "", by: float
 
 
 def train(
-    model: Any, optimizer: Any, level: str, steps: int, *, seed: int = 0, path: Any = None, at: Any = None, **settings: Any
+    model: Any,
+    optimizer: Any,
+    level: str,
+    steps: int,
+    *,
+    seed: int = 0,
+    path: Any = None,
+    at: Any = None,
+    **settings: Any,
 ) -> None:
     """Train; record a trace into ``path``. ``at`` is called with the number of each step before it."""
     xamp.initialize(model, optimizer, level=level, verbosity=0, **settings)

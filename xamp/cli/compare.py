@@ -1,8 +1,8 @@
 """Line up two runs that xamp.trace recorded, and find the first step and module where they part beyond noise.
 
-A and B are files of xamp.trace: a run on a GPU and one on an NPU, at O0 and at O1, under two versions of torch. Noise is
-what the lower dtype of the two can cause; --noise C takes it from a third run, which repeats A and is right. Exit codes:
-0 they are the same within noise, 1 they part, 2 wrong use: a file that is no trace, nothing in common.
+A and B are files of xamp.trace: a run on a GPU and one on an NPU, at O0 and at O1, under two versions of torch. Noise
+is what the lower dtype of the two can cause; --noise C takes it from a third run, which repeats A and is right. Exit
+codes: 0 they are the same within noise, 1 they part, 2 wrong use: a file that is no trace, nothing in common.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="a file of xamp.trace")
     parser.add_argument("b", metavar="B", help="the file to compare with it")
     parser.add_argument("--noise", metavar="C", help="a third run, which repeats A: what differs there is noise")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with plots, which needs no other file")
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write one page with plots, which needs no other file"
+    )
     parser.add_argument("--png", metavar="FILE", type=Path, help="write a picture (needs matplotlib: xamp[debug])")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the answer for a machine; - prints it")
 
@@ -66,7 +68,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise PolicyError(f"{str(path)!r} cannot be written: {error.strerror}. Name a file in a folder that is there.") from error
+        raise PolicyError(
+            f"{str(path)!r} cannot be written: {error.strerror}. Name a file in a folder that is there."
+        ) from error
 
 
 def _text(found: Comparison) -> str:

@@ -55,7 +55,9 @@ class Parting:
     tolerance: float
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.a:.5g} and {self.b:.5g}, {abs(self.difference):.2g} apart; noise {self.tolerance:.2g}"
+        return (
+            f"{self.key}: {self.a:.5g} and {self.b:.5g}, {abs(self.difference):.2g} apart; noise {self.tolerance:.2g}"
+        )
 
 
 @dataclasses.dataclass
@@ -98,7 +100,7 @@ class Comparison:
 
     @property
     def factor(self) -> float | None:
-        """b / a, where the first gradients or updates to part all differ by the same factor; else None."""
+        """The ratio b / a, where the first gradients or updates to part all differ by the same factor; else None."""
         if self.first is None or self.first.key.kind not in ("gradient", "update"):
             return None
         alike = [p for p in self.partings if p.step == self.first.step and p.key.kind == self.first.key.kind]
@@ -271,7 +273,9 @@ def _notes(a: Run, b: Run, apart: int | None) -> list[str]:
         if not run.closed:
             notes.append(f"{name} was not closed: the process ended early, or is running still")
     if apart is not None:
-        notes.append(f"from step {apart} on the runs have skipped different steps, so that their weights differ a little")
+        notes.append(
+            f"from step {apart} on the runs have skipped different steps, so that their weights differ a little"
+        )
     only = [sorted(one.keys() - other.keys()) for one, other in ((a.rows, b.rows), (b.rows, a.rows))]
     notes += [f"{len(steps)} steps are in {name} only" for name, steps in zip("AB", only, strict=True) if steps]
     return notes

@@ -260,5 +260,3 @@ def _largest(pairs: _Pairs) -> float:
 def _exact(value: torch.Tensor) -> torch.Tensor:
     value = value.detach().cpu()
     return value.to(torch.complex128) if value.is_complex() else value.double()
-
-

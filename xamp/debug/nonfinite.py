@@ -25,6 +25,7 @@ from xamp.debug.origins import Origins
 from xamp.debug.places import Place, Places, storage_of, tensors_in
 from xamp.debug.ranges import Range, dense, is_finite, range_of
 from xamp.errors import PolicyError, StateError
+from xamp.ground.arguments import number_between
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.session import find_session
 
@@ -73,12 +74,11 @@ def find_nonfinite(
     Raises:
         PolicyError: an argument cannot be right.
     """
-    given = list(models) if isinstance(models, (list, tuple)) else [models]
+    given: list[Any] = list(models) if isinstance(models, (list, tuple)) else [models]
     if not given or not all(isinstance(model, nn.Module) for model in given):
         kinds = ", ".join(type(model).__name__ for model in given) or "nothing"
         raise PolicyError(f"find_nonfinite(models={kinds}): must be an nn.Module, or a list of them.")
-    if isinstance(history, bool) or not isinstance(history, int) or history < 0:
-        raise PolicyError(f"find_nonfinite(history={history!r}): must be a whole number, 0 or more.")
+    history = int(number_between("history", history, -1, 2**31, whole=True, call="find_nonfinite"))
     owners: list[Any] = [*given, *_listed(optimizers)]
     return NonFinite(Places(given), _scale_of(owners, scaler), history)
 
@@ -149,7 +149,8 @@ class NonFinite:
             return
         operands = [call.as_before(value) for value in tensors_in(call.args, call.kwargs)]
         sources = [
-            value for value, before in zip(tensors_in(call.args, call.kwargs), operands, strict=True)
+            value
+            for value, before in zip(tensors_in(call.args, call.kwargs), operands, strict=True)
             if not is_finite(before)
         ]
         verdict, outside = self._origins.judge(call.name, (call.args, call.kwargs), sources, bad, call.written)
@@ -191,7 +192,7 @@ class _Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, found: NonFinite) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -260,7 +261,7 @@ def _scale_of(owners: Sequence[Any], scaler: Any) -> Callable[[], float]:
     """Return a function that reads the loss scale in use: that of the open ``scale_loss``, else the first one's."""
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise PolicyError(
-            f"find_nonfinite(scaler={type(scaler).__name__}): it has no get_scale(). Pass a GradScaler of xamp or torch."
+            f"find_nonfinite(scaler={type(scaler).__name__}): no get_scale(). Pass a GradScaler of xamp or torch."
         )
 
     def scale() -> float:

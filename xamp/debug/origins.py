@@ -1,8 +1,8 @@
 """Which inf and nan are no fault: those that a program writes on purpose, and memory that nobody has written yet.
 
-Attention masks hold -inf, a running maximum starts there, ``torch.empty`` holds whatever the memory held before. What is
-computed from such values holds inf again. :class:`Origins` remembers the memory in question, and :meth:`Origins.judge`
-tells a fault from what follows of these.
+Attention masks hold -inf, a running maximum starts there, ``torch.empty`` holds whatever the memory held before. What
+is computed from such values holds inf again. :class:`Origins` remembers the memory in question, and
+:meth:`Origins.judge` tells a fault from what follows of these.
 """
 
 from __future__ import annotations

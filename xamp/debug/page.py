@@ -40,7 +40,9 @@ def page(found: Comparison) -> str:
         rows = differences(found, kind)
         if rows:
             cut = "" if len(rows) <= _ROWS else f", the first {_ROWS} of {len(rows)}"
-            parts.append(_figure(f"{title}: relative difference{cut}", heat(rows[:_ROWS], mark=mark, about=title), "map"))
+            parts.append(
+                _figure(f"{title}: relative difference{cut}", heat(rows[:_ROWS], mark=mark, about=title), "map")
+            )
     parts += ["</section>", _table(found), _notes(found)]
     parts.append(f"<footer>Noise: {html.escape(found.noise)}. {found.steps} steps are in both runs.</footer>")
     title = "xamp compare: " + ("the same" if found.same else "they part")
@@ -110,7 +112,8 @@ def _card(name: str, run: Run) -> str:
         f"<dt>{html.escape(key)}</dt><dd>{html.escape(str(value))}</dd>" for key, value in told.items() if value
     )
     path = html.escape(run.path)
-    return f'<article class="card"><h2><i class="swatch {name.lower()}"></i>{name} <small>{path}</small></h2><dl>{rows}</dl></article>'
+    title = f'<h2><i class="swatch {name.lower()}"></i>{name} <small>{path}</small></h2>'
+    return f'<article class="card">{title}<dl>{rows}</dl></article>'
 
 
 def _figure(title: str, plot: str, kind: str = "") -> str:
@@ -172,12 +175,15 @@ _STYLE = (
     "h2{font-size:1.05rem;margin:0 0 8px}h2 small{font-weight:400;color:var(--soft);overflow-wrap:anywhere}"
     ".verdict{font-size:1.3rem;font-weight:650;line-height:1.3;margin:0 0 8px;overflow-wrap:anywhere}"
     ".good{color:var(--good)}.bad{color:var(--bad)}"
-    ".pair,.grid2{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));margin:16px 0}"
+    ".pair,.grid2{display:grid;gap:16px;margin:16px 0;"
+    "grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr))}"
     ".card,figure{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;margin:0}"
     "dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;margin:0}dt{color:var(--soft)}"
     "dd{margin:0;overflow-wrap:anywhere}"
-    "figcaption{font-weight:600;margin-bottom:6px;display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 12px}"
-    ".key{font-weight:400;font-size:.82rem;color:var(--soft);white-space:nowrap}svg{display:block;width:100%;height:auto}"
+    "figcaption{font-weight:600;margin-bottom:6px;display:flex;flex-wrap:wrap;justify-content:space-between;"
+    "gap:4px 12px}"
+    ".key{font-weight:400;font-size:.82rem;color:var(--soft);white-space:nowrap}"
+    "svg{display:block;width:100%;height:auto}"
     "svg text{font-size:11px;fill:var(--soft)}.swatch{display:inline-block;width:.75em;height:.75em;border-radius:2px;"
     "margin:0 4px 0 6px}.map .swatch{margin:0}.grid{stroke:var(--line);fill:none}"
     ".line{fill:none;stroke-width:1.8;stroke-linejoin:round}.mark{stroke:var(--bad);stroke-dasharray:4 3;fill:none}"
@@ -185,7 +191,8 @@ _STYLE = (
     "path.b.line{stroke:var(--b);stroke-dasharray:5 2}.a.dot{fill:var(--a)}.b.dot{fill:var(--b)}"
     + "".join(f"rect.h{n}{{fill:var(--h{n})}}.swatch.s{n}{{background:var(--h{n})}}" for n in range(9))
     + ".scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;"
-    "font-size:.92rem;background:var(--card)}th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--line)}"
-    "th{color:var(--soft);font-weight:500}td:nth-child(2),td:nth-child(3),th:nth-child(2),th:nth-child(3){text-align:left}"
+    "font-size:.92rem;background:var(--card)}th,td{text-align:right;padding:5px 10px;"
+    "border-bottom:1px solid var(--line)}"
+    "th{color:var(--soft);font-weight:500}:is(td,th):is(:nth-child(2),:nth-child(3)){text-align:left}"
     "section{margin:20px 0}ul{margin:0;padding-left:20px}footer,.none{color:var(--soft);font-size:.9rem}"
 )

@@ -66,7 +66,11 @@ def _lines(axis: Any, found: Comparison, key: Key, title: str) -> None:
     values: list[float] = []
     for name, series in (("A", found.series_a), ("B", found.series_b)):
         points = sorted(series.get(key, {}).items())
-        style = {"color": COLOURS[name], "linestyle": "-" if name == "A" else "--", "marker": "." if len(points) < 40 else ""}
+        style = {
+            "color": COLOURS[name],
+            "linestyle": "-" if name == "A" else "--",
+            "marker": "." if len(points) < 40 else "",
+        }
         axis.plot([step for step, _ in points], [value for _, value in points], label=name, **style)
         values += [value for _, value in points if math.isfinite(value)]
     if values and min(values) > 0 and max(values) / min(values) > 50:

@@ -80,7 +80,8 @@ class _Scale:
 
     def __init__(self, first: int, last: int, low: float, high: float, logarithmic: bool) -> None:
         self.first, self.last, self.logarithmic = first, max(last, first + 1), logarithmic
-        low, high = (math.log10(low), math.log10(high)) if logarithmic else (low, high)
+        if logarithmic:
+            low, high = math.log10(low), math.log10(high)
         room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         self.low, self.high = low - room, high + room
 
@@ -131,7 +132,8 @@ def _line(scale: _Scale, points: Sequence[tuple[int, float]], colour: str, name:
             pen = "M"
     if len(way) == 1:
         x, y = way[0][1:].split()
-        return f'<circle class="{colour.split()[0]} dot" cx="{x}" cy="{y}" r="3"><title>{html.escape(name)}</title></circle>'
+        dot = f'<circle class="{colour.split()[0]} dot" cx="{x}" cy="{y}" r="3">'
+        return f"{dot}<title>{html.escape(name)}</title></circle>"
     return f'<path class="{colour}" d="{" ".join(way)}"><title>{html.escape(name)}</title></path>'
 
 

@@ -17,6 +17,7 @@ from xamp.debug.measured import Measured, relative_error, rows_of
 from xamp.debug.profile_result import Advice, Profile
 from xamp.debug.runs import Batch, copied, measure
 from xamp.errors import PolicyError, UnsupportedPolicy
+from xamp.ground.arguments import number_between
 from xamp.sessions.initialize import initialize
 
 __all__ = ["profile"]
@@ -74,7 +75,7 @@ def profile(
     before = _error(low, exact)
     start = low.loss_scale if low.dynamic and low.all_finite else None
     own = {row.module: row.own for row in rows if row.module}
-    best = sorted(own, key=lambda name: -own[name])[:tries]
+    best = sorted(own, key=lambda name: -own[name])[: int(tries)]
     advice = [Advice(name, before, _error(runs.at_level([name], start), exact)) for name in best]
     advice.sort(key=lambda each: (-round(20 * each.gain), -own[each.module]))  # of those alike, that which adds most
     return Profile(
@@ -160,8 +161,7 @@ def _check(model: Any, loss: Any, reference: Any, tries: Any, settings: Mapping[
         raise PolicyError(f"profile(loss={type(loss).__name__}): must be a function of the output, or None.")
     if reference not in ("auto", "fp32", "fp64"):
         raise PolicyError(f"profile(reference={reference!r}): no such choice. Choices: 'auto', 'fp32', 'fp64'.")
-    if isinstance(tries, bool) or not isinstance(tries, int) or tries < 0:
-        raise PolicyError(f"profile(tries={tries!r}): must be a whole number, 0 or more.")
+    number_between("tries", tries, -1, 2**31, whole=True, call="profile")
     own = sorted({"verbosity", "enabled", "delegate", "process_group"} & settings.keys())
     if own:
         raise PolicyError(f"profile({own[0]}=...): it decides on {own[0]} itself. Leave it out.")

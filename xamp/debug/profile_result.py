@@ -85,7 +85,9 @@ class Profile:
         cells = [heads, *(_cells(row) for row in shown)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
         lines = [
-            "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+            "  ".join(
+                cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
             for line in cells
         ]
         return "\n".join([*self._head(), "", *(line.rstrip() for line in lines), "", *self._advice()])
@@ -158,14 +160,19 @@ class Profile:
         axis.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
     def _draw_losses(self, axis: Any, rows: Sequence[Row], names: Sequence[str]) -> None:
-        grid = [[100 * _known(v) for v in (r.underflow, r.overflow, r.gradient_underflow, r.gradient_overflow)] for r in rows]
+        grid = [
+            [100 * _known(v) for v in (r.underflow, r.overflow, r.gradient_underflow, r.gradient_overflow)]
+            for r in rows
+        ]
         axis.imshow(grid, aspect="auto", vmin=0, vmax=100, cmap="Oranges", interpolation="nearest")
         for y, line in enumerate(grid):
             for x, value in enumerate(line):
                 if value > 0:
                     colour = "white" if value > 60 else "black"
                     axis.text(x, y, f"{value:.3g}", ha="center", va="center", fontsize=8, color=colour)
-        axis.set_xticks(range(4), ["results\nto zero", "results\nto inf", "gradients\nto zero", "gradients\nto inf"], fontsize=8)
+        axis.set_xticks(
+            range(4), ["results\nto zero", "results\nto inf", "gradients\nto zero", "gradients\nto inf"], fontsize=8
+        )
         axis.set_yticks(range(len(rows)), list(names), fontsize=8)
         axis.set_title("lost elements, %", fontsize=11)
 
@@ -188,11 +195,9 @@ _NUMBERS = ("level", "reference", "loss_scale", "loss", "loss_reference", "outpu
 
 def _cells(row: Row) -> tuple[str, ...]:
     name = (row.module or "(model)") + f" ({row.kind})" + (f" x{row.calls}" if row.calls > 1 else "")
-    numbers = (row.error, row.fp32_error), (row.underflow, row.overflow), (row.gradient_underflow, row.gradient_overflow)
-    errors, lost, gradient_lost = numbers
-    return (
-        name, row.dtype, *map(_short, errors), *map(_share, lost), _short(row.gradient_error), *map(_share, gradient_lost)
-    )  # fmt: skip
+    forward = (_short(row.error), _short(row.fp32_error), _share(row.underflow), _share(row.overflow))
+    backward = (_short(row.gradient_error), _share(row.gradient_underflow), _share(row.gradient_overflow))
+    return (name, row.dtype, *forward, *backward)
 
 
 def _short(value: float) -> str:

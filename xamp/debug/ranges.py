@@ -47,14 +47,22 @@ def dense(value: Any) -> Iterator[torch.Tensor]:
     """
     if not isinstance(value, torch.Tensor):
         return
-    if is_traceable_wrapper_subclass(value):
-        names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from dense(getattr(value, name))
+    inner = _wrapped(value)
+    if inner is not None:
+        for part in inner:
+            yield from dense(part)
     elif value.layout is not torch.strided:
         yield from dense(value._values() if value.layout is torch.sparse_coo else value.values())
     elif (value.is_floating_point() or value.is_complex()) and value.device.type != "meta" and not value.is_quantized:
         yield value.detach()
+
+
+def _wrapped(value: Any) -> list[Any] | None:
+    """Return the tensors that a tensor of a wrapper class holds; None for any other."""
+    if not is_traceable_wrapper_subclass(value):
+        return None
+    names, _ = value.__tensor_flatten__()
+    return [getattr(value, name) for name in names]
 
 
 def is_finite(value: Any) -> bool:

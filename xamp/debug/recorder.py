@@ -2,32 +2,28 @@
 
 A step that is not sampled costs a few references to tensors that exist anyway. In a sampled step hooks of torch's look
 at the results of modules, and the parameters are copied before the step to see what it changes. All statistics stay on
-the device. They go to the host together, and are read when they have arrived (see :class:`_Mail`).
+the device. They go to the host together, and are read when they have arrived (see :mod:`xamp.debug.mail`).
 """
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers
 
-from xamp.debug.ranges import dense
-from xamp.debug.trace_file import NO_GRADIENT, SCHEMA, WHAT, frame, names_frame, rows_frame, sample_frame
+from xamp.debug.mail import Mail
+from xamp.debug.sample import Sample, per_element
+from xamp.debug.trace_file import SCHEMA, WHAT, frame, names_frame, rows_frame, sample_frame
 from xamp.errors import PolicyError, StateError
+from xamp.ground.arguments import number_between
 from xamp.ground.log import is_rank_zero
 from xamp.ground.version import __version__
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.scale import copies_without_waiting, copy_without_waiting
 from xamp.scaling.step import OptimizerState, StepOutcome
 from xamp.sessions.session import find_session
 from xamp.sessions.wrappers import optimizer_in, unwrap
@@ -83,18 +79,20 @@ def trace(
     Raises:
         PolicyError: an argument cannot be right, or the file cannot be written.
     """
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise PolicyError(f"trace(every={every!r}): must be a whole number, 1 or more.")
-    if not isinstance(first_step, int) or isinstance(first_step, bool) or not 0 <= first_step < 2**32:
-        raise PolicyError(f"trace(first_step={first_step!r}): must be a whole number, 0 or more.")
+    every = int(number_between("every", every, 0, 2**31, whole=True, call="trace"))
+    first_step = int(number_between("first_step", first_step, -1, 2**32, whole=True, call="trace"))
+    _check(path, model, optimizer)
+    inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer_in(optimizer)
+    return Recorder(os.fspath(path), None if model is None else unwrap(model), inner, every, first_step, note)
+
+
+def _check(path: object, model: object, optimizer: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise PolicyError(f"trace(path={type(path).__name__}): must be the name of a file.")
     if model is not None and not isinstance(model, nn.Module):
         raise PolicyError(f"trace(model={type(model).__name__}): must be an nn.Module.")
-    inner = optimizer if isinstance(optimizer, Optimizer) or optimizer is None else optimizer_in(optimizer)
-    if optimizer is not None and inner is None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and optimizer_in(optimizer) is None:
         raise PolicyError(f"trace(optimizer={type(optimizer).__name__}): must be a torch.optim.Optimizer.")
-    if isinstance(path, (str, os.PathLike)):
-        return Recorder(os.fspath(path), None if model is None else unwrap(model), inner, every, first_step, note)
-    raise PolicyError(f"trace(path={type(path).__name__}): must be the name of a file.")
 
 
 class Recorder:
@@ -112,11 +110,11 @@ class Recorder:
         self._device = _device_of(model, optimizer)
         self._rows: list[tuple[Any, Any, Any, Any]] = []
         self._last_norm: torch.Tensor | None = None
-        self._sample: _Sample | None = None
+        self._sample: Sample | None = None
         self._names: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self._compiled = model is not None and any(_is_compiled(module) for module in model.modules())
         self._file = None if self.path is None else _opened(self.path)
-        self._mail = _Mail(self._write)
+        self._mail = Mail(self._write)
         if self._file is not None:
             self._write(frame("H", json.dumps(self._header(every, note)).encode()))
             self._begin_sample()
@@ -188,7 +186,7 @@ class Recorder:
 
     def _begin_sample(self) -> None:
         if self._model is not None or self._optimizer is not None:
-            self._sample = _Sample(self._model, self._optimizer, looks=not self._compiled)
+            self._sample = Sample(self._model, self._optimizer, looks=not self._compiled)
 
     def _end_sample(self) -> None:
         sample, self._sample = self._sample, None
@@ -198,7 +196,7 @@ class Recorder:
         changed, self._names = names != self._names, names
         head = names_frame(*names, [name.rpartition(".")[0] for name in sample.names]) if changed else b""
         sizes = sample.sizes()
-        self._mail.send(numbers, lambda found: head + sample_frame(step, _per_element(found, sizes)))
+        self._mail.send(numbers, lambda found: head + sample_frame(step, per_element(found, sizes)))
 
     def _write(self, content: bytes) -> None:
         assert self._file is not None, "an open trace has a file"
@@ -225,153 +223,10 @@ class Recorder:
         }
 
 
-class _Sample:
-    """The statistics of one step, between the end of the step before and its own end.
-
-    Attributes:
-        results: by module, in the order of calls: three tensors, and the number of elements.
-        names: the names of the parameters.
-    """
-
-    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, *, looks: bool) -> None:
-        self.results: dict[str, tuple[list[torch.Tensor], int]] = {}
-        self._modules = {} if model is None else {id(m): name for name, m in model.named_modules()}
-        self._optimizer = optimizer
-        self.names, self._params = _parameters(model, optimizer)
-        self._before = [value.clone() for value in _values(self._params)]
-        self._gradients: list[torch.Tensor] | None = None
-        self._hooks: list[Any] = []
-        if looks and model is not None:
-            self._hooks.append(hooks.register_module_forward_hook(self._look))
-        if optimizer is not None:
-            self._hooks.append(optimizers.register_optimizer_step_pre_hook(self._look_at_gradients))
-
-    def stop(self) -> None:
-        """Take the hooks away."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def sizes(self) -> list[int]:
-        """Return the number of elements of each result."""
-        return [size for _, size in self.results.values()]
-
-    def end(self) -> list[Any]:
-        """Return all numbers of the sample, on the device."""
-        self.stop()
-        gradients = self._norms_of_gradients() if self._gradients is None else self._gradients
-        after = _values(self._params)
-        own = _norms(self._before)
-        moved = _norms(torch._foreach_sub(after, self._before)) if after else []
-        numbers = [number for found, _ in self.results.values() for number in found]
-        return numbers + [number for each in zip(gradients, own, moved, strict=True) for number in each]
-
-    def _look(self, module: nn.Module, args: Any, result: Any) -> None:
-        name = self._modules.get(id(module))
-        if name is None or name in self.results or not torch.is_grad_enabled():
-            return  # evaluation between two steps has no gradients
-        if torch._C._current_autograd_node() is not None:
-            return  # activation checkpointing repeats a forward
-        value = next((part for found in _tensors(result) for part in dense(found)), None)
-        if value is not None and value.numel():
-            value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-            norms = [torch.linalg.vector_norm(value, order, dtype=torch.float32) for order in (2, math.inf, 0)]
-            self.results[name] = norms, value.numel()
-
-    def _look_at_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if optimizer is self._optimizer and self._gradients is None:
-            self._gradients = self._norms_of_gradients()
-
-    def _norms_of_gradients(self) -> list[Any]:
-        found = [next(dense(param.grad), None) for param in self._params]
-        norms = iter(_norms([value for value in found if value is not None]))
-        return [NO_GRADIENT if value is None else next(norms) for value in found]
-
-
-class _Mail:
-    """Takes numbers to the host without waiting for the device, and writes frames of them in order.
-
-    On a device that has asynchronous copies a letter is read when its copy has arrived; elsewhere at once.
-    """
-
-    def __init__(self, write: Callable[[bytes], None]) -> None:
-        self._write = write
-        self._waiting: collections.deque[tuple[Any, Any, Callable[[list[float]], bytes]]] = collections.deque()
-        self._asynchronous: dict[torch.device, bool] = {}
-
-    def send(self, numbers: Sequence[Any], make: Callable[[list[float]], bytes]) -> None:
-        """Send ``numbers``, floats and scalar tensors; ``make`` gets them as floats and returns the frames."""
-        far = [number for number in numbers if isinstance(number, torch.Tensor) and not number.is_cpu]
-        if not far:
-            self.wait()
-            self._write(make([float(number) for number in numbers]))
-            return
-        packed = torch.stack([number.detach().float().reshape(()) for number in far])
-        if self._asynchronous.setdefault(packed.device, copies_without_waiting(packed.device)):
-            copy, event = copy_without_waiting(packed)
-        else:
-            copy, event = packed.cpu(), None
-        self._waiting.append((copy, event, lambda found: make(_merged(numbers, found))))
-        while self._waiting and (self._waiting[0][1] is None or self._waiting[0][1].query()):
-            self._deliver()
-
-    def wait(self) -> None:
-        """Write all letters. Waits for the device."""
-        while self._waiting:
-            if self._waiting[0][1] is not None:
-                self._waiting[0][1].synchronize()
-            self._deliver()
-
-    def _deliver(self) -> None:
-        copy, _, make = self._waiting.popleft()
-        self._write(make(copy.tolist()))
-
-
-def _merged(numbers: Sequence[Any], far: Sequence[float]) -> list[float]:
-    arrived = iter(far)
-    return [next(arrived) if isinstance(n, torch.Tensor) and not n.is_cpu else float(n) for n in numbers]
-
-
-def _per_element(numbers: list[float], sizes: Sequence[int]) -> list[float]:
-    """Turn the norm and the count of each result into a root mean square and a share of zeros."""
-    for index, size in enumerate(sizes):
-        numbers[3 * index] /= math.sqrt(size)
-        numbers[3 * index + 2] = 1.0 - numbers[3 * index + 2] / size
-    return numbers
-
-
-def _norms(values: Sequence[torch.Tensor]) -> list[Any]:
-    return list(torch._foreach_norm(list(values), 2, dtype=torch.float32)) if values else []
-
-
-def _values(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [next(dense(param), torch.zeros(0)) for param in params]
-
-
-def _parameters(model: nn.Module | None, optimizer: Optimizer | None) -> tuple[list[str], list[torch.Tensor]]:
-    """Return names and tensors of what the optimizer steps, masters included; without one, of the model's."""
-    own = {} if model is None else {id(param): (name, param) for name, param in model.named_parameters()}
-    if optimizer is None:
-        found = [pair for pair in own.values() if pair[1].requires_grad]
-    else:
-        stepped = [param for group in optimizer.param_groups for param in group["params"]]
-        engine: Any = getattr(state_of(optimizer), "engine", None)
-        given = [own[id(p)][0] if id(p) in own else f"parameter.{i}" for i, p in enumerate(stepped)]
-        if engine is not None:
-            given = [n if " " not in n else g for n, g in zip(engine.names_of(stepped), given, strict=True)]
-        found = list(zip(given, stepped, strict=True))
-    return [name for name, _ in found], [param for _, param in found]
-
-
 def _skipped(state: OptimizerState) -> Any:
     if isinstance(state.outcome, torch.Tensor):
         return (state.outcome != 0).float()
     return float(state.outcome is StepOutcome.SKIPPED)
-
-
-def _tensors(result: Any) -> list[Any]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return list(result.values()) if isinstance(result, dict) else list(result) if isinstance(result, (list, tuple)) else []
 
 
 def _number(loss: Any) -> Any:
@@ -382,7 +237,9 @@ def _number(loss: Any) -> Any:
     if isinstance(loss, (int, float)):
         return float(loss)
     shape = f", shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
-    raise PolicyError(f"recorder.step(loss): must be one number or a tensor of one, and is {type(loss).__name__}{shape}.")
+    raise PolicyError(
+        f"recorder.step(loss): must be one number or a tensor of one, and is {type(loss).__name__}{shape}."
+    )
 
 
 def _own_path(path: str) -> str | None:
@@ -392,7 +249,7 @@ def _own_path(path: str) -> str | None:
 
 def _opened(path: str) -> Any:
     try:
-        return open(path, "wb", buffering=0)  # noqa: SIM115
+        return open(path, "wb", buffering=0)
     except OSError as error:
         raise PolicyError(
             f"trace({path!r}): the file cannot be written: {error.strerror}. Name one in a folder that is there."

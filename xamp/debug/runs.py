@@ -115,7 +115,9 @@ def _usual_loss(output: Any) -> Any:
 
 def _floats(output: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    tree_map(lambda v: found.append(v) if isinstance(v, torch.Tensor) and next(dense(v), None) is not None else v, output)
+    tree_map(
+        lambda v: found.append(v) if isinstance(v, torch.Tensor) and next(dense(v), None) is not None else v, output
+    )
     return found
 
 
@@ -130,8 +132,8 @@ def copied(model: nn.Module) -> nn.Module:
         made = copy.deepcopy(inner)
     except Exception as error:  # whatever the model's own code raises
         raise PolicyError(
-            f"profile(model={type(inner).__name__}): it works on copies, so that the model stays as it is, and this one "
-            f"cannot be copied by copy.deepcopy: {type(error).__name__}: {error}. Often a module keeps a tensor of the "
+            f"profile(model={type(inner).__name__}): it works on copies, so that the model stays as it is, and this "
+            f"one cannot be copied by copy.deepcopy: {type(error).__name__}: {error}. Often a module keeps a tensor of the "
             "graph, an open file or a lock in an attribute: clear it before the call, or give it a __deepcopy__."
         ) from error
     if any(is_under_policy(module) for module in made.modules()):
@@ -163,9 +165,9 @@ def measure(model: nn.Module, batch: Batch, optimizer: Optimizer | None = None) 
         found.loss = float(loss.detach())
         if loss.requires_grad and optimizer is not None:
             with scale_loss(loss, optimizer) as scaled:
-                scaled.backward()  # type: ignore[no-untyped-call]
+                scaled.backward()
         elif loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     found.take_gradients(model, optimizer)
     return found
 
@@ -197,7 +199,12 @@ def _watch(model: nn.Module, found: Measured) -> Callable[[], None]:
         for module in model.modules()
         for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after))
     ]
-    return lambda: [handle.remove() for handle in handles] and None
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 class _NoDropout(TorchFunctionMode):
@@ -228,9 +235,13 @@ def _random_numbers_as_before(model: nn.Module) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     device = next(model.parameters()).device
-    with torch.random.fork_rng(
-        devices=[] if device.type == "cpu" else [device], device_type=None if device.type == "cpu" else device.type
-    ) if device.type != "cpu" else torch.random.fork_rng(devices=[]):
+    with (
+        torch.random.fork_rng(
+            devices=[] if device.type == "cpu" else [device], device_type=None if device.type == "cpu" else device.type
+        )
+        if device.type != "cpu"
+        else torch.random.fork_rng(devices=[])
+    ):
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def fluctuation(values: Sequence[float]) -> float:
     """Return how much a series changes from one step to the next, relative to itself: the median."""
     changes = [
         abs(b - a) / max(abs(a), abs(b))
-        for a, b in zip(values, values[1:], strict=False)
+        for a, b in itertools.pairwise(values)
         if math.isfinite(a) and math.isfinite(b) and max(abs(a), abs(b)) > 0
     ]
     return statistics.median(changes) if changes else 0.0

@@ -37,7 +37,19 @@ from typing import Any
 
 from xamp.errors import PolicyError
 
-__all__ = ["NO_GRADIENT", "SCHEMA", "WHAT", "Row", "Run", "Sample", "frame", "names_frame", "read", "rows_frame", "sample_frame"]
+__all__ = [
+    "NO_GRADIENT",
+    "SCHEMA",
+    "WHAT",
+    "Row",
+    "Run",
+    "Sample",
+    "frame",
+    "names_frame",
+    "read",
+    "rows_frame",
+    "sample_frame",
+]
 
 WHAT, SCHEMA = "xamp trace", 1
 NO_GRADIENT = -1.0
@@ -133,7 +145,9 @@ def read(path: str | Path) -> Run:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise PolicyError(f"{str(path)!r} cannot be read: {error.strerror}. Name a file that xamp.trace wrote.") from error
+        raise PolicyError(
+            f"{str(path)!r} cannot be read: {error.strerror}. Name a file that xamp.trace wrote."
+        ) from error
     frames = _frames(data)
     kind, content = next(frames, ("", b""))
     header = _json(content) if kind == "H" else None
@@ -189,7 +203,7 @@ def _add_sample(run: Run, content: bytes, names: Mapping[str, list[str]]) -> Non
     if len(triples) != len(modules) + len(parameters):
         return
     run.samples[step] = Sample(
-        dict(zip(modules, triples, strict=False)),  # type: ignore[arg-type]
-        dict(zip(parameters, triples[len(modules) :], strict=True)),  # type: ignore[arg-type]
+        dict(zip(modules, triples, strict=False)),
+        dict(zip(parameters, triples[len(modules) :], strict=True)),
         dict(zip(parameters, names["owners"], strict=True)),
     )

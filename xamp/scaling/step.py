@@ -584,8 +584,8 @@ class OptimizerState:
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
             f"will cure it. Gradients that are not finite: {listed or none}{nearest}. Look for a "
-            f"division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 "
-            f"({wide}). The first module and operator: run a step in `with xamp.debug.find_nonfinite(model, optimizer) "
+            "division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use "
+            f"bfloat16 ({wide}). The first module and operator: run a step in `with xamp.debug.find_nonfinite(model, optimizer) "
             "as found:`, then print(found.report)."
         )
 

@@ -35,7 +35,8 @@ class Net(nn.Module):
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.act(self.first(x)))
+        found: torch.Tensor = self.last(self.act(self.first(x)))
+        return found
 
 
 def test_the_ranges_are_those_of_the_values() -> None:
@@ -66,7 +67,10 @@ def test_the_overflow_of_a_scaled_gradient_is_the_scales(scale: float) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     xamp.initialize(model, optimizer, level="O2", init_scale=scale, verbosity=0)
-    with find_nonfinite(model, optimizer) as found, xamp.scale_loss(loss_of(model(torch.randn(3, 4))), optimizer) as loss:
+    with (
+        find_nonfinite(model, optimizer) as found,
+        xamp.scale_loss(loss_of(model(torch.randn(3, 4))), optimizer) as loss,
+    ):
         loss.backward()
     if scale == 2.0**4:
         assert found.first is None
@@ -111,7 +115,12 @@ def test_what_came_in_is_told_apart() -> None:
     with torch.no_grad():
         model.last.weight[0, 0] = math.inf
     first = found_in(model, lambda: model(torch.randn(3, 4)))
-    assert (first.kind, first.tensor, first.module, first.module_class) == ("parameter", "last.weight", "last", "Linear")
+    assert (first.kind, first.tensor, first.module, first.module_class) == (
+        "parameter",
+        "last.weight",
+        "last",
+        "Linear",
+    )
     model = Net(lambda x: x)
     model.first.bias.grad = torch.full((4,), math.nan)
     first = found_in(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step)
@@ -132,7 +141,12 @@ def test_a_function_outside_of_modules_and_a_module_called_twice() -> None:
     first = found_in(model, lambda: torch.log(model(torch.randn(3, 4)) * 0))
     assert (first.module, first.operator, first.phase) == (None, "aten.log.default", "forward")
     calls: list[int] = []
-    model = Net(lambda x: (calls.append(1) or x) if len(calls) < 1 else x / 0)
+
+    def second_divides(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x if len(calls) < 2 else x / 0
+
+    model = Net(second_divides)
     x = torch.randn(3, 4)
     first = found_in(model, lambda: model.act(model.act(x)))
     assert (first.module, first.call) == ("act", 2)
@@ -228,7 +242,7 @@ def test_a_collapse_names_the_parameters_and_how_to_find_the_operator() -> None:
     model = Net(lambda x: x)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     xamp.initialize(model, optimizer, level="O1", init_scale=1.0, verbosity=0)
-    model.act.register_full_backward_hook(lambda module, given, got: (got[0] / 0,))
+    model.act.register_full_backward_hook(lambda module, given, got: (got[0] / 0,))  # type: ignore[index]
 
     def train() -> None:
         for _ in range(50):
@@ -237,7 +251,7 @@ def test_a_collapse_names_the_parameters_and_how_to_find_the_operator() -> None:
                 scaled.backward()
             optimizer.step()
 
-    with pytest.raises(xamp.LossScaleCollapsed, match="first.bias, the last of these in the model") as raised:
+    with pytest.raises(xamp.LossScaleCollapsed, match=r"first\.bias, the last of these in the model") as raised:
         train()
     assert "not finite: first.weight, first.bias;" in str(raised.value)
     assert "with xamp.debug.find_nonfinite(model, optimizer) as found" in str(raised.value)

@@ -119,7 +119,11 @@ def test_a_mis_scaled_optimizer_is_found_by_name(kind: str, tmp_path: Path) -> N
         train(model, optimizer, pick.choice(["O1", "O4"]), steps, seed=seed, path=wrong, at=at, init_scale=2.0**10)
         found = compare(read(right), read(wrong))
         assert found.first is not None, (seed, name, begin, by)
-        assert (found.module, found.first.key.kind, found.first.step) == (name, "update", begin), (seed, by, found.first)
+        assert (found.module, found.first.key.kind, found.first.step) == (name, "update", begin), (
+            seed,
+            by,
+            found.first,
+        )
         assert found.factor == pytest.approx(by, rel=0.1)
 
 
