@@ -27,7 +27,7 @@ class _Loop:
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.model = nn.Sequential(*layers).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
-        xamp.initialize(self.model, self.optimizer, level="O4", verbosity=0)
+        xamp.initialize(self.model, self.optimizer, level="O0", verbosity=0)
         self.x = torch.randn(batch, width, device=device)
         self.recorder = None if path is None else xamp.trace(path, self.model, self.optimizer)
 
@@ -49,7 +49,7 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
             ours, bare = _Loop(device, *sizes, Path(folder) / f"{index}.trace"), _Loop(device, *sizes, None)
             for _ in range(10):
                 ours()
-            pair = compare(ours, bare, device, calls=EVERY, rounds=max(5, rounds // 10))
+            pair = compare(ours, bare, device, calls=EVERY, rounds=max(5, rounds // 15))
             figures.append(Figure(name, pair.ratio, "ratio", None if index else bounds.TRACE_RATIO, str(pair)))
             assert ours.recorder is not None
             ours.recorder.close()

@@ -585,8 +585,8 @@ class OptimizerState:
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
             f"will cure it. Gradients that are not finite: {listed or none}{nearest}. Look for a "
             "division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use "
-            f"bfloat16 ({wide}). The first module and operator: run a step in `with xamp.debug.find_nonfinite(model, optimizer) "
-            "as found:`, then print(found.report)."
+            f"bfloat16 ({wide}). The first module and operator: run a step in `with "
+            "xamp.debug.find_nonfinite(model, optimizer) as found:`, then print(found.report)."
         )
 
 
