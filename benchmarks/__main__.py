@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|trace|import|all``; exit code 1: a bound is missed."""
+"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|trace|import|all``; 1 if a bound is missed."""
 
 from __future__ import annotations
 

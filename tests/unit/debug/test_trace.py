@@ -30,7 +30,7 @@ def test_the_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
     results: dict[str, torch.Tensor] = {}
     model.layers[0].register_forward_hook(lambda m, args, result: results.update(layer=result.detach().clone()))
     with xamp.trace(tmp_path / "a.trace", model, optimizer, every=1) as recorder:
-        for step in range(3):
+        for _ in range(3):
             optimizer.zero_grad()
             loss = loss_of(model(model.batch()))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
             layer = results["layer"].double()
     run = read(tmp_path / "a.trace")
     assert (sorted(run.rows), sorted(run.samples), run.closed) == ([0, 1, 2], [0, 1, 2], True)
-    assert run.rows[step].loss == pytest.approx(float(loss.detach()))
+    assert run.rows[2].loss == pytest.approx(float(loss.detach()))
     assert {name: pytest.approx(tuple(map(float, numbers))) for name, numbers in expected.items()} == dict(
         run.samples[2].parameters
     )
@@ -139,7 +139,7 @@ def test_a_killed_process_leaves_its_steps(tmp_path: Path) -> None:
     for cut in range(len(whole) - 90, len(whole)):
         path.write_bytes(whole[:cut])
         assert len(read(path).samples) in (38, 39)
-    path.write_bytes(whole[:-3] + b"\0\0\0")
+    path.write_bytes(whole[:-3] + b"\1\2\3")
     assert len(read(path).samples) == 39
 
 
