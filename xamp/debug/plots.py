@@ -67,8 +67,8 @@ def heat(rows: Sequence[tuple[str, Mapping[int, float]]], *, mark: int | None = 
                 body.append(_cell(left + wide * column, y, wide, tall - 2, name, step, points[step]))
     height = 6 + tall * len(rows) + 22
     for column in sorted({0, len(steps) - 1}):
-        x, anchor = (left, "start") if column == 0 else (WIDTH - _RIGHT, "end")
-        body.append(f'<text x="{x}" y="{height - 6}" text-anchor="{anchor}">step {steps[column]}</text>')
+        edge, anchor = (left, "start") if column == 0 else (WIDTH - _RIGHT, "end")
+        body.append(f'<text x="{edge}" y="{height - 6}" text-anchor="{anchor}">step {steps[column]}</text>')
     if mark in steps:
         x = left + wide * steps.index(mark)
         body.append(f'<path class="mark" d="M{x:.1f} 3 V{height - 20}"/>')

@@ -132,9 +132,9 @@ def copied(model: nn.Module) -> nn.Module:
         made = copy.deepcopy(inner)
     except Exception as error:  # whatever the model's own code raises
         raise PolicyError(
-            f"profile(model={type(inner).__name__}): it works on copies, so that the model stays as it is, and "
-            f"this one cannot be copied by copy.deepcopy: {type(error).__name__}: {error}. Often a module keeps a "
-            "tensor of the graph, an open file or a lock in an attribute: clear it before the call, or give it a __deepcopy__."
+            f"profile(model={type(inner).__name__}): it works on copies, so that the model stays as it is, and this "
+            f"one cannot be copied by copy.deepcopy: {type(error).__name__}: {error}. Often a module keeps a tensor of "
+            "the graph, an open file or a lock in an attribute: clear it before the call, or give it a __deepcopy__."
         ) from error
     if any(is_under_policy(module) for module in made.modules()):
         forget_policy(made)

@@ -25,13 +25,13 @@ def test_the_errors_are_those_of_a_comparison_by_hand() -> None:
     model, x = Mlp(2), torch.randn(8, 16)
     found = profile(model, x, "O5", loss=loss_of, tries=0)
     exact = copy.deepcopy(model).double()
-    loss_of(exact(x.double())).backward()  # type: ignore[no-untyped-call]
+    loss_of(exact(x.double())).backward()
     low = copy.deepcopy(model)
     optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
     xamp.initialize(low, optimizer, level="O5", verbosity=0)
     output = low(x)
     with xamp.scale_loss(loss_of(output), optimizer) as scaled:
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
     difference = (output.double() - exact(x.double())).norm() / exact(x.double()).norm()
     assert (found.reference, found.level, found.advice) == ("fp64", "O5", ())
     assert found.output_error == pytest.approx(float(difference.detach()))
@@ -41,8 +41,8 @@ def test_the_errors_are_those_of_a_comparison_by_hand() -> None:
     size = sum(float(b.square().sum()) for b in theirs)
     assert found.gradient_error == pytest.approx((wrong / size) ** 0.5, rel=1e-5)
     row = next(row for row in found.rows if row.module == "layers.0.0")
-    hand = exact.layers[0][0](x.double()).detach()
-    one = low.layers[0][0](x.bfloat16()).detach().double()
+    hand = exact.get_submodule("layers.0.0")(x.double()).detach()
+    one = low.get_submodule("layers.0.0")(x.bfloat16()).detach().double()
     assert row.error == pytest.approx(float((one - hand).norm() / hand.norm()), rel=1e-6)
     assert row.largest == pytest.approx(float(hand.abs().max()))
     assert 0.0 < row.fp32_error < 1e-6
@@ -135,7 +135,8 @@ def test_batches_and_losses() -> None:
     cross = nn.CrossEntropyLoss()
     with torch.no_grad():
         expected = float(cross(model(x).double(), y))
-    for arguments in ({"batch": (x, y), "loss": cross}, {"batch": x, "loss": cross, "target": y}):
+    forms: list[dict[str, Any]] = [{"batch": (x, y), "loss": cross}, {"batch": x, "loss": cross, "target": y}]
+    for arguments in forms:
         assert profile(model, level="O4", tries=0, **arguments).loss_reference == pytest.approx(expected)
     assert profile(model, {"input": x}, "O4", tries=0).loss_reference > 0
     assert profile(model, [x], "O4", tries=0, reference="fp32").reference == "fp32"

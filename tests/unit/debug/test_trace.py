@@ -33,7 +33,7 @@ def test_the_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
         for _ in range(3):
             optimizer.zero_grad()
             loss = loss_of(model(model.batch()))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             before = [param.detach().double().clone() for param in model.parameters()]
             optimizer.step()
             recorder.step(loss)
@@ -68,7 +68,7 @@ def test_scale_skips_and_masters(level: str, tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss = loss_of(model(model.batch())) * (math.inf if step == 1 else 1.0)
             with xamp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()  # type: ignore[no-untyped-call]
+                scaled.backward()
             norms.append(float(xamp.clip_grad_norm_(optimizer, 1e9)))
             optimizer.step()
             recorder.step(loss)
