@@ -11,6 +11,7 @@ import collections
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +115,10 @@ class NonFinite:
         with contextlib.ExitStack() as stack:
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings(
+                    "ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks"
+                )
             stack.enter_context(self._places.watching())
             stack.enter_context(_Watch(self))
             self._stack = stack.pop_all()

@@ -83,7 +83,9 @@ def trace(
     first_step = int(number_between("first_step", first_step, -1, 2**32, whole=True, call="trace"))
     _check(path, model, optimizer)
     inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer_in(optimizer)
-    return Recorder(os.fspath(path), None if model is None else unwrap(model), inner, every, first_step, note)
+    looks = model is not None and not any(map(_is_compiled, model.modules()))
+    own = None if model is None else unwrap(model)
+    return Recorder(os.fspath(path), own, inner, every, first_step, note, looks=looks)
 
 
 def _check(path: object, model: object, optimizer: object) -> None:
@@ -103,7 +105,15 @@ class Recorder:
     """
 
     def __init__(
-        self, path: str, model: nn.Module | None, optimizer: Optimizer | None, every: int, first: int, note: str
+        self,
+        path: str,
+        model: nn.Module | None,
+        optimizer: Optimizer | None,
+        every: int,
+        first: int,
+        note: str,
+        *,
+        looks: bool,
     ) -> None:
         self._model, self._optimizer, self._every, self._step, self._first = model, optimizer, every, first, first
         self.path = _own_path(path)
@@ -112,7 +122,7 @@ class Recorder:
         self._last_norm: torch.Tensor | None = None
         self._sample: Sample | None = None
         self._names: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-        self._compiled = model is not None and any(_is_compiled(module) for module in model.modules())
+        self._looks = looks
         self._file = None if self.path is None else _opened(self.path)
         self._mail = Mail(self._write)
         if self._file is not None:
@@ -186,7 +196,7 @@ class Recorder:
 
     def _begin_sample(self) -> None:
         if self._model is not None or self._optimizer is not None:
-            self._sample = Sample(self._model, self._optimizer, looks=not self._compiled)
+            self._sample = Sample(self._model, self._optimizer, looks=self._looks)
 
     def _end_sample(self) -> None:
         sample, self._sample = self._sample, None

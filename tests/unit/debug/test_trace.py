@@ -176,3 +176,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     recorder.close()
     with pytest.raises(StateError, match="is closed"):
         recorder.step()
+
+
+def test_a_compiled_model_is_traced_without_its_results(tmp_path: Path) -> None:
+    inner = torch.nn.Linear(4, 4)
+    model: Any = torch.compile(inner, backend="eager")
+    with xamp.trace(tmp_path / "a.trace", model, torch.optim.SGD(inner.parameters(), lr=0.1), every=1) as recorder:
+        model(torch.ones(1, 4)).sum().backward()
+        recorder.step(1.0)
+    (sample,) = read(tmp_path / "a.trace").samples.values()
+    assert (dict(sample.activations), list(sample.parameters)) == ({}, ["weight", "bias"])
+    with xamp.debug.find_nonfinite(model) as found:
+        model(torch.full((1, 4), 3e38) * 10)
+    assert found.first is not None
+    assert found.first.operator == "aten.mul.Tensor"
+    with xamp.debug.find_nonfinite(model) as found:
+        model(torch.full((1, 4), 3e38) * torch.tensor([1.0, -1.0, 1.0, -1.0]) * 1.1)
+    assert found.first is not None
+    assert (found.first.module, found.first.operator) == ("", "aten.addmm.default")
