@@ -251,7 +251,7 @@ def test_a_collapse_names_the_parameters_and_how_to_find_the_operator() -> None:
                 scaled.backward()
             optimizer.step()
 
-    with pytest.raises(xamp.LossScaleCollapsed, match=r"first\.bias, the last of these in the model") as raised:
+    with pytest.raises(xamp.LossScaleCollapsed, match=r"loss is first\.bias, the last of these in the model") as raised:
         train()
-    assert "not finite: first.weight, first.bias;" in str(raised.value)
+    assert "not finite: first.weight, first.bias. " in str(raised.value)
     assert "with xamp.debug.find_nonfinite(model, optimizer) as found" in str(raised.value)
