@@ -1,4 +1,4 @@
-"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|import|all``: exit code 1 if a bound is missed."""
+"""``python -m benchmarks step|scaler|forward|ops|apex|syncs|memory|trace|import|all``; 1 if a bound is missed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import xamp
-from benchmarks import apex, forward, imports, memory, ops, scaler, step, syncs
+from benchmarks import apex, forward, imports, memory, ops, scaler, step, syncs, trace
 from benchmarks.report import Figure, print_table
 
 Run = Callable[[torch.device, argparse.Namespace], list[Figure]]
@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, tuple[str, Run]] = {
     "apex": ("Functions under xamp.apex's casts, on a CPU", lambda d, a: apex.run(a.rounds)),
     "syncs": ("Waits for the device in one step", lambda d, a: syncs.run(d)),
     "memory": ("Peak bytes a parameter, Adam", lambda d, a: memory.run(d)),
+    "trace": ("A training step under xamp.trace over one without", lambda d, a: trace.run(d, a.rounds)),
     "import": ("Import, beyond torch", lambda d, a: imports.run()),
 }
 

@@ -28,3 +28,6 @@ APEX_UNLISTED_US = 0.05
 
 OPS_OUTSIDE_RATIO = 1.02
 """Time of an operator outside autocast, or without an entry, in a process with the policy over one without it."""
+
+TRACE_RATIO = 1.02
+"""Time of a training step that ``xamp.trace`` records at its default rate over one that it does not."""

@@ -19,12 +19,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xamp import accel, apex
+    from xamp import accel, apex, debug
     from xamp.casting.autocast import autocast
     from xamp.casting.custom_function import custom_bwd, custom_fwd
     from xamp.casting.exact_fp32 import exact_fp32
     from xamp.casting.functions import disable_casts, float_function, half_function, promote_function
     from xamp.casting.registered import register_float_function, register_half_function, register_promote_function
+    from xamp.debug.recorder import trace
     from xamp.errors import (
         BackendUnavailable,
         CheckpointError,
@@ -61,6 +62,8 @@ _HOMES = {
     "casting.autocast": ("autocast",),
     "casting.custom_function": ("custom_bwd", "custom_fwd"),
     "registry.device_in_use": ("device", "device_type", "distributed_backend", "is_available"),
+    "debug": ("debug",),
+    "debug.recorder": ("trace",),
     "casting.exact_fp32": ("exact_fp32",),
     "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
     "sessions.averages": ("ema",),
@@ -89,7 +92,7 @@ _HOMES = {
         "XampError",
     ),
 }
-_MODULES = ("accel", "apex")  # names that stand for the module itself
+_MODULES = ("accel", "apex", "debug")  # names that stand for the module itself
 _WITHOUT_TORCH = ("apex", "registry.registry", "errors")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -111,6 +114,7 @@ __all__ = [
     "clip_grad_norm_",
     "custom_bwd",
     "custom_fwd",
+    "debug",
     "device",
     "device_type",
     "disable_casts",
@@ -133,6 +137,7 @@ __all__ = [
     "scale_loss",
     "session",
     "state_dict",
+    "trace",
 ]
 
 

@@ -82,7 +82,7 @@ def test_no_public_name_is_that_of_a_submodule() -> None:
     folder = Path(xamp.__file__).parent
     submodules = {entry.stem if entry.suffix == ".py" else entry.name for entry in folder.iterdir()}
     assert "backends" in submodules
-    assert set(xamp.__all__) & submodules == {"accel", "apex"}  # which are the modules themselves
+    assert set(xamp.__all__) & submodules == {"accel", "apex", "debug"}  # which are the modules themselves
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

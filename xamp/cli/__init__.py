@@ -17,6 +17,7 @@ from xamp.cli._output import flush, open_closed_streams, output_failed, tells_of
 __all__ = ["main"]
 
 _COMMANDS = {
+    "compare": "xamp.cli.compare",
     "conformance": "xamp.cli.conformance",
     "doctor": "xamp.cli.doctor",
     "emulate": "xamp.cli.emulate",

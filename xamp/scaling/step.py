@@ -583,14 +583,20 @@ class OptimizerState:
         rules = self.engine.scalers[used[0]].rules
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self.engine.names_of(self.gradients.not_finite())
+        whole = len(names) > 1 and len(names) == sum(p.grad is not None for p in self.gradients.stepped)
+        nearest = " These are all there are, so the loss itself may be inf or nan." if whole else ""
+        if len(names) > 1 and not whole:
+            nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model."
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         by_flag = self.engine.backend.capabilities(self.engine.device).overflow == "flag"
         none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
         wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "
-            f"will cure it. Gradients that are not finite: {listed or none}. Look for a division, log "
-            f"or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use bfloat16 ({wide})."
+            f"will cure it. Gradients that are not finite: {listed or none}.{nearest} Look for a "
+            "division, log or exp there, lower the learning rate, keep the module in fp32 (keep_fp32), or use "
+            f"bfloat16 ({wide}). The first module and operator: run a step in `with "
+            "xamp.debug.find_nonfinite(model, optimizer) as found:`, then print(found.report)."
         )
 
 

@@ -1,0 +1,146 @@
+"""``xamp compare``: exit codes, texts, page, picture and JSON; and what the comparison says of planted differences."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from xamp.cli import main
+from xamp.debug import compare, read
+from xamp.debug.trace_file import frame, names_frame, rows_frame, sample_frame
+
+MODULES = ("first", "second")
+
+
+def wave(step: int, seed: float) -> float:
+    """A number around 1 that is different at each step, and nearly the same for near seeds."""
+    return 1.0 + 0.1 * ((step * 7919 + 13) % 17) / 17 + seed
+
+
+def write(path: Path, change: Callable[[str, str, int, float], float], steps: int = 30, seed: float = 0.0) -> Path:
+    """Write a trace of two modules; ``change`` gets kind, module, step and number."""
+    header = {"what": "xamp trace", "schema": 1, "torch": "2", "xamp": "0", "device": "cpu", "dtype": "float16"}
+    content = frame("H", json.dumps({**header, "level": "O1", "note": "<b>&"}).encode())
+    content += names_frame(MODULES, [f"{module}.weight" for module in MODULES], MODULES)
+    for step in range(steps):
+        value = wave(step, seed)
+        numbers = []
+        for module in MODULES:
+            numbers += [change("activation", module, step, value), 3.0, 0.0]
+        for module in MODULES:
+            numbers += [change("gradient", module, step, value), 5.0, change("update", module, step, value / 100)]
+        content += sample_frame(step, numbers) + rows_frame(step, [change("loss", "", step, value), 1024.0, 0.0, value])
+    path.write_bytes(content + frame("E", b""))
+    return path
+
+
+def same(kind: str, module: str, step: int, value: float) -> float:
+    return value
+
+
+FAULTS: dict[str, tuple[Callable[[str, str, int, float], float], tuple[int, str | None, str], str]] = {
+    "update": (lambda k, m, s, v: v * 3 if k == "update" and s >= 9 else v, (9, "first", "update"), "factor, 3"),
+    "gradient": (
+        lambda k, m, s, v: v * 2 if k in ("gradient", "update") and m == "second" and s >= 4 else v,
+        (4, "second", "gradient"),
+        "backward parts",
+    ),
+    "activation": (
+        lambda k, m, s, v: v * 0.5 if k in ("activation", "loss") and m != "first" and s >= 12 else v,
+        (12, "second", "activation"),
+        "forward parts",
+    ),
+    "loss": (lambda k, m, s, v: v + 1 if k == "loss" and s >= 3 else v, (3, None, "loss"), "between two samples"),
+    "nan": (
+        lambda k, m, s, v: float("nan") if k == "gradient" and m == "first" and s == 17 else v,
+        (17, "first", "gradient"),
+        "Only run B has inf or nan",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_by_step_module_and_kind(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, expected, told = FAULTS[fault]
+    a, b = write(tmp_path / "a", same), write(tmp_path / "b", change, seed=1e-4)
+    assert main(["compare", str(a), str(b), "--json", "-"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["module"], found["kind"]) == expected
+    assert told in found["meaning"]
+    assert main(["compare", str(a), str(b)]) == 1
+    assert f"They part at step {expected[0]}" in capsys.readouterr().out
+
+
+def test_noise_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", same), write(tmp_path / "b", same, seed=1e-3)
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "agree within noise over 30 steps" in capsys.readouterr().out
+
+
+def test_a_third_run_says_what_noise_is(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", same), write(tmp_path / "b", same, seed=0.04)
+    c, quiet = write(tmp_path / "c", same, seed=-0.03), write(tmp_path / "q", same, seed=1e-5)
+    assert not compare(*map(read, (a, b))).same
+    assert compare(*map(read, (a, b, c))).same
+    assert not compare(*map(read, (a, b, quiet))).same
+
+
+class Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.plots = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.plots += tag == "svg"
+        self.links += [str(value) for name, value in attrs if name in ("href", "src")]
+        if tag not in ("meta", "path", "rect", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            assert self.open.pop() == tag
+        else:
+            assert tag in ("path", "rect", "circle")
+
+
+def test_page_picture_and_json(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a<&", same), write(tmp_path / "b", FAULTS["update"][0])
+    files = {option: tmp_path / f"out.{option}" for option in ("html", "png", "json")}
+    options = [word for option, path in files.items() for word in (f"--{option}", str(path))]
+    assert main(["compare", str(a), str(b), *options]) == 1
+    text = files["html"].read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert (page.open, page.links, page.plots) == ([], [], 7)
+    assert "prefers-color-scheme:dark" in text
+    assert "&lt;b&gt;&amp;" in text
+    assert re.search(r"They part at step 9, in first", text)
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["json"].read_text())["factor"] == pytest.approx(3.0)
+    healthy = tmp_path / "healthy.html"
+    assert main(["compare", str(a), str(a), "--html", str(healthy)]) == 0
+    assert "the same, within noise" in healthy.read_text(encoding="utf-8")
+
+
+def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write(tmp_path / "a", same)
+    other = write(tmp_path / "other", same, steps=0)
+    words = [
+        (["compare", str(a), str(tmp_path / "absent")], "cannot be read"),
+        (["compare", str(a), __file__], "is no trace"),
+        (["compare", str(a), str(other)], "no number of the same step is in both"),
+        (["compare", str(a), str(a), "--html", str(tmp_path / "no" / "a.html")], "cannot be written"),
+    ]
+    for command, told in words:
+        assert main(command) == 2
+        assert told in capsys.readouterr().err
+    assert main(["compare", str(a)]) == 2

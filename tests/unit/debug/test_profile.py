@@ -1,0 +1,178 @@
+"""``profile``: its errors against a comparison by hand, its advice, its outputs, and that the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from planted import Conv, Mlp, Slot, loss_of, plant
+from torch import nn
+from torch.nn import functional as F
+
+import xamp
+from xamp.debug import profile
+from xamp.errors import PolicyError
+
+
+def test_the_errors_are_those_of_a_comparison_by_hand() -> None:
+    torch.manual_seed(0)
+    model, x = Mlp(2), torch.randn(8, 16)
+    found = profile(model, x, "O5", loss=loss_of, tries=0)
+    exact = copy.deepcopy(model).double()
+    loss_of(exact(x.double())).backward()
+    low = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(low.parameters(), lr=0.0)
+    xamp.initialize(low, optimizer, level="O5", verbosity=0)
+    output = low(x)
+    with xamp.scale_loss(loss_of(output), optimizer) as scaled:
+        scaled.backward()
+    difference = (output.double() - exact(x.double())).norm() / exact(x.double()).norm()
+    assert (found.reference, found.level, found.advice) == ("fp64", "O5", ())
+    assert found.output_error == pytest.approx(float(difference.detach()))
+    grads = [p.grad.double() for p in xamp.master_params(optimizer) if p.grad is not None]
+    theirs = [p.grad for p in exact.parameters() if p.grad is not None]
+    wrong = sum(float((a - b).square().sum()) for a, b in zip(grads, theirs, strict=True))
+    size = sum(float(b.square().sum()) for b in theirs)
+    assert found.gradient_error == pytest.approx((wrong / size) ** 0.5, rel=1e-5)
+    row = next(row for row in found.rows if row.module == "layers.0.0")
+    hand = exact.get_submodule("layers.0.0")(x.double()).detach()
+    one = low.get_submodule("layers.0.0")(x.bfloat16()).detach().double()
+    assert row.error == pytest.approx(float((one - hand).norm() / hand.norm()), rel=1e-6)
+    assert row.largest == pytest.approx(float(hand.abs().max()))
+    assert 0.0 < row.fp32_error < 1e-6
+    assert (row.kind, row.dtype, row.calls) == ("Linear", "bfloat16", 1)
+
+
+def test_shares_of_zeros_and_inf() -> None:
+    model = nn.Sequential(nn.Identity(), Slot(), nn.Linear(4, 4))
+    plant(model, "1", lambda x: x * x)
+    x = torch.tensor([[1.0, 1e-5, 300.0, 1e-7], [1.0, 2.0, 1.0, 1e-6]])
+    found = profile(model, x, "O3", tries=0, loss=lambda output: output.sum() * 0)
+    row = next(row for row in found.rows if row.module == "1")
+    assert (row.underflow, row.overflow) == (3 / 8, 1 / 8)
+    assert row.error == float("inf")
+    assert "37.5 %" in found.table()
+    assert "12.5 %" in found.table()
+
+
+def test_a_gradient_that_underflows_without_a_scale() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    lost = profile(model, x, "O2", loss=lambda y: y.sum() * 1e-9, loss_scale=1.0, tries=0)
+    kept = profile(model, x, "O2", loss=lambda y: y.sum() * 1e-9, tries=0)
+    assert [row.gradient_underflow for row in lost.rows if row.module == "0"] == [1.0]
+    assert [row.gradient_underflow for row in kept.rows if row.module == "0"] == [0.0]
+    assert (lost.gradient_error, kept.loss_scale) == (1.0, 65536.0)
+    assert kept.gradient_error < 0.05
+
+
+def test_the_loss_scale_is_the_largest_that_fits() -> None:
+    model = nn.Linear(4, 4)
+    found = profile(model, torch.ones(1, 4), "O2", loss=lambda y: (y * 8.0).sum(), tries=0, reference="fp32")
+    assert found.loss_scale == 2.0**12  # 8 * 2^13 is 65536, which fp16 does not hold
+
+
+def test_the_model_stays_as_it_was() -> None:
+    class Unlucky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Conv()
+            self.calls = 0
+            self.fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            random.random()
+            if self.fails and x.dtype == torch.float32:
+                raise ArithmeticError("planted")
+            found: torch.Tensor = F.dropout(self.inner(x), 0.5, self.training)
+            return found
+
+    model = Unlucky()
+    model.inner.head.weight.grad = torch.full_like(model.inner.head.weight, 3.0)
+    model.inner.blocks[0].eval()
+    handle = model.register_forward_hook(lambda *_: None)
+
+    def state() -> list[Any]:
+        tensors = [*model.state_dict().values(), model.inner.head.weight.grad]
+        rest = ([m.training for m in model.modules()], list(model._forward_hooks), model.calls, random.getstate())
+        return [[tensor.clone() for tensor in tensors if tensor is not None], rest, torch.get_rng_state()]
+
+    before = state()
+    found = profile(model, torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(1)), "O1", tries=1)
+    assert found.output_error < 0.05  # with dropout the runs would differ by more
+    model.fails = True
+    with pytest.raises(ArithmeticError, match="planted"):
+        profile(model, torch.ones(4, 4, 6, 6), "O1")
+    after = state()
+    assert all(map(torch.equal, before[0], after[0]))
+    assert before[1] == after[1]
+    assert torch.equal(before[2], after[2])
+    handle.remove()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_managed_model_is_taken_with_its_exact_weights(level: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Mlp(1), torch.randn(8, 16)
+    wanted = profile(plain, x, "O5", loss=loss_of, tries=0)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = xamp.initialize(plain, optimizer, level=level, verbosity=0)[0]
+    found = profile(model, x, "O5", loss=loss_of, tries=0)
+    assert found.rows == wanted.rows
+    assert xamp.session(model).policy.level == level
+
+
+def test_batches_and_losses() -> None:
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    cross = nn.CrossEntropyLoss()
+    with torch.no_grad():
+        expected = float(cross(model(x).double(), y))
+    forms: list[dict[str, Any]] = [{"batch": (x, y), "loss": cross}, {"batch": x, "loss": cross, "target": y}]
+    for arguments in forms:
+        assert profile(model, level="O4", tries=0, **arguments).loss_reference == pytest.approx(expected)
+    assert profile(model, {"input": x}, "O4", tries=0).loss_reference > 0
+    assert profile(model, [x], "O4", tries=0, reference="fp32").reference == "fp32"
+
+
+def test_texts_and_picture(tmp_path: Path) -> None:
+    model = Mlp(2)
+    plant(model, "layers.1.2", lambda x: x + ((x.detach() * 1e-9) * 1e9 - x.detach()))
+    found = profile(model, model.batch(), "O2", loss=loss_of, tries=1)
+    told = json.loads(found.to_json())
+    assert told["keep_fp32"] == found.keep_fp32 == ["layers.1.2"]
+    assert [row["module"] for row in told["rows"]] == [row.module for row in found.rows]
+    assert found.rows[0].module == "layers.0.0"
+    assert "keep_fp32=['layers.1.2']" in found.table()
+    assert found.table(rows=1).count("(") < found.table().count("(")
+    found.plot(tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(PolicyError, match="cannot be written"):
+        found.plot(tmp_path / "absent" / "a.png")
+
+
+def test_wrong_arguments() -> None:
+    model = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        (r"model=str", {"model": "m"}),
+        (r"loss=int", {"loss": 3}),
+        (r"reference='fp16'", {"reference": "fp16"}),
+        (r"tries=-1", {"tries": -1}),
+        (r"verbosity", {"verbosity": 0}),
+        (r"loss must be a tensor of one element.*shape \(1, 2\)", {"loss": lambda y: y}),
+        (r"level='O9'", {"level": "O9"}),
+    ]
+    for match, arguments in wrong:
+        with pytest.raises(PolicyError, match=match):
+            profile(**{"model": model, "batch": x, **arguments})
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(PolicyError, match=r"cannot be copied by copy\.deepcopy: TypeError"):
+        profile(model, x)
