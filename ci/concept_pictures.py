@@ -55,7 +55,11 @@ def shares(exponents: torch.Tensor) -> dict[str, float]:
 def ranges(pyplot: Any) -> Any:
     """Bars on an axis of powers of two: what each dtype can hold."""
     figure, axes = pyplot.subplots(figsize=(8, 2.6), layout="constrained")
-    rows = (("fp32", -149, -126, 128, "24 bits"), ("bf16", -133, -126, 128, "8 bits"), ("fp16", -24, -14, 16, "11 bits"))
+    rows = (
+        ("fp32", -149, -126, 128, "24 bits"),
+        ("bf16", -133, -126, 128, "8 bits"),
+        ("fp16", -24, -14, 16, "11 bits"),
+    )
     for y, (name, tiny, normal, largest, digits) in enumerate(reversed(rows)):
         axes.barh(y, normal - tiny, left=tiny, height=0.55, color="#c5cae9")
         axes.barh(y, largest - normal, left=normal, height=0.55, color="#3f51b5")

@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> float:
     if rank == 0:
         print(f"{torch.distributed.get_world_size()} ranks, loss {loss.item():.4f}, {xamp.session(model).last_step}")
     torch.distributed.destroy_process_group()
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":

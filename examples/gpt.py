@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> float:
         for _ in range(8 if options.quick else 120):
             told = torch.cat([told, model(told[None, -LENGTH:])[0, -1].argmax()[None]])
     print(f"loss {loss.item():.3f}\n{''.join(letters[index] for index in told.tolist())}")
-    return float(loss)
+    return loss.item()
 
 
 if __name__ == "__main__":

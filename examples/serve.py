@@ -20,7 +20,9 @@ def make_answer(model: nn.Module, level: str) -> Answer:
         model: a trained model, in fp32, from features to logits.
         level: O5 keeps the weights in bf16, O3 in fp16; O4 and O1 cast per operator.
     """
-    model = xamp.initialize(model.to(xamp.device()).eval(), level=level, master_weights=None if level[1] in "014" else False)
+    model = xamp.initialize(
+        model.to(xamp.device()).eval(), level=level, master_weights=None if level[1] in "014" else False
+    )
 
     def answer(rows: list[list[float]]) -> list[int]:
         with torch.inference_mode():

@@ -123,5 +123,5 @@ def test_the_package_installs_as_printed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     (written,) = tmp_path.glob("out/*.dist-info/entry_points.txt")
     assert "mydevice = xamp_mydevice:SPEC" in written.read_text(encoding="utf-8")
-    (names,) = tmp_path.glob("*.egg-info/top_level.txt")
+    (names,) = tmp_path.glob("out/*.dist-info/top_level.txt")
     assert names.read_text(encoding="utf-8").split() == ["xamp_mydevice"]

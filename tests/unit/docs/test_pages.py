@@ -154,7 +154,11 @@ def test_every_argument_of_a_public_function_is_documented() -> None:
         found: Any = getattr(xamp, name)
         if not inspect.isfunction(found):
             continue
-        arguments = [each for each in inspect.signature(found).parameters if each not in ("args", "kwargs", "fwd", "bwd", "obj", "fn", "function")]
+        arguments = [
+            each
+            for each in inspect.signature(found).parameters
+            if each not in ("args", "kwargs", "fwd", "bwd", "obj", "fn", "function")
+        ]
         docstring = inspect.getdoc(found) or ""
         missing = [each for each in arguments if not re.search(rf"\b{each}\b", docstring)]
         assert not missing, f"xamp.{name} says nothing of {missing}"

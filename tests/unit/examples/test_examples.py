@@ -31,10 +31,10 @@ def test_it_runs(name: str, level: str, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_the_gpt_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 60 steps it is far better than guessing: ln of about 40 letters is 3.7."""
+    """In 20 steps it is better than guessing: ln of about 40 letters is 3.7."""
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    assert importlib.import_module("gpt").main(["--steps", "60", "--level", "O4"]) < 2.9
+    assert importlib.import_module("gpt").main(["--steps", "20", "--level", "O4"]) < 3.2
 
 
 def test_ddp_runs() -> None:
