@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts.md: the ranges of fp16 and bf16, and where the gradients of a training fall in them.
+"""Draws the pictures of docs/concepts.md: the ranges of fp16 and bf16, and where the gradients of a training fall.
 
-The second picture is of a real training: a small network in fp32 that learns to draw rings. ``--check`` trains again and
-compares the figures with docs/pictures/gradients.json. It needs matplotlib for drawing only.
+The second picture is of a real training: a small network in fp32 that learns to draw rings. ``--check`` trains again
+and compares the figures with docs/pictures/gradients.json. It needs matplotlib for drawing only.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed
 from options import read_options
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +24,7 @@ def main(words: list[str] | None = None) -> float:
     if "RANK" in os.environ:
         torch.distributed.init_process_group(xamp.distributed_backend())
     else:
-        store = torch.distributed.HashStore()
+        store = HashStore()
         torch.distributed.init_process_group(xamp.distributed_backend(), store=store, rank=0, world_size=1)
     rank, device = torch.distributed.get_rank(), xamp.device()
     model: nn.Module = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)

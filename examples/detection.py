@@ -1,4 +1,4 @@
-"""Several losses as in detection: where a square is (boxes), and whether there is one (objectness), each with its scale."""
+"""Several losses as in detection: whether there is a square, and where. Each loss has a scale of its own."""
 
 from __future__ import annotations
 
