@@ -63,7 +63,8 @@ def ranges(pyplot: Any) -> Any:
     for y, (name, tiny, normal, largest, digits) in enumerate(reversed(rows)):
         axes.barh(y, normal - tiny, left=tiny, height=0.55, color="#c5cae9")
         axes.barh(y, largest - normal, left=normal, height=0.55, color="#3f51b5")
-        axes.text((largest + normal) / 2, y, f"{name}: {digits}", ha="center", va="center", color="white")
+        place = (largest + 3, "left", "black") if largest < 100 else ((largest + normal) / 2, "center", "white")
+        axes.text(place[0], y, f"{name}: {digits}", ha=place[1], va="center", color=place[2])
     axes.set_yticks([])
     axes.set_xlim(-155, 135)
     ticks = (-149, -126, -24, 0, 16, 128)
@@ -84,8 +85,8 @@ def fall(pyplot: Any, exponents: torch.Tensor) -> Any:
     top = axes.get_ylim()[1]
     places = ((-36, "lost: 0"), (-19.5, "few digits"), (1, "fp16 has all its digits"), (19, "inf"))
     for x, text in places:
-        axes.text(x, top * 0.97, text, ha="center", va="top", fontsize=9)
-    axes.set_ylim(0, top * 1.05)
+        axes.text(x, top * 1.1, text, ha="center", va="top", fontsize=9)
+    axes.set_ylim(0, top * 1.12)
     axes.set_xlim(-46, 22)
     axes.set_yticks([])
     ticks = (-40, TINY, NORMAL, 0, LARGEST)

@@ -67,7 +67,7 @@ def main(words: list[str] | None = None) -> float:
         with xamp.scale_loss(of_boxes, optimizer, loss_id=1) as scaled:
             scaled.backward()
         optimizer.step()
-    error = float(((found - boxes).abs().mean(1) * there).sum() / there.sum().clamp(min=1))
+    error = float(((found.detach() - boxes).abs().mean(1) * there).sum() / there.sum().clamp(min=1))
     print(f"mean error of boxes {error:.3f} of the image, scales {[xamp.loss_scale(optimizer, i) for i in (0, 1)]}")
     return error
 
