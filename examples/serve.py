@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> float:
     given = [answer(rows.tolist()) for rows in requests]
     same = sum(a == b for one, two in zip(wanted, given, strict=True) for a, b in zip(one, two, strict=True))
     print(f"{same} of {8 * options.steps} answers at {level} are those of fp32")
-    return float(same) / (8 * options.steps)
+    return float(same / (8 * options.steps))
 
 
 if __name__ == "__main__":
