@@ -24,6 +24,8 @@ say "docs/settings.md"
 "$py" ci/settings_page.py --check
 say "docs/libraries.md, docs/levels.md"
 "$py" ci/libraries_page.py --check
+say "the pictures of docs/concepts.md"
+"$py" ci/concept_pictures.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "docs/report.md and docs/report.html"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_the_ledger_can_be_read(tmp_path: Path) -> None:
     (entry,) = read_ledger(str(path)).entries
     assert entry.names("operators.result_dtype[rms_norm-float16]")
     assert json.loads(block)
+
+
+def test_the_package_installs_as_printed(tmp_path: Path) -> None:
+    """The three files of the page, built by the tool that they name; xamp's entry point is in the result."""
+    (toml,) = re.findall(r"^```toml\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    (ini,) = re.findall(r"^```ini\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    module = next(code for code in docs_blocks.blocks("backends.md") if "SPEC =" in code)
+    for name, text in (("pyproject.toml", toml), ("setup.cfg", ini), ("xamp_mydevice.py", module)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "out").mkdir()
+    code = "import setuptools.build_meta as b; b.prepare_metadata_for_build_wheel('out')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    (written,) = tmp_path.glob("out/*.dist-info/entry_points.txt")
+    assert "mydevice = xamp_mydevice:SPEC" in written.read_text(encoding="utf-8")
+    (names,) = tmp_path.glob("out/*.dist-info/top_level.txt")
+    assert names.read_text(encoding="utf-8").split() == ["xamp_mydevice"]
