@@ -290,9 +290,7 @@ def test_a_scalers_state_with_something_wrong(lane: Lane, state: Any, message: s
 
 
 @pytest.mark.parametrize("state", ["torch_npu", "xamp"])
-def test_a_static_scale_that_a_dynamic_session_leaves_out_is_told(
-    state: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_static_scale_that_a_dynamic_session_leaves_out_is_told(state: str, caplog: pytest.LogCaptureFixture) -> None:
     def session(loss_scale: Any) -> torch.optim.Optimizer:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

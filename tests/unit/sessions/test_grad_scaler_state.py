@@ -242,5 +242,7 @@ def test_a_state_for_torch_npus_scaler_says_that_it_is_dynamic() -> None:
     again.load_state_dict(scaler.state_dict(format="torch_npu"))
     assert again.get_scale() == 512.0
     assert xamp.GradScaler(enabled=False).state_dict(format="torch_npu") == {}
-    with pytest.raises(PolicyError, match=r"state_dict\(format='apex'\): no such format. Choices: 'torch', 'torch_npu'"):
+    with pytest.raises(
+        PolicyError, match=r"state_dict\(format='apex'\): no such format. Choices: 'torch', 'torch_npu'"
+    ):
         scaler.state_dict(format="apex")
