@@ -1,6 +1,6 @@
 """A captured graph without a GPU: the aten calls of a step, run again on the same storages and without Python's part.
 
-As with ``torch.cuda.graph``, a replay runs exactly the operators of the capture, reads their inputs where they lay then,
+As with ``torch.cuda.graph``, a replay runs just the operators of the capture, reads their inputs where they lay then,
 and writes their results there. Numbers that Python held are those of the capture. A read by the host is refused.
 """
 
@@ -61,7 +61,7 @@ class GraphRecorder(TorchDispatchMode):
 
 
 def _kept(tree: Any) -> Any:
-    """Return the tree with lists of its own: the caller may change its lists later. Tensors that lay there are shared."""
+    """Return the tree with lists of its own, for the caller may change its lists later. Storages are shared."""
 
     def detached(leaf: Any) -> Any:
         return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -242,6 +242,8 @@ class Engine:
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if not self._alone and (fresh or not self._rank_settings.is_settled):
             self._compare_settings([p for state in states for p in state.gradients.model_params()])
+            if self.policy.checks:
+                distributed.warn_of_memory(fresh)
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:

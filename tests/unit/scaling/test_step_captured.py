@@ -11,8 +11,8 @@ from torch import nn
 
 import xamp
 from tests.support.graph_recorder import GraphRecorder
-from xamp.registry import registry
 from xamp.errors import LossScaleCollapsed, StateError
+from xamp.registry import registry
 
 INTERVAL = 7
 SPOILT = frozenset((4, 5, 30, 31, 32, 100, 177, 299))
