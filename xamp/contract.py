@@ -324,6 +324,15 @@ class Backend:
 
         return torch.get_device_module(device_type)
 
+    def capture_check(self, device: torch.device) -> Callable[[], bool] | None:
+        """A function that tells whether a graph is being captured on ``device`` now; None: it has no graphs.
+
+        The device replays a captured step without Python. So while this function returns True xamp puts into the graph
+        everything that a later step may need, and refuses what must read the device. It is called in each step.
+        """
+        found: Callable[[], bool] | None = getattr(self.runtime(device.type), "is_current_stream_capturing", None)
+        return found
+
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
         """The settings in force, torch's switches and environment variables, that change the arithmetic of ``device``.
 

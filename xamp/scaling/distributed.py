@@ -9,6 +9,7 @@ and DDP leaves no trace in the model. xamp finds FSDP in the model itself.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.ground.log import say
 from xamp.scaling.fsdp import sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
@@ -263,6 +265,9 @@ def _reduces(module: Any) -> bool:
 _AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # of torch's default_hooks
 
 
+_MEMORY = ("use_error_feedback", "warm_start")  # of a comm hook's state: it keeps numbers for the next backward
+
+
 def _averages(ddp: Any) -> bool:
     """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
     for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
@@ -273,6 +278,26 @@ def _averages(ddp: Any) -> bool:
         if not is_own or getattr(hook, "__name__", "") not in _AVERAGING:
             return False
     return True
+
+
+def warn_of_memory(ddps: Iterable[DistributedDataParallel]) -> None:
+    """Warn of each comm hook that keeps numbers of one backward for the next, as PowerSGD does.
+
+    After one overflow they hold inf or nan, and so do all gradients from then on.
+    """
+    for ddp in ddps:
+        for hook, state in ddp._comm_hooks:
+            kept = [name for name in _MEMORY if getattr(state, name, False)]
+            if kept:
+                say(
+                    "DistributedDataParallel has the comm hook %s with %s, which keeps parts of each gradient for the "
+                    "next backward. After one overflow these are inf or nan, and every later step is skipped. Make its "
+                    "state as PowerSGDState(..., use_error_feedback=False, warm_start=False), or use a level without "
+                    "loss scaling.",
+                    getattr(hook, "__name__", type(hook).__name__),
+                    " and ".join(f"{name}=True" for name in kept),
+                    level=logging.WARNING,
+                )
 
 
 def share_from_rank_zero(tensors: Iterable[torch.Tensor], group: Any) -> None:

@@ -139,7 +139,16 @@ class Engine:
         """Return the counts of applied and skipped steps. Waits for the device."""
         late = [overflowed for state in self.states for overflowed in state.unobserved()]
         skipped = sum(late)
-        return Stats(self.counts.applied + len(late) - skipped, self.counts.skipped + skipped)
+        replayed = [state.replays.read() for state in self.states]
+        applied = self.counts.applied + sum(applied for applied, _ in replayed)
+        return Stats(
+            applied + len(late) - skipped, self.counts.skipped + skipped + sum(skipped for _, skipped in replayed)
+        )
+
+    def judge_replays(self) -> None:
+        """Raise a LossScaleCollapsed where replays of a captured step met a run of overflows. Waits for the device."""
+        for state in self.states:
+            state.judge_replays()
 
     def last_step(self) -> Any:
         """Return what the last step did; for several optimizers a dict by optimizer. May wait for the device."""
@@ -160,7 +169,8 @@ class Engine:
     def prepare_state(self, optimizers: int) -> None:
         """Make the device state for a number of optimizers. Scales that were loaded before stay."""
         before = self._scalers
-        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device)
+        captures = self.backend.capture_check(self.device)
+        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, captures)
         self._scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
         for old, new in zip(before, self._scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
@@ -234,6 +244,8 @@ class Engine:
         fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
         if not self._alone and (fresh or not self._rank_settings.is_settled):
             self._compare_settings([p for state in states for p in state.gradients.model_params()])
+            if self.policy.checks:
+                distributed.warn_of_memory(fresh)
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,13 @@ class DeviceState:
         flags: one for each optimizer: whether the backward that just ended overflowed; scratch for
             :meth:`LossScaler.update`.
         sticky: one for each optimizer: whether any backward since its last step overflowed.
+        captures: see :meth:`xamp.contract.Backend.capture_check`.
     """
 
-    def __init__(self, losses: int, optimizers: int, device: torch.device) -> None:
+    def __init__(
+        self, losses: int, optimizers: int, device: torch.device, captures: Callable[[], bool] | None = None
+    ) -> None:
+        self.captures = captures
         self.scales: torch.Tensor
         self.inverses: torch.Tensor
         self.flags: torch.Tensor
@@ -139,6 +143,7 @@ class LossScaler:
         self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
         self.version = self.updates = 0
+        self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
         self.set(self.rules.within(policy.init_scale) if policy.dynamic else policy.static_scale)
@@ -155,6 +160,13 @@ class LossScaler:
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
         self._losses = len(state.scales)
+        self._captures = state.captures
+
+    def _in_graph(self) -> bool:
+        """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
+        if not self._is_in_graph and self._captures is not None:
+            self._is_in_graph = self._captures()
+        return self._is_in_graph
 
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         """Set the scale and the growth tracker. Does not wait for the device."""
@@ -185,7 +197,7 @@ class LossScaler:
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        if self._inverse_is_stale:
+        if self._inverse_is_stale or (self._captures is not None and self._in_graph()):
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
@@ -212,7 +224,8 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        safe, before, done = self._safe_updates, self.scale._version, self.updates + 1
+        safe = 0 if self._captures is not None and self._in_graph() else self._safe_updates
+        before, done = self.scale._version, self.updates + 1
         self._safe_updates = 0
         self._inverse_is_stale = True
         self.version += 1

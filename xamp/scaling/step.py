@@ -26,6 +26,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.replays import Replays
 from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler, clock
 from xamp.scaling.scope import Scope
 
@@ -106,6 +107,7 @@ class OptimizerState:
         fresh: no backward was checked since the last step, so the sticky flag is down.
         seen: the device state as it was at the newest step that was counted; None before the first.
         seen_at: when that step was, by :data:`xamp.scaling.scale.clock`.
+        replays: counts what the device did with steps that were captured in a graph.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
         sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
@@ -128,6 +130,7 @@ class OptimizerState:
         self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
         self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
         self._watch.resume(engine.overflow_runs.get(index, 0))
+        self.replays = Replays(engine.device, len(engine.scalers), engine.memory.captures)
         self.live_in(engine.memory)
         self._master_versions: list[int] = []
         self._sizes = 0  # elements of all stepped tensors when the optimizer last made or loaded its state
@@ -258,7 +261,22 @@ class OptimizerState:
             if self._can_step_fused():
                 return self._step_on_device(base, args, kwargs)
             base = self._unfused(base)
+        if self.replays.capturing():
+            self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
+
+    def _refuse_capture(self) -> None:
+        """Refuse a step that reads the device, which a graph cannot hold."""
+        name = type(self.optimizer).__name__
+        why = "its parameters have had no step yet, and the host decides on the first"
+        cure = "Run at least one whole training step before the capture"
+        if not self.fused.skips_on_device:
+            why = f"this {name} cannot skip on the device"
+            cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
+        raise StateError(
+            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
+            f"{cure}, or leave the step out of the graph."
+        )
 
     def refuse_wrong(self) -> None:
         """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
@@ -402,7 +420,7 @@ class OptimizerState:
             optimizer.found_inf = self.sticky
             result = base(*args, **kwargs)
             del optimizer.grad_scale, optimizer.found_inf
-            readable = list(self._history.push((tuple(self.gradients.used), clock())))
+            readable = self._recorded(flag)
             self._finish(flag)
             for note, values in readable:
                 self._observe(note, values)
@@ -414,9 +432,23 @@ class OptimizerState:
                 self._conclude(flag, readable)
             raise
 
+    def _recorded(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
+        """Record the device state of this step, in a graph on the device; return the records that became readable."""
+        if self.replays.capturing():
+            engine, scales = self.engine, self._memory.scales
+            moved = engine.moves_before_step
+            self.replays.count(flag, scales, engine.scalers, self.gradients.used, moved_before_step=moved)
+            return ()
+        return list(self._history.push((tuple(self.gradients.used), clock())))
+
+    def judge_replays(self) -> None:
+        """Raise a LossScaleCollapsed where replays met a run of overflows that no smaller scale could cure."""
+        if self.replays.newly_collapsed():
+            raise LossScaleCollapsed(self._collapse_message(self._memory.values.tolist(), self.replays.used))
+
     def _conclude(self, flag: torch.Tensor, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
         """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
-        readable = list(self._history.push((tuple(self.gradients.used), clock()))) if readable is None else readable
+        readable = self._recorded(flag) if readable is None else readable
         self._finish(flag)
         for note, values in readable:
             if self.seen is not values:
@@ -476,11 +508,16 @@ class OptimizerState:
         self.gradients.ready = False
         self.gradients.used.clear()
         if not self.engine.policy.checks:  # else when the host sees the flag
-            self.engine.counts.applied += 1
+            if self.replays.capturing():
+                self._recorded(torch.zeros_like(self.sticky))
+            else:
+                self.engine.counts.applied += 1
 
     def known_outcome(self) -> StepOutcome | None:
         """Return what the last step did. May wait for the device."""
         if isinstance(self.outcome, torch.Tensor):
+            if self.outcome is self.replays.flag:  # the next replay writes to it again
+                return StepOutcome.SKIPPED if bool(self.outcome) else StepOutcome.APPLIED
             self.outcome = StepOutcome.SKIPPED if bool(self.outcome) else StepOutcome.APPLIED
         return self.outcome
 

@@ -236,8 +236,15 @@ class GradScaler:
 
     @property
     def stats(self) -> Stats:
-        """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
-        return Stats() if self._engine is None else self._engine.stats()
+        """Counts of applied and skipped steps, over all optimizers, replays of a graph included. Waits for the device.
+
+        Raises:
+            LossScaleCollapsed: 50 overflows in a row at the floor, in replays of a captured graph; raised once.
+        """
+        if self._engine is None:
+            return Stats()
+        self._engine.judge_replays()
+        return self._engine.stats()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return plain numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.

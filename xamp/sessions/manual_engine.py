@@ -205,7 +205,7 @@ class ManualEngine(Engine):
     def _make_room(self) -> None:
         """Double the number of flags in the device state."""
         old = self.memory
-        new = DeviceState(1, 2 * len(old.flags), self.device)
+        new = DeviceState(1, 2 * len(old.flags), self.device, old.captures)
         for name in ("scales", "inverses", "flags", "sticky"):
             before = getattr(old, name)
             getattr(new, name)[: len(before)].copy_(before)

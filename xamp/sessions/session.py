@@ -99,7 +99,12 @@ class Session:
 
     @property
     def stats(self) -> Stats:
-        """Counts of applied and skipped steps, over all optimizers. Waits for the device."""
+        """Counts of applied and skipped steps, over all optimizers, replays of a graph included. Waits for the device.
+
+        Raises:
+            LossScaleCollapsed: 50 overflows in a row at the floor, in replays of a captured graph; raised once.
+        """
+        self.engine.judge_replays()
         return self.engine.stats()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:

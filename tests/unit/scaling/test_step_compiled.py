@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import xamp
 from xamp.policy import LEVELS, levels_where
@@ -62,3 +63,45 @@ def test_as_eager(level: str, optimizer: str, fused: Any, how: str) -> None:
     near = 1e-5 if optimizer == "adam" else 0.0
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=STEPS * near if one.dtype is torch.float32 else 1e-3)
+
+
+# The tracer of torch itself asks the scaled loss for its .grad after a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("level", "fused"), [("O1", "auto"), *(pytest.param("O2", f, marks=pytest.mark.thorough) for f in ("auto", False))]
+)
+def test_whole_training_step(level: str, fused: Any) -> None:
+    """Forward, scale_loss, backward, step and zero_grad in one function: 40 steps with 10 scales compile no more."""
+
+    def losses(compiled: bool) -> tuple[list[float], list[int]]:
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        xamp.initialize(model, stepper, level=level, fused=fused, growth_interval=2, init_scale=2.0**4, verbosity=0)
+        counter = CompileCounter()
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            with xamp.scale_loss(loss, stepper) as scaled:
+                scaled.backward()
+            stepper.step()
+            stepper.zero_grad()
+            return loss.detach()
+
+        step = torch.compile(whole, backend=counter) if compiled else whole
+        found, frames, scales = [], [], set()
+        for number in range(40):
+            if number >= 20 and number % 2:  # as a checkpoint sets it
+                xamp.session(stepper).engine.scalers[0].set(2.0 ** (number // 2 - 8))
+            found.append(float(step(torch.randn(4, 6, generator=torch.Generator().manual_seed(number)))))
+            scales.add(xamp.loss_scale(stepper))
+            frames.append(counter.frame_count)
+        assert len(scales) >= 10
+        return found, frames
+
+    eager, _ = losses(compiled=False)
+    compiled, frames = losses(compiled=True)
+    assert compiled == pytest.approx(eager, rel=1e-3, abs=1e-4)
+    assert compiled[-1] < compiled[0]
+    assert frames[6] == frames[-1] > 0

@@ -1,0 +1,161 @@
+"""A captured step, replayed without Python, does what the eager step does: weights, scale and counts, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import xamp
+from tests.support.graph_recorder import GraphRecorder
+from xamp.errors import LossScaleCollapsed, StateError
+from xamp.registry import registry
+
+INTERVAL = 7
+SPOILT = frozenset((4, 5, 30, 31, 32, 100, 177, 299))
+
+
+class Training:
+    """One small model; ``step`` runs one whole training step on ``x``, whose storage stays."""
+
+    def __init__(self, way: str, *, fused: bool = True, floor: float = 2.0**-3, device: str = "cpu") -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(device)
+        make: Any = torch.optim.SGD
+        self.optimizer = make(self.model.parameters(), lr=0.05, momentum=0.9, fused=fused or None)
+        self.x = torch.zeros(3, 5, device=device)
+        self.scaler: Any = None
+        if way == "GradScaler":
+            self.scaler = xamp.GradScaler(init_scale=2.0**10, growth_interval=INTERVAL)
+            self.scaler.min_loss_scale = floor
+        else:
+            xamp.initialize(
+                self.model, self.optimizer, level=way, growth_interval=INTERVAL, init_scale=2.0**10,
+                min_loss_scale=floor, fused="auto" if fused else False, verbosity=0,
+            )  # fmt: skip
+
+    def feed(self, number: int, spoilt: bool) -> None:
+        self.x.copy_(torch.randn(3, 5, generator=torch.Generator().manual_seed(number)))
+        if spoilt:
+            self.x.fill_(float("inf"))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(self.x).float().square().mean()
+        if self.scaler is None:
+            with xamp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    @property
+    def told(self) -> Any:
+        return self.scaler if self.scaler is not None else xamp.session(self.optimizer)
+
+    def scale(self) -> float:
+        return float(self.scaler.get_scale() if self.scaler is not None else xamp.loss_scale(self.optimizer))
+
+    def weights(self) -> list[torch.Tensor]:
+        return [p.detach() for group in self.optimizer.param_groups for p in group["params"]]
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> GraphRecorder:
+    """A recorder of which the CPU's backend asks whether a graph is being captured."""
+    found = GraphRecorder()
+    check: Callable[..., Any] = lambda self, device: lambda: found.is_capturing  # noqa: E731
+    monkeypatch.setattr(type(registry.resolve("auto", "cpu")), "capture_check", check)
+    return found
+
+
+@pytest.mark.parametrize("captured_at", [1, 2])
+@pytest.mark.parametrize("way", ["O1", "O2", "O4", "O5", "GradScaler"])
+def test_replays_are_eager_steps(recorder: GraphRecorder, way: str, captured_at: int) -> None:
+    """300 replays, some with an overflow, and 5 eager steps after them."""
+    eager, replayed = Training(way), Training(way)
+    spoils = way not in ("O4", "O5")
+    for number in range(305):
+        spoilt = spoils and number in SPOILT
+        eager.feed(number, spoilt)
+        eager.step()
+        replayed.feed(number, spoilt)
+        if number == captured_at:  # the recorder runs what it captures: this is the first replay
+            with recorder.capture():
+                replayed.step()
+        elif captured_at < number < 300:
+            recorder.replay()
+        else:
+            replayed.step()
+        if number in (6, 40, 299, 304):
+            assert replayed.scale() == eager.scale()
+            assert replayed.told.last_step is eager.told.last_step
+            assert repr(replayed.told.stats) == repr(eager.told.stats)
+            assert all(torch.equal(a, b) for a, b in zip(replayed.weights(), eager.weights(), strict=True))
+    assert (eager.told.stats.skipped >= len(SPOILT)) == spoils  # a scale that grows too far overflows too
+
+
+@pytest.mark.parametrize("way", ["O1", "GradScaler"])
+def test_the_scale_stays_at_its_floor_and_collapse_is_told(recorder: GraphRecorder, way: str) -> None:
+    loop = Training(way)
+    for number in range(2):
+        loop.feed(number, False)
+        loop.step()
+    with recorder.capture():
+        loop.step()
+    for number in range(200):
+        loop.feed(number, True)
+        recorder.replay()
+    assert loop.scale() == 2.0**-3
+    with pytest.raises(LossScaleCollapsed, match="50 overflows in a row"):
+        loop.told.stats  # noqa: B018
+    assert repr(loop.told.stats) == "Stats(applied=3, skipped=200)"
+
+
+@pytest.mark.parametrize("way", ["O1", "O2", "GradScaler"])
+def test_a_capture_of_what_the_host_decides_is_refused(recorder: GraphRecorder, way: str) -> None:
+    """The message names the cure, the weights stay, and training goes on."""
+    for fused, before, cure in ((False, 2, "fused=True"), (True, 0, "before the capture")):
+        loop = Training(way, fused=fused)
+        for number in range(before):
+            loop.feed(number, False)
+            loop.step()
+        held = [w.clone() for w in loop.weights()]
+        with pytest.raises(StateError, match=cure), recorder.capture():
+            loop.step()
+        assert all(torch.equal(a, b) for a, b in zip(loop.weights(), held, strict=True))
+        if loop.scaler is not None:
+            loop.scaler.update()
+        loop.step()
+        assert not all(torch.equal(a, b) for a, b in zip(loop.weights(), held, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real graphs need a GPU")
+@pytest.mark.parametrize("way", ["O1", "O2", "GradScaler"])
+def test_real_graph(way: str) -> None:
+    """As above, with ``torch.cuda.graph`` on a GPU."""
+    eager, replayed = Training(way, device="cuda"), Training(way, device="cuda")
+    stream = torch.cuda.Stream()
+    for number in range(3):  # warm, on the stream of the capture
+        with torch.cuda.stream(stream):
+            for loop in (eager, replayed):
+                loop.feed(number, False)
+                loop.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed.step()
+    for number in range(3, 300):
+        for loop in (eager, replayed):
+            loop.feed(number, number in SPOILT)
+        eager.step()
+        graph.replay()
+    assert replayed.scale() == eager.scale()
+    assert repr(replayed.told.stats) == repr(eager.told.stats)
+    for one, other in zip(replayed.weights(), eager.weights(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
