@@ -63,8 +63,8 @@ class Report:
 
     @property
     def not_run(self) -> list[Device]:
-        """The hardware that no result is about."""
-        return [row for row in self.devices if row.how == "hardware" and not self.of(row)]
+        """The hardware on which no clause has run: a result of an emulated card shows nothing of it."""
+        return [row for row in self.devices if row.how == "hardware" and not any(map(_on_card, self.of(row)))]
 
     def is_old(self, result: Result) -> bool:
         """Whether a result is of an earlier version than the release."""
@@ -91,6 +91,10 @@ class Report:
         for result in self.results:
             for note in result.notes:
                 yield titles.get(result.device, result.device), result, note
+
+
+def _on_card(result: Result) -> bool:
+    return result.how == "hardware" and result.count("passed") + result.count("failed") > 0
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -140,7 +144,7 @@ def markdown(report: Report) -> str:
     """The page as Markdown."""
     tiers = report.tiers
     lines = ["# Where the conformance suite has run", "", report.summary(), "", _LEGEND, ""]
-    lines += [_row(["device", *tiers, "run"]), _row(["---"] * (len(tiers) + 2))]
+    lines += [_row(["device", *map(_plain, tiers), "run"]), _row(["---"] * (len(tiers) + 2))]
     for device in report.devices:
         found = report.of(device)
         for result in found:
@@ -188,7 +192,7 @@ p { max-width: 46rem; margin: .5rem 0 } .legend { color: var(--soft); font-size:
 .box { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
   margin-top: 1rem }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; font-variant-numeric: tabular-nums }
-th, td { padding: .5rem .625rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
+th, td { padding: .5rem .4375rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
 tbody tr:last-child > * { border-bottom: 0 } thead th { color: var(--soft); font-weight: 600; white-space: nowrap }
 tbody th { font-weight: 600; min-width: 9.5rem } small { display: block; color: var(--soft); font-weight: 400 }
 .tag { display: inline-block; background: var(--tag); border-radius: .25rem; padding: 0 .375rem;
@@ -220,7 +224,7 @@ def html_page(report: Report) -> str:
             rows.append(f'<tr>{title}<td class="none" colspan="{len(tiers) + 1}">not run</td></tr>')
     rows += [_html_result(report, result.device, result, tiers) for result in report.unlisted]
     noted = "".join(
-        f'<li><span class="{_state(note)}">{note.outcome}</span> {html.escape(title)}: '
+        f'<li><span class="{_state(note)}">{html.escape(note.outcome)}</span> {html.escape(title)}: '
         f"<code>{html.escape(note.clause)}</code> {html.escape(note.reason)}</li>"
         for title, _, note in report.notes()
     )

@@ -23,7 +23,7 @@ BY = ("project", "contributor")
 HOW = ("host", "emulated", "third-party", "hardware")
 OUTCOMES = ("passed", "failed", "known gap", "not declared", "skipped")
 _NOTED = ("failed", "known gap", "skipped")
-_PATH = re.compile(r"(?<![\w.:/])(?:/(?:[\w.+@-]+/)+[\w.+@-]*|~/\S+|[A-Za-z]:\\\S+)")
+_PATH = re.compile(r"file://\S+|(?<![\w./])(?:/(?:[\w.+@-]+/)+[\w.+@-]*|~/\S+|[A-Za-z]:\\\S+)")
 _HOST = re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:local|internal|lan|corp|home|intra)\b", re.I)
 
 
@@ -118,9 +118,12 @@ def _result(found: Mapping[str, Any]) -> Result:
             raise ValueError(f"{key} is {run[key]!r}, and one of {', '.join(choices)} is needed")
     tiers, notes = _counted(found["results"]) if "tiers" not in found else (found["tiers"], found["results"])
     for tier, counts in tiers.items():
-        wrong = [name for name, number in counts.items() if name not in OUTCOMES or type(number) is not int]
+        wrong = [each for each, number in counts.items() if each not in OUTCOMES or not _is_count(number)]
         if wrong:
             raise ValueError(f"tier {tier} counts {wrong[0]!r}; outcomes are {', '.join(OUTCOMES)}")
+    for note in notes:
+        if note["outcome"] not in _NOTED:
+            raise ValueError(f"outcome is {note['outcome']!r}, and one of {', '.join(_NOTED)} is needed")
     return Result(
         device=_text(run["device"]),
         how=run["how"],
@@ -134,6 +137,10 @@ def _result(found: Mapping[str, Any]) -> Result:
         tiers=tiers,
         notes=tuple(Note(_text(each["clause"]), _text(each["outcome"]), _text(each["reason"])) for each in notes),
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _text(value: object) -> str:
@@ -154,7 +161,9 @@ def _counted(results: Iterable[Mapping[str, Any]]) -> tuple[dict[str, dict[str, 
 
 
 def _refuse_private(name: str, result: Result) -> None:
-    texts = [result.device, result.name, *result.versions.values(), *(note.reason for note in result.notes)]
+    texts = [result.device, result.name, result.xamp, result.python, *result.part, *result.tiers]
+    texts += [each for pair in result.versions.items() for each in pair]
+    texts += [each for note in result.notes for each in (note.clause, note.reason)]
     host = socket.gethostname()
     for text in texts:
         private = _PATH.search(text) or _HOST.search(text)

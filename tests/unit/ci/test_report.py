@@ -87,6 +87,8 @@ def test_what_no_result_backs_is_not_run(page: Any) -> None:
     assert f"Not run on hardware: {', '.join(hardware)}." in text
     on_a_card = ran(device="cuda", how="hardware")
     assert f"Not run on hardware: {', '.join(hardware[1:])}." in page(on_a_card)[0]
+    for claim in (ran(device="cuda", how="emulated"), {**on_a_card, "results": []}):
+        assert f"Not run on hardware: {', '.join(hardware)}." in page(claim)[0]
     assert "Nothing has been run." in page()[0]
 
 
@@ -130,7 +132,7 @@ class _Texts(HTMLParser):
 
 
 def test_the_page_is_one_file_and_texts_stay_texts(page: Any) -> None:
-    evil = {**FAILED, "reason": "<script>alert(1)</script>", "clause": "scaling.<img src=x>"}
+    evil = {**FAILED, "reason": "<script>alert(1)</script>", "clause": "scaling.<img src=x>", "tier": "<script>"}
     text, html = page(result(results=[evil], xamp="0.0.1<script>"))
     parser = _Texts()
     parser.feed(html)
@@ -156,6 +158,8 @@ def test_the_page_is_one_file_and_texts_stay_texts(page: Any) -> None:
         (json.dumps(ran(by="me")), "'me'"),
         (json.dumps(result(lanes=[])), "no result of"),
         (json.dumps(result(tiers={"probe": {"won": 1}})), "counts 'won'"),
+        (json.dumps(result(tiers={"probe": {"passed": -1}})), "counts 'passed'"),
+        (json.dumps(result(tiers={}, results=[{**FAILED, "outcome": "<script>"}])), "outcome is '<script>'"),
         (json.dumps(result(xamp=1)), "1 stands where a text is needed"),
     ],
 )
@@ -179,6 +183,23 @@ def test_a_result_that_names_a_path_or_a_host_is_refused_until_it_is_cleaned(tmp
     (note,) = read(tmp_path / "kept" / "a.json").notes
     assert "assert 1 == 2" in note.reason
     assert private not in note.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"results": [{**FAILED, "reason": "File:/home/somebody/x.py"}]},
+        {"results": [{**FAILED, "reason": "file:///home/somebody/x.py"}]},
+        {"results": [{**FAILED, "clause": "scaling./home/x.py /home/somebody/x.py"}]},
+        {"clauses": ["/home/somebody/x.py"]},
+        {"xamp": "0.1.0 /home/somebody/x"},
+    ],
+)
+def test_every_text_that_is_shown_is_searched_for_paths(tmp_path: Path, changes: dict[str, Any]) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(result(**changes)))
+    with pytest.raises(ResultError, match="names a path or a host"):
+        read(file)
 
 
 def test_what_is_kept_says_the_same(tmp_path: Path, page: Any) -> None:
