@@ -16,6 +16,7 @@ ELSEWHERE = {
     "docs/apex.md": "tests/unit/docs/test_pages.py",
     "docs/backends.md": "tests/conformance/test_backends_page.py",
     "docs/checkpoints.md": "tests/unit/sessions/test_checkpoint_files.py",
+    "docs/debugging.md": "tests/unit/debug/test_debugging_page.py",
     "docs/libraries.md": "tests/libraries/test_integrations_page.py",
     "docs/porting.md": "tests/unit/port/test_porting_page.py",
 }
