@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xamp
-from tests.support.graph_recorder import GraphRecorder
+from graph_recorder import GraphRecorder
 from xamp.errors import LossScaleCollapsed, StateError
 from xamp.registry import registry
 
