@@ -231,9 +231,11 @@ _MASK = (1 << 63) - 1
 _ENDS = ("actual_seq_qlen", "actual_seq_kvlen")
 _computed_forward = computed("npu::npu_fusion_attention", _forward)
 _computed_backward = computed("npu::npu_fusion_attention_grad", _backward)
-_MORE = ("pse", "padding_mask", "atten_mask", "scale", "keep_prob", "pre_tockens", "next_tockens", "inner_precise")
-_MORE += ("prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "gen_mask_parallel", "sync")
-_MORE += ("softmax_layout", "sink", "dropout_mask", "seed", "offset")
+_MORE = (
+    *("pse", "padding_mask", "atten_mask", "scale", "keep_prob", "pre_tockens", "next_tockens", "inner_precise"),
+    *("prefix", "actual_seq_qlen", "actual_seq_kvlen", "sparse_mode", "gen_mask_parallel", "sync"),
+    *("softmax_layout", "sink", "dropout_mask", "seed", "offset"),
+)
 
 
 def _run_forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

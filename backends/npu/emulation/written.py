@@ -58,7 +58,13 @@ def _to_copy(
     """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
-    if dtype is torch.float64 and device is layout is None and tensor.dtype is not dtype and tensor.get_device() >= 0:
+    if (
+        dtype is torch.float64
+        and device is None
+        and layout is None
+        and tensor.dtype is not dtype
+        and tensor.get_device() >= 0
+    ):
         dtype = torch.float32  # as torch_npu does, with its warning; a copy from the host may be float64
         _warn_of_double()
     device = tensor.device if device is None else device

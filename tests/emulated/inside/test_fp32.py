@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -79,12 +80,17 @@ def check(
         bias = {"addmm", "baddbmm", "linear"}
         if name in bias:  # what is added is no operand of the product
             added = operation(operands[0] * 0, operands[1]) if name != "linear" else operands[1][1, 0]
-            without = {"addmm": MATRIX["mm"], "baddbmm": torch.bmm, "linear": lambda a, b: a @ b[0].T}[name]
+            products: dict[str, Callable[..., torch.Tensor]] = {
+                "addmm": MATRIX["mm"],
+                "baddbmm": torch.bmm,
+                "linear": lambda a, b: a @ b[0].T,
+            }
+            without = products[name]
             wanted = added.double() + without(*(rounded(each).double() for each in operands))
         else:
             wanted = operation(*(rounded(each).double() for each in operands))
         torch.testing.assert_close(
-            found.double(), wanted, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            found.double(), wanted, rtol=1e-5, atol=1e-5, msg=functools.partial("{}: {}".format, name)
         )
         if rounded is not as_it_is:
             assert float((found.double() - exact).abs().max()) > 3e-4, name
@@ -141,12 +147,13 @@ def test_the_flag_tells_of_float32_overflows_too(chip: Chip) -> None:
         pytest.skip("there an overflow is inf")
     utils = npu.utils
     large = torch.full((2, 2), 3e38, device=NPU)
-    for overflow in (
+    overflows: tuple[Callable[[], object], ...] = (
         lambda: large + large,
         lambda: large.clone().mul_(10),
         lambda: torch.full((2, 2), 1e5, device=NPU) @ torch.ones(2, 2, device=NPU),  # an operand beyond float16
         lambda: torch.full((2,), 1e300, dtype=torch.float64, device=NPU).float(),
-    ):
+    )
+    for overflow in overflows:
         utils.clear_npu_overflow_flag()
         overflow()
         assert utils.get_npu_overflow_flag()

@@ -44,7 +44,8 @@ def test_products_of_wide_dtypes_are_refused(name: str, dtype: torch.dtype) -> N
 def test_eight_dimensions_are_the_most() -> None:
     assert (ones(*[1] * 8, dtype=torch.float32) + 1).item() == 2.0
     many = torch.empty([1] * 9, device=NPU)
-    for refused in (lambda: many + 1, many.clone, lambda: many.fill_(1.0)):
+    calls: tuple[Callable[[], object], ...] = (lambda: many + 1, many.clone, lambda: many.fill_(1.0))
+    for refused in calls:
         with pytest.raises(RuntimeError, match=r"cannot be larger than 8 dimensions. \(emulated"):
             refused()
 

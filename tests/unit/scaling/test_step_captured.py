@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from graph_recorder import GraphRecorder
 from torch import nn
 
 import xamp
-from graph_recorder import GraphRecorder
 from xamp.errors import LossScaleCollapsed, StateError
 from xamp.registry import registry
 

@@ -82,7 +82,7 @@ def test_whole_training_step(level: str, fused: Any) -> None:
         counter = CompileCounter()
 
         def whole(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).square().mean()
+            loss: torch.Tensor = model(x).square().mean()
             with xamp.scale_loss(loss, stepper) as scaled:
                 scaled.backward()
             stepper.step()
