@@ -14,9 +14,9 @@ else
     if [ "$(cat "$venv/xamp-key" 2>/dev/null)" != "$key" ]; then
         echo "== installing what builds the site into $venv by ci/constraints/docs.txt"
         "${PYTHON:-python3}" -m venv --clear "$venv"
+        # Not xamp: the reference is of the checkout.
         PIP_NO_COMPILE=false "$py" -m pip install --disable-pip-version-check --quiet \
-            --constraint ci/constraints/docs.txt '.[docs]'
-        "$py" -m pip uninstall --quiet --yes xamp  # the reference is of the checkout
+            --requirement ci/constraints/docs.txt
         printf '%s\n' "$key" >"$venv/xamp-key"
     fi
 fi

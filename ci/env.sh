@@ -12,7 +12,8 @@
 #     PYTHON              the Python to start from (python3)
 #     XAMP_VENV           the folder of the environment (.venv)
 #     XAMP_CONSTRAINTS    the pinned versions to install: ci, or a file; several with commas between them (ci)
-#     XAMP_LOCK=0         install by versions, not by the lock (an index that has other builds of the same releases)
+#     XAMP_LOCK=0         install by versions, not by the lock (an index that has other builds of the same releases);
+#                         1: fail where the lock does not fit, in place of installing the versions without hashes
 #     XAMP_NO_VENV=1      install nothing, run with $PYTHON as it is (a machine without a package index)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -189,9 +190,14 @@ print(key.hexdigest())' "$root" setup.cfg "${files[@]}" ci/env.sh ci/constraints
         local quiet=()
         [ -t 1 ] || quiet=(--quiet)
         say "installing what $lock names into $venv (the first time this takes minutes)"
-        install_locked "$lock" ||
-            die "pip failed, see above. Where this index has other builds of the same releases, XAMP_LOCK=0 installs them"
-        extras=$(sed -n 's/^# extras: //p' "$lock")
+        if install_locked "$lock"; then
+            extras=$(sed -n 's/^# extras: //p' "$lock")
+        elif [ "${XAMP_LOCK:-}" = 1 ]; then
+            die "pip failed, see above. XAMP_LOCK=1 takes nothing but what $lock names"
+        else
+            say "THE LOCK DOES NOT FIT: $lock names other builds than this index has; installing the same versions UNCHECKED"
+            complete_env "$extras" "$venv" "$state" "${files[@]}"
+        fi
     else
         complete_env "$extras" "$venv" "$state" "${files[@]}"
     fi

@@ -229,7 +229,7 @@ class Run:
         """Return the result, or None where it is not there yet."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         seconds = time.monotonic() - self._since
-        if pid == 0 and seconds < 10 * self.limit:
+        if pid == 0 and seconds < 3 * self.limit:
             return None
         if pid == 0:
             os.killpg(self._pid, signal.SIGKILL)

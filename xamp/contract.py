@@ -330,7 +330,11 @@ class Backend:
         The device replays a captured step without Python. So while this function returns True xamp puts into the graph
         everything that a later step may need, and refuses what must read the device. It is called in each step.
         """
-        found: Callable[[], bool] | None = getattr(self.runtime(device.type), "is_current_stream_capturing", None)
+        try:
+            runtime: Any = self.runtime(device.type)
+        except (RuntimeError, AttributeError):  # a device whose module is not registered with torch
+            return None
+        found: Callable[[], bool] | None = getattr(runtime, "is_current_stream_capturing", None)
         return found
 
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:

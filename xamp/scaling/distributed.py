@@ -111,6 +111,32 @@ class _Plan:
     averagers: Sequence[DistributedDataParallel] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a parameter was.
+
+    Attributes:
+        was_shard: it was FSDP1's already.
+        module: its module, weakly; None where FSDP kept it outside of any.
+        name: its name there.
+    """
+
+    was_shard: bool
+    module: weakref.ref[nn.Module] | None
+    name: str
+
+    def is_sharded(self, modules: set[int], gathered: bool) -> bool:
+        """Return whether the place, in one of the modules with these ids, has a shard now or is empty.
+
+        With ``gathered`` any other tensor counts as a shard: FSDP may have put the gathered parameter there.
+        """
+        module = None if self.module is None else self.module()
+        if module is None or id(module) not in modules:
+            return False
+        now = module._parameters.get(self.name)
+        return now is None or gathered or is_dtensor(now) or is_shard(now)
+
+
 class Wrappers:
     """The wrappers around one session's models."""
 
@@ -122,7 +148,7 @@ class Wrappers:
         self._sharded: list[weakref.ref[nn.Module]] | None = None
         self._layouts: dict[int, Layout] | None = None
         self._plan = _Plan()
-        self._own: Any = WeakIdKeyDictionary()  # parameters of optimizers that were in the models -> whether FSDP1's
+        self._own: Any = WeakIdKeyDictionary()  # parameters of optimizers that were in the models -> _Place
 
     @staticmethod
     def absent() -> bool:
@@ -216,18 +242,23 @@ class Wrappers:
     def note_held(self, params: Iterable[torch.Tensor]) -> None:
         """Remember which of ``params``, those of an optimizer, are in the models now."""
         current = self._current()
+        places = {id(p): (weakref.ref(m), name) for m in self._modules() for name, p in m._parameters.items()}
         for param in params:
             if id(param) in current:
-                self._own[param] = is_shard(param)
+                self._own[param] = _Place(is_shard(param), *places.get(id(param), (None, "")))
 
     def lost(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of ``params`` that were in the models and are not any more, or are sharded under a master."""
+        """Return those of ``params`` that sharding has taken out of the models, or has sharded under a master.
+
+        What the user has replaced is not lost: a module of its own has taken the place, or the weights are tied now.
+        """
         current = self._current()
         held = [param for param in params if param in self._own]
-        replaced = [param for param in held if id(param) not in current]
-        if replaced and not self._any_sharded():
-            return []  # the user has put another module in its place
-        return replaced or [p for p in held if is_shard(p) and not self._own[p] and master_of(p) is not None]
+        replaced = [p for p in held if id(p) not in current and not is_shard(p) and not is_dtensor(p)]
+        modules = {id(module) for module in self._modules()} if replaced and self._any_sharded() else set()
+        gathered = any(map(is_sharded, self._modules())) if modules else False
+        lost = [param for param in replaced if self._own[param].is_sharded(modules, gathered)]
+        return lost or [p for p in held if is_shard(p) and not self._own[p].was_shard and master_of(p) is not None]
 
     def _current(self) -> set[int]:
         """Return the ids of the models' parameters, of sharded ones also while whole ones stand in their place."""

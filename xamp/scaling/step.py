@@ -137,7 +137,7 @@ class OptimizerState:
         self._warm: set[int] = set()  # ids of parameters whose state exists, made by a step or loaded
         self._warm_states = 0
         self._warned_of_no_gradient = False
-        self._unreached = 0  # stepped tensors without gradient at the last step
+        self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
@@ -289,10 +289,10 @@ class OptimizerState:
 
     def _refuse_lost(self) -> None:
         """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
-        unreached = sum(param.grad is None for param in self.gradients.stepped)
+        unreached = [param.grad for param in self.gradients.stepped].count(None)
         if unreached > self._unreached:
             self.engine.check_not_sharded("optimizer.step()")
-        self._unreached = unreached
+            self._unreached = unreached
 
     def _with_closure_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Call the closure among the arguments; return the arguments with one in its place that returns its result.

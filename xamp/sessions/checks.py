@@ -17,10 +17,11 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling.distributed import is_sharded
+from xamp.scaling.distributed import is_shard, is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero, state_of
+from xamp.scaling.shards import is_dtensor
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 
@@ -297,7 +298,8 @@ def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> 
         StateError: a parameter is in the lower dtype, and no master can have the digits that it lost.
     """
     for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
-        if policy.casts_parameters and param.dtype in LOWER and not is_lowered(param):
+        sharded = is_dtensor(param) or is_shard(param)
+        if policy.casts_parameters and sharded and param.dtype in LOWER and not is_lowered(param):
             raise StateError(
                 f"initialize(level={policy.level!r}): the model was cast by an earlier initialize and sharded since, "
                 "so that its parameters are new ones, and rounded. Shard first, then make the optimizer from "

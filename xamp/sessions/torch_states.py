@@ -58,12 +58,18 @@ def serve_torch_states() -> None:
 class _Finder:
     """Wraps the functions as soon as somebody imports their module, which takes long to import."""
 
+    def __init__(self) -> None:
+        self._asking = False
+
     def find_spec(self, name: str, *_: Any) -> Any:
         """Return the module's own spec, whose loader also wraps."""
-        if name != _MODULE:
+        if name != _MODULE or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             load = loader.exec_module
@@ -71,6 +77,8 @@ class _Finder:
             def load_and_wrap(module: ModuleType) -> None:
                 load(module)
                 _wrap(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             loader.exec_module = load_and_wrap
         return spec

@@ -7,6 +7,8 @@ ranks do is in tests/distributed/test_engines.py.
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +199,47 @@ def test_sharded_afterwards_is_refused(level: str, used: bool, how: str) -> None
     with pytest.raises(StateError, match=r"the model was sharded since initialize .* Shard first, then make"):
         train(sharded, optimizer)
     assert same(before, weights(sharded))
+
+
+@pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])
+def test_a_module_that_the_user_replaces_is_not_taken_for_sharded(level: str) -> None:
+    model = net()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
+    optimizer = start(model, level)
+    train(model, optimizer, 1)
+    model[2] = nn.Linear(8, 2).to(next(model[2].parameters()).dtype)
+    before = weights(model[0])
+    train(model, optimizer)
+    assert not same(before, weights(model[0]))
+
+
+def test_a_part_of_a_model_that_is_sharded_as_a_whole() -> None:
+    """After a forward the whole parameters stand in the part, whose shards the outer module's group has."""
+    model = nn.Sequential(net(), nn.Linear(2, 2))
+    fully_shard(model[0][0], mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    xamp.initialize(model[0], optimizer, level="O1", verbosity=0)
+    before = weights(model)
+    train(model, optimizer)
+    assert not same(before, weights(model))
+
+
+def test_looking_for_torchs_states_does_not_unwrap_them() -> None:
+    """Something may ask where the module is before somebody imports it."""
+    code = (
+        "import importlib.util, torch, xamp\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "xamp.initialize(model, optimizer, level='O2', verbosity=0)\n"
+        "name = 'torch.distributed.checkpoint.state_dict'\n"
+        "assert importlib.util.find_spec(name) is not None\n"
+        "import torch.distributed.checkpoint.state_dict as found\n"
+        "assert hasattr(found._get_optim_state_dict, '_xamp_inner')\n"
+        "import sys; assert not any('xamp' in type(each).__module__ for each in sys.meta_path)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])
