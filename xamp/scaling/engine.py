@@ -314,8 +314,9 @@ class Engine:
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}
             pairs = [pair for pair in self._pairs if id(pair[0]) in held]
-            distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
-            masters.write_quietly(pairs)
+            if pairs:  # else it holds another model, and may have outlived its process group
+                distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+                masters.write_quietly(pairs)
         for state in self._states:
             state.note_masters()
 

@@ -303,3 +303,18 @@ def test_a_copy_of_the_reference_is_the_reference() -> None:
     for each, steps in ((model, 3), (other, 2)):
         train(each, start(each, "O2"), steps)
     assert not same(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("level", [*MASTERS, *OPERATORS])
+def test_a_ddp_of_another_model_that_outlived_its_group_does_no_harm(level: str) -> None:
+    other = nn.Linear(2, 2)
+    xamp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), level="O1", verbosity=0)
+    ddp = nn.parallel.DistributedDataParallel(other)
+    ddp(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+    try:
+        model, whole = net(), net()
+        train(model, start(model, level))
+        assert not same(weights(model), weights(whole))
+    finally:
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
