@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic
+from xamp.backends.npu.emulation import arithmetic, limits
 from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
 
 __all__ = ["ADDED", "KERNELS"]
@@ -58,13 +58,8 @@ def _to_copy(
     """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
-    if (
-        dtype is torch.float64
-        and device is None
-        and layout is None
-        and tensor.dtype is not dtype
-        and tensor.get_device() >= 0
-    ):
+    stays = device is None and layout is None and tensor.get_device() >= 0
+    if limits.STRICT and dtype is torch.float64 and stays and tensor.dtype is not dtype:
         dtype = torch.float32  # as torch_npu does, with its warning; a copy from the host may be float64
         _warn_of_double()
     device = tensor.device if device is None else device

@@ -59,14 +59,6 @@ def test_a_card_has_the_memory_of_its_chip(chip: Chip) -> None:
         torch.empty(int(gib + 1) << 30, dtype=torch.uint8, device=NPU)
 
 
-@pytest.mark.filterwarnings("ignore:Device do not support double")
-def test_a_cast_to_float64_gives_float32_and_a_copy_of_float64_stays() -> None:
-    x = ones(3, dtype=torch.float32)
-    assert x.double().dtype == x.to(torch.float64).dtype == torch.float32
-    assert torch.ones(3, dtype=torch.float64).to(NPU).dtype == torch.float64
-    assert x.double().cpu().dtype == torch.float32
-
-
 def test_a_cast_between_usual_formats_changes_the_record_only() -> None:
     x = ones(2, 2, dtype=torch.float32)
     for wanted in (0, 1, 2):

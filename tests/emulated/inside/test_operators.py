@@ -19,12 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 _RANDOM = "its results are random, and the card's generator is another one"
-_NO_DOUBLE = "torch_npu casts to float32 where float64 is asked for"
 _SPARSE = "torch_npu has no kernels for sparse tensors in rows"
 KNOWN: dict[str, str] = {
     "bernoulli": _RANDOM,
-    "double": _NO_DOUBLE,
-    "float_power": _NO_DOUBLE,
     "exponential": _RANDOM,
     "nn.functional.multi_head_attention_forward": _RANDOM,
     "nn.functional.rrelu": _RANDOM,

@@ -25,6 +25,14 @@ def of(dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(4, dtype=dtype, device=NPU)
 
 
+@pytest.mark.filterwarnings("ignore:Device do not support double")
+def test_a_cast_to_float64_gives_float32_and_a_copy_of_float64_stays() -> None:
+    x = of(torch.float32)
+    assert x.double().dtype == x.to(torch.float64).dtype == torch.float32
+    assert torch.ones(3, dtype=torch.float64).to(NPU).dtype == torch.float64
+    assert x.double().cpu().dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("refused", "said"),
     [

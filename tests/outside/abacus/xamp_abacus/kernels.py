@@ -222,6 +222,7 @@ def install() -> None:
         op = _aten(name)
         kernel = functools.partial(op.redispatch, ON_SPARSE_CPU) if name in parts else functools.partial(run, op)
         own.impl(name, kernel, "SparsePrivateUse1")
+    own.impl("record_stream", lambda tensor, stream: None, "PrivateUse1")  # it has one queue
     own.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     # The first three would look for a library of the device; the rest would take two calls of run, one for the result.
     direct = _registered("CompositeExplicitAutogradNonFunctional")
