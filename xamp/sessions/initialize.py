@@ -379,8 +379,6 @@ def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
 def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
     """Choose the fused form of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
-    for optimizer in arguments.optimizers:
-        checks.check_stepped_rightly(optimizer, engine.backend, policy)
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
@@ -399,9 +397,17 @@ def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
         )
         for optimizer in arguments.optimizers
     ]
-    for form, optimizer in zip(forms, arguments.optimizers, strict=True):
-        form.check(optimizer)
+    if policy.fused is True:  # what that cannot do is the nearer reason
+        _check_forms(forms, arguments.optimizers)
+    for optimizer in arguments.optimizers:
+        checks.check_stepped_rightly(optimizer, engine.backend, policy)
+    _check_forms(forms, arguments.optimizers)
     return forms
+
+
+def _check_forms(forms: Sequence[FusedForm], optimizers: Sequence[Optimizer]) -> None:
+    for form, optimizer in zip(forms, optimizers, strict=True):
+        form.check(optimizer)
 
 
 def _take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
