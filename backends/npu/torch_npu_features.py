@@ -68,7 +68,7 @@ def _format_refusal(optimizer: Any) -> str:
     if optimizer in _looked_at:
         return ""
     for group in optimizer.param_groups:
-        params = [p for p in group["params"] if isinstance(p, torch.Tensor)]
+        params = [getattr(p, "_local_tensor", p) for p in group["params"] if isinstance(p, torch.Tensor)]  # of DTensors
         private = sum(p.device.type == "npu" and torch.ops.npu.get_npu_format(p) not in _USUAL for p in params)
         if private and _steps_lists(group, params):
             return (
