@@ -215,11 +215,12 @@ def test_a_module_that_the_user_replaces_is_not_taken_for_sharded(level: str) ->
 
 def test_a_part_of_a_model_that_is_sharded_as_a_whole() -> None:
     """After a forward the whole parameters stand in the part, whose shards the outer module's group has."""
-    model = nn.Sequential(net(), nn.Linear(2, 2))
-    fully_shard(model[0][0], mesh=init_device_mesh("cpu", (1,)))
+    part = net()
+    model = nn.Sequential(part, nn.Linear(2, 2))
+    fully_shard(part[0], mesh=init_device_mesh("cpu", (1,)))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    xamp.initialize(model[0], optimizer, level="O1", verbosity=0)
+    xamp.initialize(part, optimizer, level="O1", verbosity=0)
     before = weights(model)
     train(model, optimizer)
     assert not same(before, weights(model))
