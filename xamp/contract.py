@@ -9,6 +9,7 @@ override two or three methods. The core calls them in this order::
     versions            for reports
     capabilities        when a level is chosen, when a policy is checked, by tests and by ``doctor``
     runtime             when ``xamp.accel`` is used
+    capture_check       when a session is made; what it returns tells in each step whether a graph is being captured
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     plain               when ``initialize`` looks at parameters
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps

@@ -309,24 +309,13 @@ class GradScaler:
 
     # ---------------------------------------------------------------- state
 
-    def state_dict(self, *, format: str = "torch") -> dict[str, Any]:
-        """Return the state; empty where disabled. Waits for the device.
-
-        Args:
-            format: ``"torch"`` for the state of torch's GradScaler; ``"torch_npu"`` for one that torch_npu's can load,
-                which wants to be told that the scale is dynamic.
-
-        Raises:
-            PolicyError: there is no such format.
-        """
-        if format not in formats.FOREIGN:
-            choices = ", ".join(map(repr, formats.FOREIGN))
-            raise PolicyError(f"GradScaler.state_dict(format={format!r}): no such format. Choices: {choices}.")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the format of torch's GradScaler; empty where disabled. Waits for the device."""
         if not self._enabled:
             return {}
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
         saved = formats.SavedScale(self.get_scale(), self._get_growth_tracker(), True, factors)
-        return formats.write_foreign(saved, format)
+        return formats.write_foreign(saved, "torch")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.

@@ -254,6 +254,7 @@ def test_no_block_of_the_page_is_left_out() -> None:
     tested = ["def save_checkpoint", '"step": step', 'step = state["step"]', 'old["scaler"]', 'format="torch"))']
     tested += ["class Whole", "dcp.save", "dcp.load"]  # in tests/distributed/test_dcp.py
     tested += ["xamp.ema("]
+    tested += ["of_model, of_optimizer = get_state_dict", "save(sharded,", "load(sharded,"]  # test_resumed.py there
     found = docs_blocks.blocks("checkpoints.md")
     assert len(found) == len(tested)
     assert all(any(word in block for block in found) for word in tested)

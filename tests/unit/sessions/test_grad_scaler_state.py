@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Adam
 
 import xamp
-from xamp.errors import CheckpointError, PolicyError
+from xamp.errors import CheckpointError
 
 STATE = {"scale": 640.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4, "_growth_tracker": 2}
 
@@ -233,16 +233,3 @@ def test_a_disabled_one_is_pickled() -> None:
     scaler = pickle.loads(pickle.dumps(xamp.GradScaler(enabled=False)))
     assert not scaler.is_enabled()
     assert scaler.state_dict() == {}
-
-
-def test_a_state_for_torch_npus_scaler_says_that_it_is_dynamic() -> None:
-    scaler = xamp.GradScaler(init_scale=512.0)
-    assert scaler.state_dict(format="torch_npu") == {**scaler.state_dict(), "dynamic": True}
-    again = xamp.GradScaler()
-    again.load_state_dict(scaler.state_dict(format="torch_npu"))
-    assert again.get_scale() == 512.0
-    assert xamp.GradScaler(enabled=False).state_dict(format="torch_npu") == {}
-    with pytest.raises(
-        PolicyError, match=r"state_dict\(format='apex'\): no such format. Choices: 'torch', 'torch_npu'"
-    ):
-        scaler.state_dict(format="apex")
