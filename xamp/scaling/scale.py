@@ -27,6 +27,7 @@ HISTORY_LAG = 16
 """Number of steps after which the host reads an asynchronous copy from the device. By then it has long arrived."""
 
 
+_is_compiling = torch.compiler.is_compiling
 clock = itertools.count(1).__next__
 """Returns a larger number each time: which of two events of this process was later."""
 
@@ -224,7 +225,9 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        safe = 0 if self._captures is not None and self._in_graph() else self._safe_updates
+        # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
+        known = not _is_compiling() and (self._captures is None or not self._in_graph())
+        safe = self._safe_updates if known else 0
         before, done = self.scale._version, self.updates + 1
         self._safe_updates = 0
         self._inverse_is_stale = True
