@@ -46,6 +46,9 @@ class CpuBackend(NativeBackend):
         """See :meth:`xamp.contract.Backend.runtime`."""
         return host
 
+    def capture_check(self, device: torch.device) -> None:
+        """See :meth:`xamp.contract.Backend.capture_check`: a processor has no graphs, and no step need ask."""
+
     def precision_settings(self, device: torch.device) -> Sequence[Setting]:
         """See :meth:`xamp.contract.Backend.precision_settings`: oneDNN's switches and environment variables."""
         return [*_switch_settings(), *environment_settings(_VARIABLES, narrowing=_NARROWING)]

@@ -70,12 +70,8 @@ def note_given(wrapper: object) -> None:
         _noted[wrapper] = None
 
 
-_is_initialized: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
-
-
-def is_running() -> bool:
-    """Return whether there is a default process group."""
-    return _is_initialized()
+is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
+"""Returns whether there is a default process group. Each step asks, so this is torch's function itself."""
 
 
 def own_groups() -> list[Any]:
@@ -85,7 +81,7 @@ def own_groups() -> list[Any]:
 
 def world_size(group: Any) -> int:
     """Return the number of processes in ``group`` (None: the default group); 1 where there is no group."""
-    if not _is_initialized():
+    if not is_running():
         return 1
     return dist.get_world_size(group)
 
@@ -153,11 +149,11 @@ class Wrappers:
     @staticmethod
     def absent() -> bool:
         """Return whether nothing is shared between processes. Then no other question need be asked."""
-        return not _is_initialized() and not _noted.data  # .data: a weak dictionary counts its length in Python
+        return not is_running() and not _noted.data  # .data: a weak dictionary counts its length in Python
 
     def find(self) -> list[DistributedDataParallel]:
         """Return the DDP objects noticed since the last call."""
-        if not self._searched_models and _is_initialized():
+        if not self._searched_models and is_running():
             self._searched_models = True  # a DDP around a part of a model has no region inside that would note it
             for module in self._modules():
                 note_given(module)
@@ -204,7 +200,7 @@ class Wrappers:
         return self._plan
 
     def _make_plan(self, params: Sequence[torch.Tensor]) -> _Plan:
-        if not _is_initialized():
+        if not is_running():
             return _Plan(params)
         groups = widest([self._group] if self._group is not None else self.holders(params) or [None])
         if len(groups) != 1:

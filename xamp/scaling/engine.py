@@ -241,17 +241,22 @@ class Engine:
         """
         self._begin_backward()
         self._alone = self._wrappers.absent()
-        fresh: Sequence[DistributedDataParallel] = () if self._alone else self._wrappers.find()
-        if not self._alone and (fresh or not self._rank_settings.is_settled):
-            self._compare_settings([p for state in states for p in state.gradients.model_params()])
-            if self.policy.checks:
-                distributed.warn_of_memory(fresh)
+        fresh = () if self._alone else self._find_wrappers(states)
         if self._pairs:
             self._settle_masters(fresh)
         for state in states:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
+
+    def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
+        """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
+        fresh = self._wrappers.find()
+        if fresh or not self._rank_settings.is_settled:
+            self._compare_settings([p for state in states for p in state.gradients.model_params()])
+            if self.policy.checks:
+                distributed.warn_of_memory(fresh)
+        return fresh
 
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
@@ -466,17 +471,14 @@ class ScaledLoss:
             for state in self._states:
                 state.scope = scope
             self._engine.enter(self._states, self._scaler, scope.entered)
-            return self._scaled()
+            if not self._engine.policy.scales:
+                return self._loss
+            loss, factor = self._loss, self._scaler.factor
+            # This allocates, and may run out of memory.
+            return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
         except BaseException:  # the body does not run, so nobody calls __exit__
             scope.abandon()
             raise
-
-    def _scaled(self) -> torch.Tensor:
-        """Return the loss times the scale; this allocates, and may run out of memory."""
-        if not self._engine.policy.scales:
-            return self._loss
-        loss, factor = self._loss, self._scaler.factor
-        return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         scope, updates = self._scope, self._scaler.updates

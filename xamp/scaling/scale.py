@@ -226,15 +226,15 @@ class LossScaler:
         if not rules.dynamic:
             return
         # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
-        known = not _is_compiling() and (self._captures is None or not self._in_graph())
-        safe = self._safe_updates if known else 0
-        before, done = self.scale._version, self.updates + 1
+        safe = 0 if _is_compiling() or (self._captures is not None and self._in_graph()) else self._safe_updates
+        scale, done = self.scale, self.updates + 1
+        before = scale._version
         self._safe_updates = 0
         self._inverse_is_stale = True
         self.version += 1
         try:
             torch._amp_update_scale_(
-                self.scale,
+                scale,
                 self.growth_tracker,
                 found_inf,
                 rules.growth_factor,
@@ -244,11 +244,11 @@ class LossScaler:
             if safe:
                 self._safe_updates = safe - 1
             else:
-                self.scale.clamp_(rules.floor, rules.ceiling)
+                scale.clamp_(rules.floor, rules.ceiling)
             self.updates = done
         except BaseException:
-            if self.scale._version != before:  # the kernel has run
-                self.scale.clamp_(rules.floor, rules.ceiling)
+            if scale._version != before:  # the kernel has run
+                scale.clamp_(rules.floor, rules.ceiling)
                 self.updates = done
             raise
 
@@ -310,15 +310,13 @@ class History:
         self._late = not state.values.is_cpu and copies_without_waiting(state.values.device)
         self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
 
-    def push(self, note: Any) -> Iterator[tuple[Any, list[float]]]:
-        """Record the state as it is now, with ``note``; yield the records that have become readable, oldest first."""
+    def push(self, note: Any) -> Sequence[tuple[Any, list[float]]]:
+        """Record the state as it is now, with ``note``; return the records that have become readable, oldest first."""
         if not self._late:
-            yield note, self._values.tolist()
-            return
+            return ((note, self._values.tolist()),)
         copy, event = self._copy()
         self._waiting.append((note, copy, event))
-        if len(self._waiting) > HISTORY_LAG:
-            yield self._oldest()
+        return (self._oldest(),) if len(self._waiting) > HISTORY_LAG else ()
 
     def forget(self) -> None:
         """Drop all records."""

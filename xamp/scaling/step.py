@@ -280,12 +280,14 @@ class OptimizerState:
 
     def refuse_wrong(self) -> None:
         """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
-        if self.engine.refusal:
-            raise StateError(f"optimizer.step(): {self.engine.refusal}")
-        if self.engine.policy.casts_parameters:
-            self.engine.backend.join_gradients(self.optimizer)
-        if why := self.engine.backend.optimizer_refusal(self.optimizer, casts=False):
-            raise StateError(f"optimizer.step(): {type(self.optimizer).__name__} {why}")
+        engine = self.engine
+        optimizer: Any = self._optimizer()  # it lives, for it is about to step
+        if engine.refusal:
+            raise StateError(f"optimizer.step(): {engine.refusal}")
+        if engine.policy.casts_parameters:
+            engine.backend.join_gradients(optimizer)
+        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
 
     def _refuse_lost(self) -> None:
         """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
@@ -412,7 +414,7 @@ class OptimizerState:
             raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        optimizer: Any = self.optimizer
+        optimizer: Any = self._optimizer()
         mark, result, readable = self._mark(), NOT_STEPPED, None
         flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
@@ -439,7 +441,7 @@ class OptimizerState:
             moved = engine.moves_before_step
             self.replays.count(flag, scales, engine.scalers, self.gradients.used, moved_before_step=moved)
             return ()
-        return list(self._history.push((tuple(self.gradients.used), clock())))
+        return self._history.push((tuple(self.gradients.used), clock()))
 
     def judge_replays(self) -> None:
         """Raise a LossScaleCollapsed where replays met a run of overflows that no smaller scale could cure."""
@@ -484,7 +486,7 @@ class OptimizerState:
         user gave. A loaded state counts as warm: the last bits of the two forms differ, and a resumed run must use the
         form that the original run used.
         """
-        if len(_state_of(self.optimizer)) < self._warm_states:
+        if len(getattr(self._optimizer(), "state", ())) < self._warm_states:
             self._warm.clear()
         if len(self._warm) == len(self.gradients.stepped):
             return True
@@ -498,16 +500,15 @@ class OptimizerState:
         if self.gradients.pairs and outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
             self.note_masters()
-        if self.engine.policy.checks and (
-            self.engine.moves_before_step and not self.fresh and outcome is not StepOutcome.APPLIED
-        ):
+        checks = self.engine.policy.checks
+        if checks and not self.fresh and outcome is not StepOutcome.APPLIED and self.engine.moves_before_step:
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
         self.gradients.ready = False
         self.gradients.used.clear()
-        if not self.engine.policy.checks:  # else when the host sees the flag
+        if not checks:  # else when the host sees the flag
             if self.replays.capturing():
                 self._recorded(torch.zeros_like(self.sticky))
             else:
@@ -595,16 +596,13 @@ class OptimizerState:
     def _observe(self, note: tuple[Sequence[int], int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has. ``note`` has the losses used and the time."""
         used, at = note
-        overflowed = self._memory.overflowed(values, self.index)
-        counts = self.engine.counts
-        if overflowed:  # one line, so that no interrupt comes in between
-            self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
-        else:
+        counts, scales = self.engine.counts, self._memory.scales_in(values)
+        if not self._memory.overflowed(values, self.index):  # then one line, so that no interrupt comes in between
             self.seen, self.seen_at, counts.applied = values, at, counts.applied + 1
-        collapsed = self._judge(self._watch, used, values)
-        if not overflowed:
+            self._watch.clean(scales)
             return
-        scales = self._memory.scales_in(values)
+        self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
+        collapsed = self._watch.collapsed(scales, used)
         if self.engine.verbosity:
             self._tell_of_overflow(scales, used)
         if collapsed:
