@@ -182,7 +182,8 @@ class Gradients:
             self._enter_pending(self._pending, scaler)
             return
         self.mixed = False
-        if self.pairs and any(p.grad is not None for p, _ in self.pairs):  # a backward() without scale_loss left them: they count
+        # A backward() without scale_loss may have left lowered gradients: they count.
+        if self.pairs and any(p.grad is not None for p, _ in self.pairs):
             self._entry = _NOTHING
             masters.transfer(self.pairs, None)
         existing = [g for p in self.plain if (g := p.grad) is not None]
