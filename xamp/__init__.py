@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from xamp.sessions.session import (
         StepOutcome,
         clip_grad_norm_,
+        clip_grad_value_,
         load_state_dict,
         loss_scale,
         master_params,
@@ -75,6 +76,7 @@ _HOMES = {
     "sessions.session": (
         "StepOutcome",
         "clip_grad_norm_",
+        "clip_grad_value_",
         "load_state_dict",
         "loss_scale",
         "master_params",
@@ -112,6 +114,7 @@ __all__ = [
     "autocast",
     "available_backends",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "custom_bwd",
     "custom_fwd",
     "debug",

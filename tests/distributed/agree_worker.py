@@ -44,7 +44,7 @@ def main(wrapper: str, level: str, folder: Path) -> None:
         with xamp.scale_loss(loss * float("inf") if step == 1 and rank == 1 else loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     finite = all(bool(p.detach().isfinite().all()) for p in local(model))
     (folder / f"{rank}.json").write_text(

@@ -97,7 +97,7 @@ def main(level: str, explode: bool, folder: Path) -> None:
             worst = max(worst, float((got - want).norm() / want.norm()))
         xamp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     result = {
         "rank": rank,

@@ -77,7 +77,7 @@ def train(model: Any, optimizer: Any, steps: int = 3) -> Result:
         with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     distributed.share_overflow = share
     finite = all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])

@@ -53,7 +53,7 @@ def train(level: str) -> dict[str, Any]:
                 engine_cases.spoil(model)
         clip(optimizer)
         optimizer.step()
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     found = {f"{int(name.split('.')[0]) + first}.{name.split('.')[1]}": p for name, p in model.state_dict().items()}
     compared = engine_cases.compared(found, engine_cases.reference([0], 1), optimizer)

@@ -86,7 +86,7 @@ def train(run: Run, lane: Lane, steps: Iterable[int], overflows: Sequence[int] =
         backward(run, lane, step, overflow=step in overflows)
         run.optimizer.step()
         last = xamp.session(run.optimizer).last_step
-        outcomes += [] if last is None else [last.name]
+        outcomes += [] if last is None else [last.name]  # type: ignore[union-attr]
     return outcomes
 
 

@@ -106,7 +106,7 @@ def train(case: Case, level: str) -> dict[str, Any]:
                         spoil(outer)
         xamp.clip_grad_norm_(optimizer, MAX_NORM)
         optimizer.step()
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     members = range(dist.get_world_size()) if case.members is None else case.members(rank)
     seen = sorted({case.seen(member) for member in members})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,8 +145,8 @@ def _stepped(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _without_masters(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "masters": [{} for _ in state["masters"]]} if "masters" in state else state
+def _without_masters(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "masters": [{} for _ in state["masters"]]} if "masters" in state else dict(state)
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xamp.errors import CheckpointError, PolicyError
 from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
+
+if TYPE_CHECKING:
+    from xamp.sessions.typed import SessionState
 
 __all__ = ["FOREIGN", "FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
 
@@ -72,7 +75,7 @@ class Saved:
 # ---------------------------------------------------------------- writing
 
 
-def write(saved: Saved) -> dict[str, Any]:
+def write(saved: Saved) -> SessionState:
     """Return ``saved`` in xamp's own format."""
     applied, skipped = saved.steps or (0, 0)
     return {

@@ -15,7 +15,7 @@ import math
 import pkgutil
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -40,7 +40,11 @@ from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_model import serve_averaged_models
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.torch_states import serve_torch_states
+from xamp.sessions.typed import LevelName, Models, Optimizers, Settings
 from xamp.sessions.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Arguments", "initialize", "set_up"]
 
@@ -54,10 +58,22 @@ engine of the session and returns it.
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
 
 
+@overload
+def initialize(
+    models: Models, optimizers: None = None, level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> Models: ...
+
+
+@overload
+def initialize(
+    models: Models, optimizers: Optimizers, level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> tuple[Models, Optimizers]: ...
+
+
 def initialize(
     models: Any,
     optimizers: Any = None,
-    level: str = Request.level,
+    level: LevelName | str = Request.level,
     *,
     backend: str = "auto",
     loss_scale: float | str | None = Request.loss_scale,
@@ -82,7 +98,7 @@ def initialize(
     delegate: bool | str = False,
     enabled: bool | str = True,
     verbosity: int | str = 1,
-    opt_level: str | None = None,
+    opt_level: LevelName | str | None = None,
 ) -> Any:
     """Put models and their optimizers under a precision level. Changes them in place.
 

@@ -21,7 +21,7 @@ from xamp.scaling.step import OptimizerState, StepOutcome
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
 
-__all__ = ["collect", "note_norm"]
+__all__ = ["collect", "known", "note_norm"]
 
 # Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
 _norms: Any = WeakIdKeyDictionary()
@@ -63,6 +63,11 @@ def collect(
         "grad_norm": math.nan if engine is None else _norm(engine, states, wait, scaled),
         "steps_late": late,
     }
+
+
+def known(engine: Engine) -> tuple[list[float], int, int]:
+    """Return the loss scales and the numbers of applied and of skipped steps, as far as the host knows them."""
+    return _scales(engine, False), *_counts(engine, False)
 
 
 def _lateness(state: OptimizerState) -> int:

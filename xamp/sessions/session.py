@@ -6,9 +6,10 @@ A :class:`Session` gives one model or optimizer access to its :class:`~xamp.scal
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -18,22 +19,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.casting.forward import Region
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError
-from xamp.ground.arguments import number
+from xamp.ground.arguments import boolean, number
 from xamp.ground.shown import shown
 from xamp.policy import Policy
-from xamp.scaling import distributed, masters, norms
+from xamp.scaling import distributed, masters, norms, shards
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.rank_groups import Layout, layout_of
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.step import OptimizerState, Stats, StepOutcome
 from xamp.sessions import checkpoint, metrics
+from xamp.sessions.typed import LastStep, SessionState
 from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = [
     "Session",
     "StepOutcome",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "find_session",
     "forget_sessions",
     "load_state_dict",
@@ -62,6 +65,20 @@ class Session:
         self.engine = engine
         self._seen_from = weakref.ref(seen_from)
 
+    def __repr__(self) -> str:
+        """Say what the session is, without waiting for the device: the newest steps may be missing in the numbers."""
+        if not self.engine.enabled:
+            return f"<xamp session: disabled, on {self.device}>"
+        scales, applied, skipped = metrics.known(self.engine)
+        optimizers = [type(state.optimizer) for state in self.engine.states if state.is_alive]
+        names = ", ".join(getattr(kind, "_xamp_base", kind).__name__ for kind in optimizers) or "no optimizer"
+        kind = "dynamic" if self.policy.dynamic else "static"
+        scale = ", ".join(f"{scale:g}" for scale in scales)
+        return (
+            f"<xamp session: level {self.policy.level} on {self.device}, {names}, loss scale {scale} ({kind}), steps: "
+            f"{applied} applied, {skipped} skipped>"
+        )
+
     def __reduce__(self) -> Any:
         """Refuse to be pickled or copied: a session is a view of live objects.
 
@@ -89,13 +106,14 @@ class Session:
         return self.engine.device
 
     @property
-    def last_step(self) -> Any:
+    def last_step(self) -> LastStep:
         """Outcome of the last ``step()``: a StepOutcome, or None before the first. May wait for the device.
 
         For the session of a model with several optimizers: a dict of these by optimizer.
         """
         state = state_of(self._seen_from())
-        return self.engine.last_step() if state is None else state.known_outcome()
+        outcome: LastStep = self.engine.last_step() if state is None else state.known_outcome()
+        return outcome
 
     @property
     def stats(self) -> Stats:
@@ -135,6 +153,12 @@ class Session:
             return contextlib.nullcontext()
         lower = self.policy.dtype if self.policy.autocast else None
         return Region(self.device.type, lower, None, None, op_policy=self.policy.op_policy).autocast()
+
+    @overload
+    def state_dict(self, format: Literal["xamp"] = "xamp") -> SessionState: ...
+
+    @overload
+    def state_dict(self, format: str) -> Any: ...
 
     def state_dict(self, format: str = "xamp") -> Any:
         """See :func:`state_dict`."""
@@ -351,7 +375,10 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def clip_grad_norm_(
-    optimizer: Optimizer | Sequence[Optimizer], max_norm: float, norm_type: float = 2.0
+    optimizer: Optimizer | Sequence[Optimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Clip the norm of all gradients that ``optimizer`` will apply, in place, without waiting for the device.
 
@@ -362,17 +389,22 @@ def clip_grad_norm_(
         optimizer: one optimizer, or several whose gradients count as one vector.
         max_norm: the largest norm allowed.
         norm_type: the p of the p-norm; may be inf.
+        error_if_nonfinite: raise where the norm is inf or nan and the step would be taken with it. Where an overflow
+            will skip the step anyway, nothing is raised, so that the loss scale can fall. Waits for the device.
 
     Returns:
         The norm before clipping, a scalar tensor.
 
     Raises:
-        StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module.
+        StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module;
+            or ``error_if_nonfinite``, and then no gradient was clipped.
         PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
     max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
+        _refuse_nonfinite(given, params, norm_type)
     if norms.is_divided(param for _, param in params):
         norm = norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
     else:
@@ -381,6 +413,49 @@ def clip_grad_norm_(
         inner = _managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
     return norm
+
+
+def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
+    """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
+    if norms.is_divided(param for _, param in params):
+        norm = norms.total([(param, _layout(one, param)) for one, param in params], norm_type)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p in params if p.grad is not None], norm_type)
+    states = [state for one in given if (state := state_of(_managed(one))) is not None]
+    if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
+        return
+    raise StateError(
+        f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "
+        "step would be taken. No gradient was clipped. Look for the first non-finite value with `with "
+        'xamp.debug.find_nonfinite(model, optimizer) as found:`, or pass on_static_overflow="skip" to '
+        "xamp.initialize, which then skips such steps."
+    )
+
+
+def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: float) -> None:
+    """Clip each element of the gradients that ``optimizer`` will apply to at most ``clip_value`` in size, in place.
+
+    Does not wait for the device. At O2 and O5 it clips the gradients of the fp32 masters. A step that overflowed is
+    skipped all the same: its inf was seen before it was clipped. Sharded gradients are clipped on the rank that has
+    them.
+
+    Args:
+        optimizer: one optimizer, or several.
+        clip_value: the largest size allowed, of the unscaled gradients; 0 or more.
+
+    Raises:
+        StateError: the gradients are still scaled.
+        PolicyError: ``clip_value`` is no such number.
+    """
+    limit = number("clip_value", clip_value, call="clip_grad_value_")
+    if limit < 0:
+        raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    torch.nn.utils.clip_grad_value_([p for p in params if not shards.is_dtensor(p)], limit)
+    for param in params:
+        if shards.is_dtensor(param) and param.grad is not None:
+            shards.local(param.grad).clamp_(-limit, limit)
 
 
 def _layout(optimizer: object, param: torch.Tensor) -> Layout:
@@ -408,6 +483,18 @@ def loss_scale(obj: object = None, loss_id: int = 0) -> float:
     if not found.enabled:
         return 1.0
     return float(_scaler_of("loss_scale", found, loss_id).scale)
+
+
+@overload
+def state_dict(obj: object = None, format: Literal["xamp"] = "xamp") -> SessionState: ...
+
+
+@overload
+def state_dict(obj: object = None, *, format: str) -> Any: ...
+
+
+@overload
+def state_dict(obj: object, format: str) -> Any: ...
 
 
 def state_dict(obj: object = None, format: str = "xamp") -> Any:

@@ -187,7 +187,7 @@ class Checkpoint(Tier):
         """A state that does not fit raises an error that names the key, and changes nothing, to the bit."""
         run = start(lane, _dynamic(lane), seed=2)
         train(run, range(4), {2})
-        state = with_other_numbers(xamp.state_dict(run.optimizer))
+        state = with_other_numbers(dict(xamp.state_dict(run.optimizer)))
         key = UNFIT[what](state)
         before = everything(run)
         with pytest.raises(CheckpointError, match=key):

@@ -175,7 +175,7 @@ class OptimizerSteps(Tier):
                     plain_iterate(pair.plain_model, pair.plain_optimizer, x)
                 assert_follows(pair)
         assert xamp.loss_scale(pairs[0].optimizer) == 256.0
-        last = xamp.session(pairs[0].model).last_step
+        last: Any = xamp.session(pairs[0].model).last_step
         assert {optimizer: found.name for optimizer, found in last.items()} == {
             pair.optimizer: "APPLIED" for pair in pairs
         }

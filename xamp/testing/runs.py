@@ -116,7 +116,7 @@ def train(run: Run, steps: Iterable[int], overflows: Collection[int] = ()) -> li
                 run.lane.overflow_(run.model.inner.weight.grad)
         run.optimizer.step()
         last = xamp.session(run.optimizer).last_step
-        outcomes += [] if last is None else [last.name]  # a disabled session has no outcome
+        outcomes += [last.name] if isinstance(last, xamp.StepOutcome) else []  # a disabled session has no outcome
     return outcomes
 
 

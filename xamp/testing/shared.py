@@ -71,7 +71,8 @@ class Shared:
 
     def told(self) -> dict[str, Any]:
         """Outcome, scale, weights and parameters after the last step."""
-        outcome, scale = xamp.session(self.optimizer).last_step, xamp.loss_scale(self.optimizer)
+        outcome: Any = xamp.session(self.optimizer).last_step
+        scale = xamp.loss_scale(self.optimizer)
         follows = [whole(p).tolist() for p in self.model.parameters()] if self.wrapper != "fsdp1" else []
         return {"outcome": outcome.name, "scale": scale, "weights": self.weights(), "parameters": follows}
 

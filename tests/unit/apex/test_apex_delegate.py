@@ -32,7 +32,7 @@ def start(level: str = "O2", **options: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0625, momentum=0.5)
-    return xamp.initialize(model, optimizer, level, backend="apex", delegate=True, verbosity=0, **options)  # type: ignore[no-any-return]
+    return xamp.initialize(model, optimizer, level, backend="apex", delegate=True, verbosity=0, **options)
 
 
 def step(model: Any, optimizer: Any, seed: int, overflow: bool = False) -> None:

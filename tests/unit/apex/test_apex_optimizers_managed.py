@@ -131,7 +131,7 @@ def test_a_resumed_run_is_the_run(api: str, name: str, level: str) -> None:
     for seed in range(3):
         whole.step(seed)
     saved = copy.deepcopy((whole.model.state_dict(), whole.optimizer.state_dict()))
-    state = amp.state_dict() if api == "amp" else xamp.state_dict(whole.model)
+    state: Any = amp.state_dict() if api == "amp" else xamp.state_dict(whole.model)
     resumed = _Api(api, level, MAKERS[name])
     resumed.model.load_state_dict(saved[0])
     resumed.optimizer.load_state_dict(saved[1])

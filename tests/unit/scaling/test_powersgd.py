@@ -41,7 +41,7 @@ def train(remembers: bool, level: str = "O1") -> list[str]:
         with xamp.scale_loss(ddp(x).float().square().mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        done.append(xamp.session(optimizer).last_step.value)
+        done.append(xamp.session(optimizer).last_step.value)  # type: ignore[union-attr]
     return done
 
 

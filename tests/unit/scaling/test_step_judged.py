@@ -70,7 +70,7 @@ def test_each_optimizer_has_a_flag_of_its_own() -> None:
             backward(model, optimizer, overflow=index == spoilt)
         for optimizer in optimizers:
             optimizer.step()
-        found = [xamp.session(optimizer).last_step.name for optimizer in optimizers]
+        found = [xamp.session(optimizer).last_step.name for optimizer in optimizers]  # type: ignore[union-attr]
         assert found == ["SKIPPED" if index == spoilt else "APPLIED" for index in range(2)]
     assert counts(optimizers[0]) == (2, 2)
 

@@ -54,7 +54,7 @@ def start(level: str, **options: object) -> tuple[Net, SGD]:
     torch.manual_seed(1)
     model = Net()
     optimizer = SGD(model.parameters(), lr=0.1)
-    xamp.initialize(model, optimizer, level, **{"verbosity": 0, **options})  # type: ignore[arg-type]
+    xamp.initialize(model, optimizer, level, **{"verbosity": 0, **options})  # type: ignore[call-overload]
     return model, optimizer
 
 

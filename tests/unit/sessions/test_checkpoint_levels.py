@@ -133,7 +133,7 @@ def test_each_loss_gets_its_own_scale(lane: Lane) -> None:
     source = start(lane, "O1", num_losses=3)
     state = xamp.state_dict(source.optimizer)
     for index, scaler in enumerate(state["scalers"]):
-        scaler.update(scale=2.0**index, growth_tracker=index)
+        scaler.update({"scale": 2.0**index, "growth_tracker": index})
     run = start(lane, "O2", num_losses=3)
     xamp.load_state_dict(state, run.optimizer)
     assert [xamp.loss_scale(run.optimizer, i) for i in range(3)] == [1.0, 2.0, 4.0]

@@ -45,7 +45,7 @@ class Guarded:
         assert_same(xamp.state_dict(self.run.optimizer), self.state)
 
     def changed(self, *path: Any, to: Any) -> Any:
-        state = copy.deepcopy(self.state)
+        state: Any = copy.deepcopy(self.state)
         functools.reduce(lambda found, key: found[key], path[:-1], state)[path[-1]] = to
         return state
 

@@ -73,7 +73,7 @@ def test_its_content_at_o1(lane: Lane) -> None:
 def test_its_content_at_o2(lane: Lane) -> None:
     run = start(lane, "O2", num_losses=2)
     train(run, lane, range(3))
-    state = xamp.state_dict(run.optimizer)
+    state: Any = xamp.state_dict(run.optimizer)
     masters = state.pop("masters")
     assert state == {
         "format": "xamp",

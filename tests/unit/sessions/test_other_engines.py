@@ -59,7 +59,7 @@ def test_engines_are_refused_as_optimizers_also_where_they_are_none_of_torch(pat
         with pytest.raises(UnsupportedPolicy, match=rf"initialize\(optimizers=\.\.\.\): .*of {library}"):
             xamp.initialize(model, made, verbosity=0)
     with pytest.raises(PolicyError, match=r"is no torch\.optim\.optimizer\.Optimizer"):
-        xamp.initialize(model, object(), verbosity=0)
+        xamp.initialize(model, object(), verbosity=0)  # type: ignore[call-overload]
 
 
 def test_what_only_shares_the_name_of_a_library_is_taken() -> None:
