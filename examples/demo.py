@@ -92,7 +92,7 @@ def run_all(tasks: Sequence[Task], levels: Sequence[str], device: torch.device, 
     """Trains each task at each level, under a progress display."""
     runs = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not sys.stdout.isatty()) as progress:
         overall = progress.add_task("all levels", total=len(levels) * sum(len(task.batches) for task in tasks))
         for task in tasks:
             for level in levels:

@@ -94,7 +94,9 @@ def test_torch_is_no_hard_dependency(distribution: importlib.metadata.Distributi
 
 def test_extras(distribution: importlib.metadata.Distribution) -> None:
     extras = set(distribution.metadata.get_all("Provides-Extra") or ())
-    assert {"torch", "npu", "demo", "test", "dev"} <= extras
+    assert {"torch", "npu", "demo", "conformance", "project-tests", "dev"} <= extras
+    needs = {each.replace(" ", "").replace("'", '"') for each in distribution.requires or ()}
+    assert {'xamp[conformance];extra=="testing"', 'xamp[project-tests];extra=="test"'} <= needs, "the names they had"
     assert "apex" not in extras
 
 

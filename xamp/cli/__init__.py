@@ -1,8 +1,8 @@
 """The command ``xamp``, also ``python -m xamp``.
 
-A command is a module with a docstring (its help text), ``add_arguments(parser)`` and ``run(args) -> int``, and has one
-line in ``_COMMANDS``. These modules import no torch at module level, so that each command works where torch does not.
-Exit codes: 0 fine, 1 found something, 2 wrong use or an output that cannot be written.
+A command is a module of its name with a docstring (its help text), ``add_arguments(parser)`` and ``run(args) -> int``,
+and has one line in ``_help.GROUPS``. These modules import no torch at module level, so that each command works where
+torch does not. Exit codes: 0 fine, 1 found something, 2 wrong use or an output that cannot be written.
 """
 
 from __future__ import annotations
@@ -12,19 +12,10 @@ import importlib
 import sys
 
 import xamp
+from xamp.cli._help import GROUPS, Parser
 from xamp.cli._output import flush, open_closed_streams, output_failed, tells_of_output
 
 __all__ = ["main"]
-
-_COMMANDS = {
-    "compare": "xamp.cli.compare",
-    "conformance": "xamp.cli.conformance",
-    "doctor": "xamp.cli.doctor",
-    "emulate": "xamp.cli.emulate",
-    "policy": "xamp.cli.policy",
-    "run": "xamp.cli.run",
-    "port": "xamp.cli.port",
-}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,6 +49,7 @@ def _run(argv: list[str] | None) -> int:
     if args.run is None:
         parser.print_help(sys.stderr)
         return 2
+    args.parser = parser
     args.own_process = argv is None  # else a caller goes on in this process when the command has ended
     try:
         code: int = args.run(args)
@@ -67,14 +59,13 @@ def _run(argv: list[str] | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="xamp", description=(xamp.__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="xamp", description=(xamp.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"xamp {xamp.__version__}")
     parser.set_defaults(run=None)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, module_name in _COMMANDS.items():
-        module = importlib.import_module(module_name)
-        about = (module.__doc__ or "").strip()
-        command = commands.add_parser(name, help=about.partition("\n")[0].rstrip("."), description=about)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    for name in (name for group in GROUPS.values() for name in group):
+        module = importlib.import_module(f"xamp.cli.{name}")
+        command = commands.add_parser(name, description=(module.__doc__ or "").strip())
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser

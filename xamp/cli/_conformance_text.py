@@ -1,8 +1,9 @@
-"""The output of ``xamp conformance``: progress as a bar, or as a line per tier without a terminal; then tables."""
+"""The output of ``xamp conformance``: progress as a bar, or as lines without a terminal; then tables."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,12 +22,17 @@ __all__ = ["Progress", "render"]
 
 _COLOURS = {"passed": "green", "failed": "bold red", "known gap": "yellow", "not declared": "dim", "skipped": "yellow"}
 _TEXT_LINES = 30
+_QUIET = 20.0  # seconds after which a line says what runs
 
 
 class Progress(Listener):
-    """Shows the progress of the run on standard error: a bar on a terminal, else a line when a tier is done."""
+    """Shows the progress of the run on standard error.
+
+    On a terminal that is a bar. Else it is a line when a tier is done, and after 20 seconds one that says what runs.
+    """
 
     def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()  # not the console's opinion: FORCE_COLOR asks for colours only
         self._console = Console(stderr=True)
         self._bar = Bar(
             TextColumn("{task.description}"),
@@ -35,11 +41,12 @@ class Progress(Listener):
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=not self._is_terminal,
         )
         self._task: Any = None
         self._left: dict[tuple[str, str], int] = {}
         self._done: dict[tuple[str, str], list[Result]] = {}
+        self._began = self._told = time.monotonic()
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -52,9 +59,13 @@ class Progress(Listener):
         """Take the number of clauses of each lane and tier, and show an empty bar."""
         self._left, self._done = dict(counts), {key: [] for key in counts}
         self._task = self._bar.add_task("", total=sum(counts.values()))
+        self._began = self._told = time.monotonic()
 
     def start(self, lane: str, clause: str) -> None:
         """Show the clause that runs now."""
+        if not self._is_terminal and time.monotonic() - self._told >= _QUIET:
+            done, total = sum(map(len, self._done.values())), sum(self._left.values())
+            self._print(f"{lane}  {clause}: {done} of {total} done after {time.monotonic() - self._began:.0f} s")
         self._bar.update(self._task, description=escape(f"{lane}  {clause}"[:60].ljust(60)))
 
     def end(self, result: Result) -> None:
@@ -68,7 +79,8 @@ class Progress(Listener):
             self._print(_line_of(*key, self._done[key]))
 
     def _print(self, text: str) -> None:
-        if self._console.is_terminal:
+        self._told = time.monotonic()
+        if self._is_terminal:
             self._bar.console.print(Text(text))
         else:
             print(text, file=sys.stderr, flush=True)
@@ -86,7 +98,7 @@ def _sums(results: Sequence[Result]) -> str:
 def render(lanes: Sequence[Lane], results: Sequence[Result], *, whole: bool) -> None:
     """Print a table for each lane, what did not pass and why, and a verdict. ``whole``: no clause was left out."""
     console = Console()
-    if not console.is_terminal:
+    if not sys.stdout.isatty():
         console = Console(width=120)
     for lane in lanes:
         mine = [result for result in results if result.lane == lane.title]

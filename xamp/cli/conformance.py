@@ -2,8 +2,8 @@
 
 The suite runs on every usable device, or on the devices that you name; those must be usable. A declared capability that
 does not work is a failure. A capability that the backend does not declare is listed as such; --require turns this, and
-every skip, into a failure. Needs pytest and rich: pip install 'xamp[testing]'. Exit code 1 where a clause fails or no
-requested device is usable, 2 where a name is unknown.
+every skip, into a failure. Needs pytest and rich: pip install 'xamp[conformance]'. Exit code 1 where a clause fails or
+no requested device is usable, 2 where a name is unknown.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _reason_not_to_run(args: argparse.Namespace) -> str:
     """Why the suite cannot run, or cannot report its results; empty where it can."""
     missing = _missing()
     if missing:
-        return f"{missing} is needed: pip install 'xamp[testing]', and a torch"
+        return f"{missing} is needed: pip install 'xamp[conformance]', and a torch"
     if not __debug__:
         return "Python runs with -O, which takes the checks out: run it without"
     for option, file in (("--json", args.json), ("--junit", args.junit)):

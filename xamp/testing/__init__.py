@@ -1,6 +1,6 @@
 """The conformance suite: tests that define what a level means, and that every backend must pass.
 
-It needs pytest: ``xamp[testing]``. A third party's test file is a class with the backend's name, run by pytest::
+It needs pytest: ``xamp[conformance]``. A third party's test file is a class with the backend's name, run by pytest::
 
     from xamp.testing import Conformance
 
@@ -32,7 +32,9 @@ def __getattr__(name: str) -> Any:
     try:
         import pytest
     except ImportError as error:
-        raise ImportError("xamp.testing needs pytest, which is not installed: pip install 'xamp[testing]'") from error
+        raise ImportError(
+            "xamp.testing needs pytest, which is not installed: pip install 'xamp[conformance]'"
+        ) from error
     modules = {f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)}
     pytest.register_assert_rewrite(*(modules - set(sys.modules)))  # pytest then explains the asserts in them
     return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'lane')}"), name)

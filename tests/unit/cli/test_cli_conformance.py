@@ -128,7 +128,7 @@ def test_without_pytest_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     assert main(["conformance"]) == 2
-    assert "pip install 'xamp[testing]'" in capsys.readouterr().err
+    assert "pip install 'xamp[conformance]'" in capsys.readouterr().err
 
 
 def test_no_device_at_all_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
