@@ -267,7 +267,7 @@ def best_level(fast_dtypes: Collection[str]) -> Level:
 
 
 def listed(names: Sequence[str], last: str = "or") -> str:
-    """``names`` as a sentence has them: ``"O2, O3 or O5"``."""
+    """``names`` as a sentence has them, with ``last`` before the last one: ``"O2, O3 or O5"``."""
     return f" {last} ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)
 
 

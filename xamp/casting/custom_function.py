@@ -83,6 +83,9 @@ def custom_bwd(bwd: _Function) -> _Function:
 
     It works as ``torch.cuda.amp.custom_bwd``. The forward must be decorated with :func:`custom_fwd` or torch's own.
 
+    Args:
+        bwd: the method; the first of its arguments is ``ctx``.
+
     Raises:
         StateError: in backward, where the forward's state is not known.
     """

@@ -132,7 +132,7 @@ class NonFinite:
     # ---------------------------------------------------------------- one operator
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and look at what it returns."""
+        """Run ``operator(*args, **kwargs)``, and look at what it returns."""
         self.operators += 1
         if self.first is not None:
             return operator(*args, **kwargs)

@@ -129,6 +129,9 @@ class Profile:
     def plot(self, path: str | Path) -> None:
         """Draw errors, losses and advice, into a file whose ending says the format: ``.png``, ``.svg``, ``.pdf``.
 
+        Args:
+            path: the file.
+
         Raises:
             PolicyError: matplotlib is not installed (``pip install 'xamp[debug]'``), or the file cannot be written.
         """

@@ -139,6 +139,9 @@ def _single(number: float) -> float:
 def read(path: str | Path) -> Run:
     """Read a trace, up to its last whole frame.
 
+    Args:
+        path: the file that :func:`xamp.trace` wrote.
+
     Raises:
         PolicyError: the file cannot be read, is no trace, or has a schema that this xamp does not know.
     """

@@ -242,7 +242,7 @@ def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool 
 
 @functools.cache
 def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Try the fused form and return whether it is right.
+    """Try the fused form of ``cls`` on ``device``, with parameters of ``dtype``, and return whether it is right.
 
     Right means: with ``found_inf`` raised no parameter moves, else the step equals the step of the plain form. The
     trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's

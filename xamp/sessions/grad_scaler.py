@@ -250,6 +250,9 @@ class GradScaler:
         """Return plain numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 
         Where the device decides on steps and is not waited for, growth of the scale shows one step later.
+
+        Args:
+            wait: wait for the device, so that no number is late.
         """
         if not self._enabled or self._engine is None:
             return metrics.collect(None, (), wait=wait, scale=self.get_scale())
@@ -284,7 +287,7 @@ class GradScaler:
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor. A factor of 1 stops the growth."""
+        """Set the growth factor to ``new_factor``, which is above 0. A factor of 1 stops the growth."""
         self._growth_factor = _number("growth_factor", new_factor, low=0)
 
     def get_backoff_factor(self) -> float:
@@ -292,7 +295,7 @@ class GradScaler:
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor."""
+        """Set the backoff factor to ``new_factor``."""
         self._backoff_factor = _number("backoff_factor", new_factor, high=LARGEST_SCALE)
 
     def get_growth_interval(self) -> int:
@@ -300,7 +303,7 @@ class GradScaler:
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval."""
+        """Set the growth interval to ``new_interval``, a number of clean updates."""
         self._growth_interval = int(_number("growth_interval", new_interval))
 
     def is_enabled(self) -> bool:
@@ -319,6 +322,9 @@ class GradScaler:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.
+
+        Args:
+            state_dict: the state; it is not kept.
 
         Raises:
             CheckpointError: the state does not fit. The message names the key, and nothing was changed.

@@ -161,11 +161,11 @@ class Session:
     def state_dict(self, format: str) -> Any: ...
 
     def state_dict(self, format: str = "xamp") -> Any:
-        """See :func:`state_dict`."""
+        """See :func:`state_dict`, which also says what ``format`` may be."""
         return checkpoint.save(self.engine, format)
 
     def load_state_dict(self, state: Any) -> None:
-        """See :func:`load_state_dict`. These two methods make a session a torch.distributed.checkpoint ``Stateful``."""
+        """Load ``state``: see :func:`load_state_dict`. These two methods make a session a torch.distributed.checkpoint ``Stateful``."""
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
@@ -215,6 +215,9 @@ def find_session(found: object) -> Session | None:
 
 def session(obj: object) -> Session:
     """Return the session of a model or optimizer that was given to ``initialize``.
+
+    Args:
+        obj: the model, the optimizer, or what wraps one of them.
 
     Raises:
         StateError: the object was not given to ``initialize``, or its session was closed.

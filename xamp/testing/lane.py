@@ -170,7 +170,10 @@ def _device(backend: Backend, name: str) -> torch.device:
 
 
 def usable_lanes(require: Iterable[str] = ()) -> list[Lane]:
-    """One lane for each backend whose probe passed, on its first device type; one for each device type."""
+    """One lane for each backend whose probe passed, on its first device type; one for each device type.
+
+    ``require`` names the capabilities that must be there.
+    """
     lanes: dict[str, Lane] = {}
     for report in registry.available_backends():
         if report.usable and report.device_types[0] not in lanes:

@@ -164,6 +164,61 @@ def test_every_argument_of_a_public_function_is_documented() -> None:
         assert not missing, f"xamp.{name} says nothing of {missing}"
 
 
+MADE_BY_XAMP = ("Average", "NonFinite", "Session", "StepOutcome")
+"""Public classes that users do not construct."""
+
+
+def public_callables() -> Iterator[tuple[str, Any]]:
+    """What users may call, by the name that they know: functions, classes, and the methods of classes."""
+    from xamp import backend_kit, contract, debug, testing
+    from xamp.sessions.averages import Average
+    from xamp.sessions.session import Session
+
+    found = [(f"xamp.{name}", getattr(xamp, name)) for name in xamp.__all__]
+    found += [("xamp.sessions.session.Session", Session), ("xamp.sessions.averages.Average", Average)]
+    for module in (backend_kit, contract, debug, testing):
+        found += [(f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__]
+    for name, each in found:
+        if hasattr(inspect.unwrap(each), "__code__") or (inspect.isclass(each) and each.__name__ not in MADE_BY_XAMP):
+            yield name, each
+        if not inspect.isclass(each):
+            continue
+        for key, member in vars(each).items():
+            inner = getattr(member, "__func__", getattr(member, "fget", None) or member)
+            if not key.startswith("_") and inspect.isfunction(inner):
+                yield f"{name}.{key}", inner
+
+
+def test_every_argument_of_every_method_and_class_is_documented() -> None:
+    missing = []
+    for name, each in public_callables():
+        try:
+            parameters = inspect.signature(each).parameters.values()
+        except ValueError:  # of a class in C
+            continue
+        docstring = inspect.getdoc(each) or ""
+        if not docstring:
+            missing.append(f"{name}: no docstring")
+        if inspect.isclass(each):
+            docstring += inspect.getdoc(each.__init__) or ""
+        named = [p.name for p in parameters if p.name not in ("self", "cls") and p.kind not in (2, 4)]
+        missing += [f"{name}({arg})" for arg in named if arg[0] != "_" and not re.search(rf"\b{arg}\b", docstring)]
+    assert not missing
+    assert len(list(public_callables())) > 130
+
+
+def test_every_name_of_accel_says_what_it_does() -> None:
+    """Their arguments are torch.cuda's, and ``device`` is explained in the docstring of the module."""
+    for name in xamp.accel.__all__:
+        assert inspect.getdoc(getattr(xamp.accel, name)), f"xamp.accel.{name} has no docstring"
+
+
+def test_every_name_of_debug_is_in_the_reference() -> None:
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    (members,) = re.findall(r"^::: xamp\.debug\n    options:\n      members: \[(.+)\]$", text, re.MULTILINE)
+    assert sorted(members.split(", ")) == sorted(xamp.debug.__all__)
+
+
 def test_the_page_of_apex_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The indented calls of docs/apex.md: the import, and the call with ``backend="apex"``."""
     text = (DOCS / "apex.md").read_text(encoding="utf-8")
