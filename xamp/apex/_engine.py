@@ -196,6 +196,7 @@ class ApexEngine(Engine):
     """
 
     skips_together = True
+    tells_lost_writes = False  # Apex says nothing
     state_class = ApexState
     cast = staticmethod(cast_any)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,9 +23,11 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
+from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import distributed, masters
+from xamp.scaling.lost_writes import LostWrites
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_groups import Layout, widest
@@ -54,6 +57,7 @@ class Engine:
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move on leaving ``scale_loss``; False for a GradScaler, where ``update()`` moves them.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
+        tells_lost_writes: warn of weights of the model that the masters will overwrite.
         state_class: the class of the elements of :attr:`states`.
         cast: the function that casts the models' arguments and results.
         refusal: why no step can be right any more, for an error; empty: it can.
@@ -64,6 +68,7 @@ class Engine:
     moves_before_step = True
     skips_together = False
     delegated = False
+    tells_lost_writes = True
     state_class: type[OptimizerState] = OptimizerState
     cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
     scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
@@ -102,6 +107,7 @@ class Engine:
         self._pairs: list[masters.Pair] = []
         self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._reconciled = False
+        self._lost_writes = LostWrites()
         self._rank_settings = RankSettings()
         self.refusal = ""
 
@@ -316,6 +322,8 @@ class Engine:
             self._reconciled = True
         elif fresh:
             masters.use(self._pairs)
+        elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self._pairs):
+            self._look_for_lost_writes()
         for ddp in fresh:
             held = {id(p) for p in ddp.parameters()}
             pairs = [pair for pair in self._pairs if id(pair[0]) in held]
@@ -324,6 +332,22 @@ class Engine:
                 masters.write_quietly(pairs)
         for state in self._states:
             state.note_masters()
+
+    def _look_for_lost_writes(self) -> None:
+        """Warn, once, of weights of the model that the next step will overwrite."""
+        if any(state.replays.capturing() for state in self._states):
+            return
+        lost = self._lost_writes.look([pair for state in self._states for pair in state.pairs_at_rest()])
+        if lost:
+            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            say(
+                "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one "
+                "of them, and the next step overwrites the model from the masters. At level %s write into the masters, "
+                "without .data: `with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The "
+                "model follows them at its next forward.",
+                *(self.names_of(lost)[0], others, self.policy.level),
+                level=logging.WARNING,
+            )
 
     def check_not_sharded(self, call: str) -> None:
         """Refuse a model that was sharded or parallelized after ``initialize``, which replaced its parameters.

@@ -165,7 +165,10 @@ class Session:
         return checkpoint.save(self.engine, format)
 
     def load_state_dict(self, state: Any) -> None:
-        """Load ``state``: see :func:`load_state_dict`. These two methods make a session a torch.distributed.checkpoint ``Stateful``."""
+        """Load ``state``: see :func:`load_state_dict`.
+
+        With these two methods a session is a ``Stateful`` of torch.distributed.checkpoint.
+        """
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
