@@ -194,13 +194,13 @@ class OptimizerState:
             masters.write_changed([pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen])
             self.note_masters()
 
+    def _count_elements(self) -> int:
+        return sum(map(torch.Tensor.numel, self.gradients.stepped))
+
     def pairs_at_rest(self) -> list[masters.Pair]:
         """Return the pairs whose masters nothing but a step, or what the model followed, has written to."""
         versions = self._master_versions
         return [pair for pair, seen in zip(self.gradients.pairs, versions, strict=True) if pair[1]._version == seen]
-
-    def _count_elements(self) -> int:
-        return sum(map(torch.Tensor.numel, self.gradients.stepped))
 
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``optimizer.state_dict()`` shall hold of ``groups``."""

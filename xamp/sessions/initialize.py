@@ -40,7 +40,7 @@ from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_model import serve_averaged_models
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.torch_states import serve_torch_states
-from xamp.sessions.typed import LevelName, Models, Optimizers, Settings
+from xamp.sessions.typed import LevelName, Models, OneModel, OneOptimizer, Optimizers, Settings
 from xamp.sessions.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -58,10 +58,35 @@ engine of the session and returns it.
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
 
 
+# Lists have overloads of their own: mypy would take those of `(a, b), (c, d) = initialize([a, b], [c, d])` for tuples.
+@overload
+def initialize(
+    models: list[OneModel], optimizers: None = None, level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> list[OneModel]: ...
+
+
 @overload
 def initialize(
     models: Models, optimizers: None = None, level: LevelName | str = ..., **settings: Unpack[Settings]
 ) -> Models: ...
+
+
+@overload
+def initialize(
+    models: list[OneModel], optimizers: list[OneOptimizer], level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> tuple[list[OneModel], list[OneOptimizer]]: ...
+
+
+@overload
+def initialize(  # type: ignore[overload-overlap]  # of two lists, which the one above takes
+    models: list[OneModel], optimizers: Optimizers, level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> tuple[list[OneModel], Optimizers]: ...
+
+
+@overload
+def initialize(
+    models: Models, optimizers: list[OneOptimizer], level: LevelName | str = ..., **settings: Unpack[Settings]
+) -> tuple[Models, list[OneOptimizer]]: ...
 
 
 @overload

@@ -11,8 +11,21 @@ from torch.optim import Optimizer
 
 from xamp.scaling.step import StepOutcome
 
-__all__ = ["LastStep", "LevelName", "Models", "Optimizers", "SavedOptimizer", "SavedScaler", "SessionState", "Settings"]
+__all__ = [
+    "LastStep",
+    "LevelName",
+    "Models",
+    "OneModel",
+    "OneOptimizer",
+    "Optimizers",
+    "SavedOptimizer",
+    "SavedScaler",
+    "SessionState",
+    "Settings",
+]
 
+OneModel = TypeVar("OneModel", bound=nn.Module)
+OneOptimizer = TypeVar("OneOptimizer", bound=Optimizer)
 Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
 Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
 

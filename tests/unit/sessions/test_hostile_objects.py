@@ -63,7 +63,7 @@ def test_hostile_lists_of_models() -> None:
     model, optimizer = made()
     for models, optimizers in ((Listed([model]), optimizer), (model, Listed([optimizer])), (Hostile(), optimizer)):
         with pytest.raises(PolicyError):
-            xamp.initialize(models, optimizers, level="O2")  # type: ignore[type-var]
+            xamp.initialize(models, optimizers, level="O2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", ["x", None, [1.0], Hostile()], ids=lambda value: type(value).__name__)
