@@ -2,7 +2,8 @@
 
 To compare all weights at each step would cost as much as a step. So they are compared at the second ``scale_loss``, the
 third, the fifth, the ninth and so on, and once where the version of one weight moved by more than a step moves it.
-Other ``scale_loss`` calls pay for a counter. The comparison runs on the device, and the host reads its result later.
+Other ``scale_loss`` calls pay for a counter. The comparison runs on the device, and the host reads its result later; on
+a device that cannot copy to the host without waiting nothing is compared.
 """
 
 from __future__ import annotations
@@ -49,21 +50,25 @@ class LostWrites:
             pairs: weights and masters; those whose masters changed since the last forward are not among them.
         """
         late, self._late = self._late, None
-        if late is not None:
-            params, differs, event = late
-            if not event.query():
-                self._late = late
-                return []
-            return self._told([p for p, d in zip(params, differs.tolist(), strict=True) if d])
-        found = [(param, _differs(param, master)) for param, master in pairs if not shards.is_dtensor(param)]
-        if not found:
+        if late is None:
+            return self._compare([(p, m) for p, m in pairs if not shards.is_dtensor(p)])
+        params, differs, event = late
+        if not event.query():
+            self._late = late
             return []
-        flags = torch.stack([flag.to(found[0][1].device, torch.float32) for _, flag in found])
-        params = [param for param, _ in found]
-        if flags.is_cpu or not copies_without_waiting(flags.device):
-            return self._told([p for p, d in zip(params, flags.tolist(), strict=True) if d])
-        self._late = params, *copy_without_waiting(flags)
-        return []
+        if torch.equal(differs, torch.zeros_like(differs)):  # in the memory of the host
+            return []
+        return self._told([p for p, d in zip(params, differs.tolist(), strict=True) if d])
+
+    def _compare(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
+        """Return the weights that differ where the host knows that at once: it does not wait for a device."""
+        on_host = [(param, master) for param, master in pairs if param.is_cpu]
+        elsewhere = [(param, master) for param, master in pairs if not param.is_cpu]
+        if elsewhere and copies_without_waiting(elsewhere[0][0].device):
+            first = elsewhere[0][0].device
+            flags = torch.stack([_differs(*pair).to(first, torch.float32) for pair in elsewhere])
+            self._late = [param for param, _ in elsewhere], *copy_without_waiting(flags)
+        return self._told([param for param, master in on_host if not _is_same(param, master)])
 
     def _told(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         self._found = bool(params)
@@ -71,12 +76,22 @@ class LostWrites:
 
 
 @torch.no_grad()
-def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return whether any element of ``param`` is not its master, rounded; nan stands for nothing. Stays on the device.
+def _is_same(param: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether ``param``, on a CPU, is ``master``, rounded."""
+    param, master = _part(param, master)
+    return torch.allclose(master.to(param.dtype), param, rtol=0.0, atol=0.0, equal_nan=True)
 
-    Of a large weight the first four million elements, about, are compared: the copy of them in 16 bits takes memory.
-    """
-    if param.dim() and param.numel() > 2**22:
-        rows = max(1, 2**22 * param.shape[0] // param.numel())
-        param, master = param[:rows], master[:rows]
+
+@torch.no_grad()
+def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Return whether any element of ``param`` is not ``master``, rounded; nan stands for nothing. Does not wait."""
+    param, master = _part(param, master)
     return torch.logical_and(master.to(param.dtype) != param, param == param).any()
+
+
+def _part(param: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first rows of a large weight, about four million elements: their copy in 16 bits takes memory."""
+    if not param.dim() or param.numel() <= 2**22:
+        return param, master
+    rows = max(1, 2**22 * param.shape[0] // param.numel())
+    return param[:rows], master[:rows]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp.scaling.lost_writes import LostWrites
+from xamp.scaling.lost_writes import LostWrites, _differs, _is_same
 
 Loop = tuple[nn.Module, SGD]
 
@@ -117,6 +117,15 @@ def test_other_training_is_not_told(loop: Loop, told: Callable[[], list[str]]) -
     assert told() == []
 
 
+def test_a_large_weight_is_looked_at_in_part() -> None:
+    master = nn.Parameter(torch.zeros(3 * 2**11, 2**11))
+    param = nn.Parameter(master.detach().half())
+    assert _is_same(param, master)
+    with torch.no_grad():
+        param[5] = 1.0
+    assert not _is_same(param, master)
+
+
 def test_on_a_device_the_answer_comes_later() -> None:
     """The host does not wait for it: it asks again at the next scale_loss."""
 
@@ -136,6 +145,8 @@ def test_on_a_device_the_answer_comes_later() -> None:
     assert looked.is_due(pairs)
     event.done = True
     assert looked.look(pairs) == [param]
+    assert bool(_differs(param, master))
+    assert not bool(_differs(nn.Parameter(torch.tensor([0.5, 1.0]).half()), master))
     assert not any(looked.is_due(pairs) for _ in range(40))
 
 
