@@ -78,7 +78,7 @@ def first_wait(step: Callable[[], object], device: torch.device, steps: int) -> 
 
 @functools.cache
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of a large matrix multiplication: what the device reaches, not what its data sheet promises."""
+    """FLOPs a second of a matrix multiplication: what the device reaches, not what its data sheet promises."""
     side = 256 if device.type == "cpu" else 8192
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     seconds(lambda: a @ b, device, 3)

@@ -110,7 +110,6 @@ def accelerate(task: Task) -> Step:
 
 def fabric(task: Task) -> Step:
     library: Any = importlib.import_module("lightning.fabric")
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     precision = "16-mixed" if task.dtype == "fp16" else "bf16-mixed"
     runs = library.Fabric(accelerator=task.device.type, devices=1, precision=precision)
     model, optimizer = runs.setup(task.model, task.optimizer)
@@ -187,7 +186,12 @@ WAYS = {
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of the libraries: they are about the machine, and stand between the figures."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """No remarks of the libraries: they are about the machine, and stand between the figures."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

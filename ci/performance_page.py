@@ -26,6 +26,12 @@ time. A bound is the most that a figure may be.
 
 """
 
+NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: `ci/bench.sh` was not run on one.** On such a
+device it trains the models at their usual sizes, and also looks for waits in the sync debug mode. On a CPU tokens and
+images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU.
+
+"""
+
 TITLES = {
     "step": "A training step around the numbers, over the `torch.amp` loop by hand",
     "scaler": "`xamp.GradScaler` over `torch.amp.GradScaler`, the same loop",
@@ -58,11 +64,7 @@ def page(machines: Sequence[Row]) -> str:
 def missing(machines: Sequence[Row]) -> Iterator[str]:
     """What nobody has measured."""
     if not any(machine["machine"]["type"] != "cpu" for machine in machines):
-        yield (
-            "**There are no figures of a GPU or an NPU on this page: `ci/bench.sh` was not run on one.** On such a device it\n"
-            "trains the models at their usual sizes, and also looks for waits in the sync debug mode. On a CPU tokens and\n"
-            "images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU.\n\n"
-        )
+        yield NO_DEVICE
 
 
 def section(machine: Row) -> Iterator[str]:
@@ -70,10 +72,8 @@ def section(machine: Row) -> Iterator[str]:
     about = machine["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     yield f"## {about['device']}\n\n"
-    yield (
-        f"{about['date']}; {about['type']}, {about['cores']} cores of which {about['threads']} used, {about['system']}; {versions}."
-    )
-    yield f" {busy(about)}\n\n"
+    cores = f"{about['cores']} cores of which {about['threads']} used"
+    yield f"{about['date']}; {about['type']}, {cores}, {about['system']}; {versions}. {busy(about)}\n\n"
     if about["quick"]:
         yield "Few rounds and no large models (`--quick`).\n\n"
     if about.get("picture"):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
@@ -35,10 +35,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the block makes of ``x``; shape (n, length, width)."""
-        heads = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.into(self.first(x)).chunk(3, -1))
-        found = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.into(self.first(x)).chunk(3, -1))
+        found = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).flatten(2))
-        return x + self.wide(self.second(x))
+        added: Tensor = self.wide(self.second(x))
+        return x + added
 
 
 class GPT(nn.Module):
@@ -109,7 +110,8 @@ def prepare(model: nn.Module, options: argparse.Namespace) -> tuple[nn.Module, t
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return xamp.initialize(model, optimizer, level=options.level)
+    model, optimizer = xamp.initialize(model, optimizer, level=options.level)
+    return model, optimizer
 
 
 def read_options(words: Sequence[str] | None) -> argparse.Namespace:

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # benchmarks/ is not installed
 
 import xamp
-from benchmarks import bounds, instructions, step
+from benchmarks import bounds, instructions
 
 
 def test_bytecodes_are_counted() -> None:
