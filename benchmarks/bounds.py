@@ -46,5 +46,5 @@ BYTECODES_RATIO = {
 """Python's bytecodes in xamp's step over those in the ``torch.amp`` loop with ``unscale_``, by optimizer and number of
 parameters: some 8 % above what was counted, since versions of Python differ."""
 
-INSTRUCTIONS_RATIO = 1.0
+INSTRUCTIONS_RATIO = 0.90
 """The processor's instructions of xamp's step over those of the ``torch.amp`` loop with ``unscale_``."""

@@ -1,9 +1,9 @@
 """Whole training steps of real models: xamp against torch.amp by hand, accelerate, Fabric and, where it is, Apex.
 
 Each figure is a pair that took turns in one process; both sides have the same model, data and form of the optimizer.
-xamp runs the operators of ``torch.autocast`` (``op_policy="native"``) as the others do; one pair compares the portable
-policy with that. Of each model also: units a second, peak memory, the share of the rate of a large multiplication that
-its FLOPs reach, and on a device that can tell, whether a step waits for it.
+xamp runs the operators of ``torch.autocast`` (``op_policy="native"``) as the others do. Of each model also: units a
+second, peak memory, the share of the rate of a large multiplication that its FLOPs reach, and on a device that can
+tell, whether a step waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import bounds, ways
+from benchmarks import ways
 from benchmarks.nets import NETS, Net, Size, loss_of
 from benchmarks.report import Figure, of_ratio
 from benchmarks.timing import compare, first_wait, module_of, multiplication_rate, seconds
@@ -86,11 +86,9 @@ class Trial:
         calls = max(1, min(20, int(0.02 / took)))
         warm_up = 2 if self.net.large else 20
         pair = compare(mine, theirs, self.device, calls=calls, rounds=self.rounds, warm_up=warm_up)
-        bound = bounds.PORTABLE_RATIO if way.ours is ways.portable else None
-        over = f"{self.case}: portable over native" if way.ours is ways.portable else f"{self.case}: over {other}"
         del mine, theirs
         gc.collect()
-        yield of_ratio(over, pair, bound)
+        yield of_ratio(f"{self.case}: over {other}", pair)
 
     def alone(self, peak: float | None) -> Iterator[Figure]:
         """What xamp's step does in a second, and what it needs."""

@@ -7,7 +7,6 @@ the same optimizer form; neither includes a forward.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure, of_ratio
-from benchmarks.timing import compare, synchronize
+from benchmarks.timing import clock_of, compare, synchronize
 
 COUNTS = (1, 50, 300)
 SHAPE = (4, 4)
@@ -175,16 +174,17 @@ def phases(device: torch.device, rounds: int) -> list[Figure]:
 
 def phase_times(loop: Any, device: torch.device, rounds: int) -> dict[str, float]:
     seen: dict[str, list[float]] = {}
+    clock = clock_of(device)
     for index in range(rounds + 20):
-        last = time.perf_counter()
+        last = clock()
 
         def lap(phase: str, keep: bool = index >= 20) -> None:
             nonlocal last
             synchronize(device)
-            now = time.perf_counter()
+            now = clock()
             if keep:
                 seen.setdefault(phase, []).append((now - last) * 1e6)
-            last = time.perf_counter()
+            last = clock()
 
         loop.phases(lap)
     return {phase: statistics.median(values) for phase, values in seen.items()}

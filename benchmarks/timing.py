@@ -14,6 +14,7 @@ from xamp.testing.measure import Pair
 
 __all__ = [
     "Pair",
+    "clock_of",
     "compare",
     "copy_rate",
     "first_wait",
@@ -34,17 +35,24 @@ def compare(
     warm_up: int = 20,
 ) -> Pair:
     """See :func:`xamp.testing.measure.compare`; the time includes the device's work."""
-    return measure.compare(ours, theirs, lambda: synchronize(device), calls=calls, rounds=rounds, warm_up=warm_up)
+    clock, wait = clock_of(device), functools.partial(synchronize, device)
+    return measure.compare(ours, theirs, wait, calls=calls, rounds=rounds, warm_up=warm_up, clock=clock)
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds: on a CPU those that this process computes, so that it does not count how long it waits for others."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
     """Seconds for one call, the device's work included."""
+    clock = clock_of(device)
     synchronize(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         call()
     synchronize(device)
-    return (time.perf_counter() - start) / calls
+    return (clock() - start) / calls
 
 
 def synchronize(device: torch.device) -> None:

@@ -70,10 +70,6 @@ def ours(task: Task, op_policy: str = "native", level: str | None = None) -> Ste
     return step
 
 
-def portable(task: Task) -> Step:
-    return ours(task, op_policy="portable")
-
-
 def by_hand(task: Task) -> Step:
     """``torch.autocast``, and in fp16 ``torch.amp.GradScaler``, as torch's documentation has them."""
     scaler: Any = torch.amp.GradScaler(task.device.type, enabled=task.dtype == "fp16")
@@ -179,9 +175,7 @@ WAYS = {
     "accelerate": Way(accelerate, module="accelerate", dtypes=("bf16",)),
     "Fabric": Way(fabric, module="lightning.fabric", dtypes=("bf16",)),
     "Apex": Way(apex, ours_at_o2, module="apex.amp", dtypes=()),
-    "xamp, native": Way(ours, portable),
 }
-"""By name. The last one compares the two op policies of xamp."""
 
 
 @contextlib.contextmanager

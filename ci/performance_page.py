@@ -21,8 +21,9 @@ HEAD = f"""# Performance
 What xamp costs, against the loop written by hand and against other libraries. `ci/bench.sh` measures it, and
 `{COMMAND}` makes this page from what it wrote. All comparisons are pairs: both sides
 take turns in one process, and a figure is the median of the ratios (or differences) within a round, with the quartiles
-in brackets. So a busy machine moves the microseconds more than the ratios. A ratio below 1 means that xamp takes less
-time. A bound is the most that a figure may be.
+in brackets. So a busy machine moves the microseconds more than the ratios. On a CPU the clock is the time that the
+process computes, on one thread. A ratio below 1 means that xamp takes less time. A bound is the most that a figure may
+be.
 
 """
 
@@ -37,6 +38,7 @@ TITLES = {
     "scaler": "`xamp.GradScaler` over `torch.amp.GradScaler`, the same loop",
     "forward": "A managed forward, less `with torch.autocast(...)` by hand",
     "models": "Whole steps of models",
+    "portable": "Whole steps under the portable op policy, over the native one",
     "bandwidth": "Unscale and step of large parameters: share of the copy bandwidth",
     "ops": "Operators under the portable op policy, on a CPU",
     "apex": "Functions under the casts of `xamp.apex`, on a CPU",

@@ -71,12 +71,14 @@ def compare(
     calls: int,
     rounds: int,
     warm_up: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Pair:
     """Time both sides in ``rounds`` rounds of ``calls`` calls each; they take turns to go first.
 
     The ratio is taken within a round, where both sides run under the same load. The median over the rounds drops
     rounds in which something else ran. The minimum would compare two lucky moments. ``wait`` waits for the device.
-    Before the first round each side is called ``warm_up`` times, or ``calls`` times if that is more.
+    Before the first round each side is called ``warm_up`` times, or ``calls`` times if that is more. ``clock`` returns
+    seconds.
     """
     for _ in range(max(calls, warm_up)):  # fills allocators and caches; the host decides about the first fused step
         ours()
@@ -88,7 +90,7 @@ def compare(
     try:
         for index in range(rounds):
             pair = (ours, theirs) if index % 2 else (theirs, ours)
-            found = [_time(call, wait, calls) for call in pair]
+            found = [_time(call, wait, calls, clock) for call in pair]
             times.append(found if index % 2 else found[::-1])
     finally:
         if was_on:
@@ -112,14 +114,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _time(call: Callable[[], object], wait: Callable[[], object], calls: int) -> float:
+def _time(call: Callable[[], object], wait: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
     """Microseconds for one call."""
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         call()
     wait()
-    return (time.perf_counter() - start) / calls * 1e6
+    return (clock() - start) / calls * 1e6
 
 
 class Storages(TorchDispatchMode):
