@@ -68,8 +68,8 @@ def main() -> int:
         if name == "step" and arguments.phases:
             done["phases"] = step.phases(device, arguments.rounds)
             print_table("Where it goes, us", done["phases"])
-    about["load at the end"] = machine.described(device)["load"]
-    _write(arguments, about, done)
+        about["load at the end"] = machine.described(device)["load"]
+        _write(arguments, about, done)  # so that what is done stays if a later one fails
     missed = [f"{name}: {f.case}" for name, figures in done.items() for f in figures if f.missed]
     print(f"\nmissed: {'; '.join(missed)}" if missed else "\nall within bounds")
     return 1 if missed else 0

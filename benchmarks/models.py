@@ -116,7 +116,7 @@ class Trial:
         if self.device.type == "cpu":
             with Storages(self.device.type) as storages:
                 step()
-            return storages.lap()
+            return float(storages.lap())
         module = module_of(self.device)
         module.reset_peak_memory_stats(self.device)
         step()

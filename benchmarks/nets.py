@@ -180,7 +180,7 @@ def optimizer_for(net: Net, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer, in its fused form where the device has one; so all ways have the same form."""
     params: Any = list(model.parameters())
 
-    def make(**form: bool) -> torch.optim.Optimizer:
+    def make(**form: Any) -> torch.optim.Optimizer:
         if net.adam:
             return torch.optim.AdamW(params, lr=1e-5, **form)
         return torch.optim.SGD(params, lr=1e-4, momentum=0.9, **form)

@@ -39,7 +39,7 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
         ctx.params = params
-        ctx.values = torch.full((len(params), *params[0].shape), 1e-3, device=leaf.device)
+        ctx.values = torch.full((len(params), *params[0].shape), 1e-3, device=leaf.device, dtype=params[0].dtype)
         ctx.buffer = torch.empty_like(ctx.values)
         ctx.views = list(ctx.buffer.unbind())
         return leaf.clone()
@@ -61,8 +61,12 @@ class Loop:
         self.model = torch.nn.ParameterList(tensors)
         self.params: list[torch.nn.Parameter] = list(self.model.parameters())
         self.optimizer = make(self.params)
-        leaf = torch.ones((), device=device, requires_grad=True)
-        self.loss: torch.Tensor = _Ready.apply(leaf, self.params)  # type: ignore[no-untyped-call]
+        self.loss = self.ready_loss()
+
+    def ready_loss(self) -> torch.Tensor:
+        """A loss whose gradients have the parameters' dtype."""
+        leaf = torch.ones((), device=self.params[0].device, requires_grad=True)
+        return _Ready.apply(leaf, self.params)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Ours(Loop):
@@ -77,6 +81,7 @@ class Ours(Loop):
     ) -> None:
         super().__init__(count, make, device, shape)
         xamp.initialize(self.model, self.optimizer, level=level, fused=fused, growth_interval=10**6, verbosity=0)
+        self.loss = self.ready_loss()  # initialize may have lowered the parameters
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
