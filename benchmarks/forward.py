@@ -11,7 +11,7 @@ import torch
 
 import xamp
 from benchmarks import bounds
-from benchmarks.report import Figure
+from benchmarks.report import Figure, of_difference
 from benchmarks.timing import compare
 from xamp import policy
 
@@ -107,7 +107,7 @@ def _output(name: str, device: torch.device, rounds: int) -> Figure:
             return by_hand(plain(x))
 
     pair = compare(lambda: managed(x), theirs, device, calls=200, rounds=rounds)
-    return Figure(f"{level} output {name}", pair.difference, "us", bounds.FORWARD_US, f"{pair}  ratio {pair.ratio:.2f}")
+    return of_difference(f"{level} output {name}", pair, bounds.FORWARD_US)
 
 
 def _figure(
@@ -131,4 +131,4 @@ def _figure(
     with contextlib.nullcontext() if grad else torch.no_grad():
         pair = compare(lambda: managed(x), theirs, device, calls=200, rounds=rounds)
     case = f"{level} {name}, {'grad' if grad else 'no_grad'}"
-    return Figure(case, pair.difference, "us", bounds.FORWARD_US, f"{pair}  ratio {pair.ratio:.2f}")
+    return of_difference(case, pair, bounds.FORWARD_US)

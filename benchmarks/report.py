@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from xamp.testing.measure import Pair
+
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
@@ -16,6 +18,7 @@ class Figure:
         unit: the unit of ``value`` and ``bound``.
         bound: the largest allowed value; None: the figure is for information.
         detail: further numbers, printed as they are.
+        spread: the quartiles of ``value`` over the rounds; None: it was not measured in rounds.
     """
 
     case: str
@@ -23,6 +26,7 @@ class Figure:
     unit: str
     bound: float | None = None
     detail: str = ""
+    spread: tuple[float, float] | None = None
 
     @property
     def missed(self) -> bool:
@@ -33,11 +37,25 @@ class Figure:
         return "" if self.bound is None else "MISSED" if self.missed else "ok"
 
 
+def of_ratio(case: str, pair: Pair, bound: float | None = None) -> Figure:
+    """The ratio of a pair."""
+    return Figure(case, pair.ratio, "ratio", bound, str(pair), pair.ratio_spread)
+
+
+def of_difference(case: str, pair: Pair, bound: float | None = None) -> Figure:
+    """The difference of a pair, in microseconds."""
+    detail = f"{pair}  ratio {pair.ratio:.2f}"
+    return Figure(case, pair.difference, "us", bound, detail, pair.difference_spread)
+
+
+def shown(figure: Figure) -> str:
+    """The value, with its spread behind it."""
+    spread = "" if figure.spread is None else " ({:.3f} to {:.3f})".format(*figure.spread)
+    return f"{figure.value:.3f}{spread}"
+
+
 def print_table(title: str, figures: Iterable[Figure]) -> None:
-    rows = [
-        (f.case, f"{f.value:.3f}", f.unit, "" if f.bound is None else f"{f.bound:g}", f.verdict, f.detail)
-        for f in figures
-    ]
+    rows = [(f.case, shown(f), f.unit, "" if f.bound is None else f"{f.bound:g}", f.verdict, f.detail) for f in figures]
     rows.insert(0, ("case", "value", "unit", "bound", "", ""))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     print(f"\n{title}")

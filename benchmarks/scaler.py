@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 import xamp
-from benchmarks.report import Figure
+from benchmarks.report import Figure, of_ratio
 from benchmarks.step import COUNTS, FORMS, Make, Theirs, calls_for
 from benchmarks.timing import compare
 
@@ -28,5 +28,5 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
                 ours, theirs = (kind(count, make, device, unscale=unscale) for kind in (Ours, Theirs))
                 pair = compare(ours, theirs, device, calls=calls_for(count), rounds=rounds)
                 case = f"{name}, {count}" + (", unscale_" if unscale else "")
-                figures.append(Figure(case, pair.ratio, "ratio", None, str(pair)))
+                figures.append(of_ratio(case, pair))
     return figures

@@ -7,7 +7,6 @@ the same optimizer form; neither includes a forward.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 
 import xamp
 from benchmarks import bounds
-from benchmarks.report import Figure
-from benchmarks.timing import compare, synchronize
+from benchmarks.report import Figure, of_ratio
+from benchmarks.timing import clock_of, compare, synchronize
 
 COUNTS = (1, 50, 300)
 SHAPE = (4, 4)
@@ -40,7 +39,7 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, params: list[torch.Tensor]) -> torch.Tensor:
         ctx.params = params
-        ctx.values = torch.full((len(params), *SHAPE), 1e-3, device=leaf.device)
+        ctx.values = torch.full((len(params), *params[0].shape), 1e-3, device=leaf.device, dtype=params[0].dtype)
         ctx.buffer = torch.empty_like(ctx.values)
         ctx.views = list(ctx.buffer.unbind())
         return leaf.clone()
@@ -56,20 +55,33 @@ class _Ready(torch.autograd.Function):
 class Loop:
     """Parameters, an optimizer over them, and a loss whose graph is kept and whose backward is cheap."""
 
-    def __init__(self, count: int, make: Make, device: torch.device) -> None:
+    def __init__(self, count: int, make: Make, device: torch.device, shape: tuple[int, ...] = SHAPE) -> None:
         torch.manual_seed(0)
-        tensors = [torch.nn.Parameter(torch.randn(SHAPE, device=device)) for _ in range(count)]
+        tensors = [torch.nn.Parameter(torch.randn(shape, device=device)) for _ in range(count)]
         self.model = torch.nn.ParameterList(tensors)
         self.params: list[torch.nn.Parameter] = list(self.model.parameters())
         self.optimizer = make(self.params)
-        leaf = torch.ones((), device=device, requires_grad=True)
-        self.loss: torch.Tensor = _Ready.apply(leaf, self.params)  # type: ignore[no-untyped-call]
+        self.loss = self.ready_loss()
+
+    def ready_loss(self) -> torch.Tensor:
+        """A loss whose gradients have the parameters' dtype."""
+        leaf = torch.ones((), device=self.params[0].device, requires_grad=True)
+        return _Ready.apply(leaf, self.params)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Ours(Loop):
-    def __init__(self, count: int, make: Make, device: torch.device, level: str, fused: bool | str) -> None:
-        super().__init__(count, make, device)
+    def __init__(
+        self,
+        count: int,
+        make: Make,
+        device: torch.device,
+        level: str,
+        fused: bool | str,
+        shape: tuple[int, ...] = SHAPE,
+    ) -> None:
+        super().__init__(count, make, device, shape)
         xamp.initialize(self.model, self.optimizer, level=level, fused=fused, growth_interval=10**6, verbosity=0)
+        self.loss = self.ready_loss()  # initialize may have lowered the parameters
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
@@ -92,8 +104,16 @@ class Ours(Loop):
 
 
 class Theirs(Loop):
-    def __init__(self, count: int, make: Make, device: torch.device, *, unscale: bool = True) -> None:
-        super().__init__(count, make, device)
+    def __init__(
+        self,
+        count: int,
+        make: Make,
+        device: torch.device,
+        *,
+        unscale: bool = True,
+        shape: tuple[int, ...] = SHAPE,
+    ) -> None:
+        super().__init__(count, make, device, shape)
         self.scaler: Any = torch.amp.GradScaler(device.type, growth_interval=10**6)
         self.unscale = unscale
 
@@ -129,12 +149,12 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
         for count in COUNTS:
             ours = Ours(count, make, device, "O1", "auto" if fused else False)
             pair = compare(ours, Theirs(count, make, device), device, calls=calls_for(count), rounds=rounds)
-            figures.append(Figure(f"{name}, {count}", pair.ratio, "ratio", bounds.STEP_RATIO, str(pair)))
+            figures.append(of_ratio(f"{name}, {count}", pair, bounds.STEP_RATIO))
     for name, (make, fused) in FORMS.items():
         ours = Ours(COUNTS[1], make, device, "O1", "auto" if fused else False)
         bare = Theirs(COUNTS[1], make, device, unscale=False)
         pair = compare(ours, bare, device, calls=calls_for(COUNTS[1]), rounds=rounds)
-        figures.append(Figure(f"{name}, {COUNTS[1]}, no unscale_", pair.ratio, "ratio", None, str(pair)))
+        figures.append(of_ratio(f"{name}, {COUNTS[1]}, no unscale_", pair))
     return figures
 
 
@@ -151,24 +171,25 @@ def phases(device: torch.device, rounds: int) -> list[Figure]:
             ours = Ours(count, make, device, "O1", "auto" if fused else False)
             theirs = Theirs(count, make, device)
             for side, loop in (("xamp", ours), ("torch", theirs)):
-                times = _phase_times(loop, device, rounds * 4)
+                times = phase_times(loop, device, rounds * 4)
                 detail = "  ".join(f"{phase} {us:.1f}" for phase, us in times.items())
                 figures.append(Figure(f"{name}, {count}, {side}", sum(times.values()), "us", None, detail))
     return figures
 
 
-def _phase_times(loop: Any, device: torch.device, rounds: int) -> dict[str, float]:
+def phase_times(loop: Any, device: torch.device, rounds: int) -> dict[str, float]:
     seen: dict[str, list[float]] = {}
+    clock = clock_of(device)
     for index in range(rounds + 20):
-        last = time.perf_counter()
+        last = clock()
 
         def lap(phase: str, keep: bool = index >= 20) -> None:
             nonlocal last
             synchronize(device)
-            now = time.perf_counter()
+            now = clock()
             if keep:
                 seen.setdefault(phase, []).append((now - last) * 1e6)
-            last = time.perf_counter()
+            last = clock()
 
         loop.phases(lap)
     return {phase: statistics.median(values) for phase, values in seen.items()}

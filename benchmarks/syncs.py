@@ -14,6 +14,7 @@ import torch
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure
+from benchmarks.timing import first_wait
 from xamp.testing.reads import HostReads, host_as_device
 
 STEPS = 40
@@ -50,8 +51,8 @@ def run(device: torch.device) -> list[Figure]:
         if arguments.get("fused") is False:
             reads -= _count(make, None, device)[0]
         figures.append(Figure(case, reads / STEPS, "a step", bound, ", ".join(sorted(names))))
-        if device.type != "cpu" and bound == 0:
-            figures.append(_strict(case, make, arguments, device))
+        if bound == 0:
+            figures += _strict(case, make, arguments, device)
     return figures
 
 
@@ -93,18 +94,10 @@ def _count(make: Make, arguments: dict[str, Any] | None, device: torch.device) -
     return reads.count, set(reads.names)
 
 
-def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.device) -> Figure:
-    """Measure with CUDA's sync debug mode, which raises at the first operation that waits."""
+def _strict(case: str, make: Make, arguments: dict[str, Any], device: torch.device) -> list[Figure]:
+    """Measure with the device's sync debug mode, where it has one."""
     one = _training(make, arguments, device)
     for _ in range(WARM_UP):
         one()
-    waited = ""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(STEPS):
-            one()
-    except RuntimeError as error:
-        waited = str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return Figure(f"{case}, sync debug mode", float(bool(waited)), "a step", 0, waited)
+    waited = first_wait(one, device, STEPS)
+    return [] if waited is None else [Figure(f"{case}, sync debug mode", float(bool(waited)), "a step", 0, waited)]

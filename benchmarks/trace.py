@@ -14,7 +14,7 @@ from torch import nn
 
 import xamp
 from benchmarks import bounds
-from benchmarks.report import Figure
+from benchmarks.report import Figure, of_ratio
 from benchmarks.timing import compare
 from xamp.debug.recorder import EVERY
 
@@ -50,7 +50,7 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
             for _ in range(10):
                 ours()
             pair = compare(ours, bare, device, calls=EVERY, rounds=max(5, rounds // 15))
-            figures.append(Figure(name, pair.ratio, "ratio", None if index else bounds.TRACE_RATIO, str(pair)))
+            figures.append(of_ratio(name, pair, None if index else bounds.TRACE_RATIO))
             assert ours.recorder is not None
             ours.recorder.close()
     return figures

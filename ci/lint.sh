@@ -24,6 +24,9 @@ say "docs/settings.md"
 "$py" ci/settings_page.py --check
 say "docs/libraries.md, docs/levels.md"
 "$py" ci/libraries_page.py --check
+say "docs/performance.md, docs/scaling.md"
+"$py" ci/performance_page.py --check
+"$py" ci/scaling_page.py --check
 say "the pictures of docs/concepts.md"
 "$py" ci/concept_pictures.py --check
 say "docs/porting.md"

@@ -7,7 +7,7 @@ import gc
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from xamp.testing.lane import Lane
 
-__all__ = ["Pair", "Storages", "best_ratio", "compare"]
+__all__ = ["Pair", "Storages", "best_ratio", "compare", "quartiles"]
 
 ATTEMPTS = 5
 """How often a ratio is measured until it is within its bound: other load on the machine can only make it worse."""
@@ -47,26 +47,40 @@ def best_ratio(ours: Callable[[], object], theirs: Callable[[], object], lane: L
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Medians over the rounds: each side's microseconds for one call, their ratio, and their difference."""
+    """Medians over the rounds: each side's microseconds for one call, their ratio, and their difference.
+
+    The two spreads are the quartiles of the ratio and of the difference: half of the rounds lie between them.
+    """
 
     ours: float
     theirs: float
     ratio: float
     difference: float
+    ratio_spread: tuple[float, float]
+    difference_spread: tuple[float, float]
 
     def __str__(self) -> str:
         return f"{self.ours:7.1f} us : {self.theirs:7.1f} us"
 
 
 def compare(
-    ours: Callable[[], object], theirs: Callable[[], object], wait: Callable[[], object], *, calls: int, rounds: int
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    wait: Callable[[], object],
+    *,
+    calls: int,
+    rounds: int,
+    warm_up: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Pair:
     """Time both sides in ``rounds`` rounds of ``calls`` calls each; they take turns to go first.
 
     The ratio is taken within a round, where both sides run under the same load. The median over the rounds drops
     rounds in which something else ran. The minimum would compare two lucky moments. ``wait`` waits for the device.
+    Before the first round each side is called ``warm_up`` times, or ``calls`` times if that is more. ``clock`` returns
+    seconds.
     """
-    for _ in range(max(calls, 20)):  # fills allocators and caches; the host decides about the first fused step
+    for _ in range(max(calls, warm_up)):  # fills allocators and caches; the host decides about the first fused step
         ours()
         theirs()
     times = []
@@ -76,27 +90,38 @@ def compare(
     try:
         for index in range(rounds):
             pair = (ours, theirs) if index % 2 else (theirs, ours)
-            found = [_time(call, wait, calls) for call in pair]
+            found = [_time(call, wait, calls, clock) for call in pair]
             times.append(found if index % 2 else found[::-1])
     finally:
         if was_on:
             gc.enable()
+    ratios, differences = [a / b for a, b in times], [a - b for a, b in times]
     return Pair(
         statistics.median(a for a, _ in times),
         statistics.median(b for _, b in times),
-        statistics.median(a / b for a, b in times),
-        statistics.median(a - b for a, b in times),
+        statistics.median(ratios),
+        statistics.median(differences),
+        quartiles(ratios),
+        quartiles(differences),
     )
 
 
-def _time(call: Callable[[], object], wait: Callable[[], object], calls: int) -> float:
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The lower and the upper quartile; of one value, that value twice."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, method="inclusive")
+    return low, high
+
+
+def _time(call: Callable[[], object], wait: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
     """Microseconds for one call."""
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         call()
     wait()
-    return (time.perf_counter() - start) / calls * 1e6
+    return (clock() - start) / calls * 1e6
 
 
 class Storages(TorchDispatchMode):

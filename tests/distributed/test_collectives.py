@@ -1,0 +1,31 @@
+"""What a training step calls of the other ranks: as docs/scaling.md says, counted in real processes on gloo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ci_scripts import script
+from forked_ranks import Ranks
+
+HERE = Path(__file__).parent
+KEPT = HERE / "collectives.json"
+
+scaling_page = script("scaling_page")
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_the_counts_are_those_of_the_page(count: int, forked_ranks: Ranks, tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    forked_ranks.run(HERE / "collectives_worker.py", str(found), count=count, output=tmp_path / "output.txt")
+    counted: Any = json.loads(found.read_text())[str(count)]
+    kept: Any = json.loads(KEPT.read_text())[str(count)]
+    for engine, levels in kept.items():
+        for level, wanted in levels.items():
+            assert counted[engine][level]["collectives"] == wanted["collectives"], (engine, level)
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert scaling_page.main(["--check"]) == 0
