@@ -85,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> float:
         xamp.clip_grad_norm_(optimizer, 1.0)  # the norm of the whole gradient, on every rank
         optimizer.step()
         if rank == 0 and step % 50 == 0:
-            print(f"step {step}: {xamp.session(optimizer).last_step.name}, scale {xamp.loss_scale(optimizer):g}")
+            skipped = xamp.session(optimizer).last_step is xamp.StepOutcome.SKIPPED
+            print(f"step {step}: {'skipped' if skipped else 'applied'}, scale {xamp.loss_scale(optimizer):g}")
 
     mean = loss.detach().clone()
     dist.all_reduce(mean)
