@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from xamp.casting import node_numbers
-from xamp.casting.compiler import keep_eager
 from xamp.casting.mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
 from xamp.casting.needs import needs
+from xamp.ground.compiler import keep_eager
 
 __all__ = [
     "current",

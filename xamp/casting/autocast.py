@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from xamp.casting import active, ops
-from xamp.casting.compiler import keep_eager
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean
+from xamp.ground.compiler import keep_eager
 from xamp.registry import device_in_use
 
 __all__ = ["Casts", "Reentrant", "autocast"]

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from xamp.casting.compiler import keep_eager
 from xamp.casting.mark import Mark
+from xamp.ground.compiler import keep_eager
 
 __all__ = ["answer", "find", "keep"]
 

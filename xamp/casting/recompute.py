@@ -18,7 +18,7 @@ from typing import Any
 from torch.utils import checkpoint
 
 from xamp.casting import active
-from xamp.casting.compiler import keep_eager
+from xamp.ground.compiler import keep_eager
 
 __all__ = ["watch"]
 

@@ -517,7 +517,7 @@ class ScaledLoss:
         except BaseException:
             if not scope.ended and kind is not None:
                 scope.abandon()
-            elif not scope.ended and self._scaler.updates == updates:
+            elif not scope.ended and self._scaler.updates is updates:
                 scope.forget()
             else:  # the scale has moved, which comes last: all is done
                 scope.end()

@@ -21,6 +21,7 @@ from xamp.errors import StateError
 from xamp.ground.pickle_names import pickled_as
 from xamp.policy import Policy
 from xamp.scaling import shards
+from xamp.scaling.in_graphs import check_unwritten, is_written, refuse_written
 
 __all__ = [
     "GradientWitness",
@@ -293,6 +294,7 @@ class GradientWitness:
         self._pairs = pairs
         self._param = min((p for p, _ in pairs), key=lambda p: p.numel())
         self._left: tuple[torch.Tensor, int] | None = None
+        self._asked = torch.zeros((), device=self._param.device)
         _witnesses[self._param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
     def leave(self) -> None:
@@ -323,13 +325,10 @@ class GradientWitness:
         zeros, version = self._left
         if self._param.grad is not zeros:
             self._drop()
-        elif zeros._version != version:
-            raise StateError(
-                f"{call}: there are gradients that did not come through scale_loss since the last step: a backward() "
-                "ran without it, or the gradients of the model's own parameters were written to. At this level "
-                "gradients are in the fp32 masters: clip and change those, with xamp.clip_grad_norm_(optimizer, "
-                "max_norm) or xamp.master_params(optimizer), and run every backward() inside the with block."
-            )
+        elif torch.compiler.is_compiling():
+            check_unwritten(self._asked, zeros, version, call)
+        elif is_written(zeros, version):
+            raise refuse_written(call)
 
     def collect(self) -> bool:
         """Before the next backward: take the zeros away again; return whether they were there, unchanged.

@@ -123,6 +123,10 @@ class ScaleRules:
         return int(max(min(moves, default=0.0), 0.0))
 
 
+class _Moment:
+    """Equal to itself only. A number would do, but the compiler compiles for its first value, and then for any."""
+
+
 class LossScaler:
     """The loss scale of one ``loss_id``. :meth:`update` moves a dynamic one on the device; the host does not read it.
 
@@ -133,9 +137,10 @@ class LossScaler:
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale.
-        updates: counts the updates of a dynamic scale that are done.
+        updates: another object after each update of a dynamic scale that is done.
         set_at: when it did, by :data:`clock`.
-        version: counts the updates, also those that failed. While it is the same, the scale has not moved.
+        version: another object after each update, also after one that failed. While it is the same, the scale has not
+            moved.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
 
@@ -143,7 +148,7 @@ class LossScaler:
         self.index = index
         self.scope: Scope | None = None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
-        self.version = self.updates = 0
+        self.version = self.updates = _Moment()
         self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
         self.live_in(state)
         self.rules = ScaleRules.of(policy)
@@ -193,12 +198,13 @@ class LossScaler:
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True
-        self.version += 1
+        self.version = _Moment()
 
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        if self._inverse_is_stale or (self._captures is not None and self._in_graph()):
+        # Compiled code always computes it: a second form without would be compiled at the next step.
+        if _is_compiling() or self._inverse_is_stale or (self._captures is not None and self._in_graph()):
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
@@ -227,11 +233,11 @@ class LossScaler:
             return
         # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
         safe = 0 if _is_compiling() or (self._captures is not None and self._in_graph()) else self._safe_updates
-        scale, done = self.scale, self.updates + 1
+        scale, done = self.scale, _Moment()
         before = scale._version
         self._safe_updates = 0
         self._inverse_is_stale = True
-        self.version += 1
+        self.version = _Moment()
         try:
             torch._amp_update_scale_(
                 scale,

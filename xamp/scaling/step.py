@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.errors import LossScaleCollapsed, StateError
+from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
@@ -439,6 +440,7 @@ class OptimizerState:
                 self._conclude(flag, readable)
             raise
 
+    @keep_eager  # it may read the device, and is called where a step of torch's has broken the graph already
     def _recorded(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
         """Record the device state of this step, in a graph on the device; return the records that became readable."""
         if self.replays.capturing():
@@ -598,6 +600,7 @@ class OptimizerState:
             return None
         return watch.collapsed(scales, used)
 
+    @keep_eager
     def _observe(self, note: tuple[Sequence[int], int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has. ``note`` has the losses used and the time."""
         used, at = note
@@ -638,6 +641,10 @@ class OptimizerState:
             f"bfloat16 ({wide}). The first module and operator: run a step in `with "
             "xamp.debug.find_nonfinite(model, optimizer) as found:`, then print(found.report)."
         )
+
+
+# It counts, and a number that moves is compiled twice. What it calls is compiled.
+keep_eager(OptimizerState._finish, inner=False)
 
 
 def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:

@@ -84,7 +84,7 @@ class ManualEngine(Engine):
         self._factors = [self.scaler.factor]
         self._known_version = -1  # version counter of the factor when the engine last looked at it
         self._began = False  # a loss was scaled since the last update
-        self._finished_updates = 0  # moves of the scale of which the iteration has ended
+        self._finished_updates = self.scaler.updates  # moves of the scale of which the iteration has ended
 
     @property
     def states(self) -> list[OptimizerState]:
@@ -160,7 +160,7 @@ class ManualEngine(Engine):
 
     def move(self) -> None:
         """Back off or grow the scale by the sticky flags of all optimizers, once until :meth:`finish` is done."""
-        if self.scaler.updates == self._finished_updates:
+        if self.scaler.updates is self._finished_updates:
             self.scaler.update(self.memory.sticky.max())
 
     def finish(self) -> None:

@@ -291,7 +291,7 @@ def scale_loss(
     if not engine.enabled:
         if distributed.is_running():
             engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return contextlib.nullcontext(loss)
+        return _Unscaled(loss)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
     if engine.scale_loss is not None:
@@ -304,8 +304,23 @@ def scale_loss(
     if not engine.policy.manages_gradients:
         if distributed.is_running():
             engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return contextlib.nullcontext(loss)
+        return _Unscaled(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
+
+
+class _Unscaled:
+    """Yields a loss as it is. The compiler fails on a ``nullcontext(loss)`` with a ``backward`` in its body."""
+
+    __slots__ = ("_loss",)
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self._loss = loss
+
+    def __enter__(self) -> torch.Tensor:
+        return self._loss
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:

@@ -25,13 +25,13 @@ import torch
 from torch.compiler import config
 
 from xamp.casting import active, recompute
-from xamp.casting.compiler import keep_eager
 from xamp.casting.needs import needs
 from xamp.casting.ops import OpPolicy
 from xamp.casting.ops.samples import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground.compiler import keep_eager
 from xamp.ground.version import __version__
 
 __all__ = ["SAME", "Portable", "additions", "install"]
