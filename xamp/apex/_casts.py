@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class Casting:
         """Switch casts on or off, until the next call."""
         with _lock:
             self._on = on
-            self.active = on and not self._pauses
+            self._set_active()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -128,7 +128,12 @@ class Casting:
     def _pause(self, more: int) -> None:
         with _lock:
             self._pauses += more
-            self.active = self._on and not self._pauses
+            self._set_active()
+
+    def _set_active(self) -> None:
+        before, self.active = self.active, self._on and not self._pauses
+        if self.active is not before:
+            process.tell_switched()
 
     def clear(self) -> None:
         """Clear the cache: forget the casts of Parameters."""
@@ -236,10 +241,17 @@ class _Process:
 
     Attributes:
         casting: the casting of the newest handle; None where there is no handle.
+        tell_switched: is called when casts were switched on or off.
     """
 
     def __init__(self) -> None:
         self.casting: Casting | None = None
+        self.tell_switched: Callable[[], None] = lambda: None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether there is a handle, and its casts are off."""
+        return self.casting is not None and not self.casting.active
 
 
 process = _Process()

@@ -136,6 +136,7 @@ def start(
         _patches.hold(wanted)
         _handles.append(handle)
         _casts.process.casting = casting
+        _patches.tag_caches()  # an older handle may be paused, this one is not
         _functions.switch(True)
         state.handle = handle
     return handle

@@ -24,15 +24,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional
-from torch.compiler import config
 
 from xamp.apex import _rnn
+from xamp.apex._casts import process
 from xamp.apex._lists import LISTS, in_place
 from xamp.apex._wrappers import make_wrapper
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
+from xamp.ground import cache_keys
+from xamp.ground.version import __version__
 
-__all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release"]
+__all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release", "tag_caches"]
 
 _ABSENT = object()
 
@@ -271,7 +273,7 @@ def _prepare_compiler() -> None:
         rules.get_tensor_method()
 
 
-_tag: list[str] = []
+_digest: list[str] = []  # of what the wrappers do
 
 
 def _clear_caches() -> None:
@@ -282,11 +284,21 @@ def _clear_caches() -> None:
             clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if _tag:
-        config.cache_key_tag = config.cache_key_tag.replace(_tag.pop(), "")
+    _digest.clear()
     if _wanted:
         # The keys of the compiler's caches on disk have the names of called functions. The tag adds what wrappers do.
         told = [(place.name, place.kinds) for place in (patch.place for patch in _patches.values())]
-        digest = hashlib.sha256(repr((told, [wanted.tag for wanted in _wanted])).encode()).hexdigest()[:12]
-        _tag.append(f";xamp-apex-{digest}")
-        config.cache_key_tag += _tag[0]
+        told_all = (__version__, told, [wanted.tag for wanted in _wanted])
+        _digest.append(hashlib.sha256(repr(told_all).encode()).hexdigest()[:12])
+    tag_caches()
+
+
+def tag_caches() -> None:
+    """Put into the keys of the compiler's caches on disk what wrappers do now, and whether their casts are paused.
+
+    The slot tells of a pause too, but only on the thread that began it, and not where ``_is_active`` was written to.
+    """
+    cache_keys.put("apex", f"{_digest[0]}{'-paused' * process.is_paused}" if _digest else "")
+
+
+process.tell_switched = tag_caches

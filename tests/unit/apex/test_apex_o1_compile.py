@@ -225,6 +225,59 @@ def test_the_keys_of_caches_on_disk_change_and_are_put_back() -> None:
     assert before not in found
 
 
+def test_the_keys_of_caches_on_disk_tell_of_a_pause() -> None:
+    """Casts are paused for all threads, and the slot tells only the one that paused them."""
+    config: Any = torch.compiler.config
+    before = config.cache_key_tag
+    with casts():
+        handle, on = init(), config.cache_key_tag
+        with disable_casts():
+            paused = config.cache_key_tag
+            with disable_casts():
+                assert config.cache_key_tag == paused
+            assert config.cache_key_tag == paused
+        assert paused != on
+        assert config.cache_key_tag == on
+        handle._is_active = False
+        assert config.cache_key_tag == paused
+        newer, two = init(), config.cache_key_tag
+        assert not two.endswith("-paused")
+        newer._deactivate()
+        assert config.cache_key_tag == paused
+        handle._is_active = True
+        assert config.cache_key_tag == on
+        handle._deactivate()
+    assert config.cache_key_tag == before
+
+
+def test_the_keys_of_caches_on_disk_change_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for version in ("0.2.0", "0.2.1"):
+        monkeypatch.setattr(_patches, "__version__", version)
+        with casts():
+            found.add(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
+    assert len(found) == 2
+
+
+def test_the_keys_are_those_of_every_thread() -> None:
+    """torch keeps its settings by thread."""
+    config: Any = torch.compiler.config
+    found: list[str] = []
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: found.append(config.cache_key_tag))
+        thread.start()
+        thread.join()
+
+    ask()
+    with casts(), disable_casts():
+        ask()
+        assert found[1] == config.cache_key_tag
+    ask()
+    assert found[0] == found[2] != found[1]
+    assert found[1].endswith("-paused")
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_caches_on_disk_know_of_casts() -> None:

@@ -22,7 +22,6 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
-from torch.compiler import config
 
 from xamp.casting import active, recompute
 from xamp.casting.needs import needs
@@ -31,6 +30,7 @@ from xamp.casting.ops.samples import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground import cache_keys
 from xamp.ground.compiler import keep_eager
 from xamp.ground.version import __version__
 
@@ -119,9 +119,7 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
     """Add the entries to the keys of the compiler's disk caches: the keys hold the called operators, but no casts."""
     rules = [(overload, native, RULES[overload].kind) for overload, native in missing.items()]
     digest = hashlib.sha256(repr((__version__, rules)).encode()).hexdigest()[:12]
-    tag = f";xamp-{device_type}-{digest}"
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag += tag
+    cache_keys.put(device_type, digest)
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
