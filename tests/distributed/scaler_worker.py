@@ -111,6 +111,34 @@ def chip(rank: int, group: Any, wrapped: bool) -> dict[str, Any]:
     return found
 
 
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "init_scale": {"init_scale": 64.0},
+    "growth_interval": {"growth_interval": 7},
+    "backoff_factor": {"backoff_factor": 0.25},
+    "enabled": {"enabled": False},
+}
+
+
+def different(rank: int, name: str, wrapped: bool) -> dict[str, Any]:
+    """Rank 1 has another setting; what each rank is told, and at which step. Without a wrapper nothing is shared."""
+    model = make()
+    wrapper = DistributedDataParallel(model) if wrapped else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = xamp.GradScaler(**{"init_scale": 1024.0, **(DIFFERENT[name] if rank else {})})
+    found: dict[str, Any] = {"error": "", "step": 3}
+    for step in range(3):
+        scaler.scale(wrapper(torch.ones(2, 8)).square().mean()).backward()
+        if found["error"]:
+            continue
+        try:
+            scaler.step(optimizer)
+            scaler.update()
+        except xamp.PolicyError as error:
+            found = {"error": str(error), "step": step}
+    return found
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -118,6 +146,10 @@ def main(folder: Path) -> None:
     found = {f"{run.__name__} {kind}": run(kind, rank) for run in (ddp, fsdp, alone) for kind in ("xamp", "torch")}
     found["chip"] = chip(rank, None, True)
     found["chip alone"] = chip(rank, groups[rank], False)
+    dist.barrier()
+    for name in DIFFERENT:
+        found[f"different {name}"] = different(rank, name, wrapped=True)
+        found[f"different {name}, alone"] = different(rank, name, wrapped=False)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

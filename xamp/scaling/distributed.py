@@ -9,6 +9,7 @@ and DDP leaves no trace in the model. xamp finds FSDP in the model itself.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import operator
 import weakref
@@ -29,6 +30,7 @@ from xamp.scaling.shards import is_dtensor, local
 
 __all__ = [
     "Wrappers",
+    "groups_sharing",
     "is_running",
     "is_shard",
     "is_sharded",
@@ -274,6 +276,19 @@ class Wrappers:
         if self._sharded is None:
             self._sharded = [weakref.ref(m) for m in self._modules() if is_sharded(m)]
         return (module for ref in self._sharded if (module := ref()) is not None)
+
+
+def groups_sharing(params: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the process groups of DDPs and DTensors that hold any of ``params``, where no model is known.
+
+    This searches all objects, and is called once: a parameter does not know its DDP.
+    """
+    params = list(params)
+    ids = {id(p) for p in params}
+    ddps: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    found = [ddp.process_group for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
+    found += [group for p in params for group in layout_of(p, {}).holders]
+    return list(widest({id(group): group for group in found}.values()))
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -13,15 +13,17 @@ all have written, and then everybody looks again.
 from __future__ import annotations
 
 import collections
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from xamp.errors import PolicyError, StateError
 
-__all__ = ["OF_THE_SCALE", "RankSettings"]
+__all__ = ["OF_THE_SCALE", "RankSettings", "ScalerSettings"]
 
 OF_THE_SCALE = (
     *("enabled", "level", "dynamic", "static_scale", "checks", "num_losses", "init_scale", "growth_factor"),
@@ -44,6 +46,13 @@ class _Meeting:
             another, and so on.
         compared: names of the settings that must be equal; empty: all.
     """
+
+    call = "scale_loss"
+    shared = "ranks that share a model"
+    cure = (
+        "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
+        "decide together."
+    )
 
     def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
@@ -98,9 +107,8 @@ class _Meeting:
                 different = {first: different[first]}
         if different:
             raise PolicyError(
-                f"scale_loss: ranks that share a model were given different settings: {_told(different)}. Their "
-                "gradients would not add up, and their weights drift apart. Give initialize the same arguments and the "
-                "same checkpoint on every rank, or process_group=, the ranks that decide together."
+                f"{self.call}: {self.shared} were given different settings: {_told(different)}. Their gradients would "
+                f"not add up, and their weights drift apart. {self.cure}"
             )
 
     def _read(self, rank: int) -> dict[str, str]:
@@ -112,12 +120,25 @@ class _Meeting:
         return f"{self._key}/{rank}"
 
 
+class _ScalersMeeting(_Meeting):
+    """The same of a :class:`xamp.GradScaler`."""
+
+    call = "GradScaler"
+    shared = "ranks that decide together"
+    cure = (
+        "Give GradScaler the same arguments and the same state on every rank, or set its process_group, the ranks that "
+        "decide together."
+    )
+
+
 class RankSettings:
     """Compares the settings of one session with those of the other ranks.
 
     Attributes:
         is_settled: nothing is left to compare, as long as no wrapper appears.
     """
+
+    meeting: type[_Meeting] = _Meeting
 
     def __init__(self) -> None:
         self.is_settled = False
@@ -163,7 +184,7 @@ class RankSettings:
             group = dist.group.WORLD if group is None else group
             if (group.group_name, name) not in self._met:
                 self._met.add((group.group_name, name))
-                new.append(_Meeting(group, name, settings, compared))
+                new.append(self.meeting(group, name, settings, compared))
         return new
 
     def look(self) -> None:
@@ -172,6 +193,33 @@ class RankSettings:
             meeting.compare()
         self._open = [meeting for meeting in self._open if not meeting.is_over]
         self.is_settled = not self._open
+
+
+class ScalerSettings(RankSettings):
+    """The same of a :class:`xamp.GradScaler`.
+
+    It waits for nobody, for nothing tells which ranks have one. Two are compared whose first optimizers have parameters
+    of the same shapes.
+    """
+
+    meeting = _ScalersMeeting
+
+    def compare(self, groups: Sequence[Any], params: Iterable[torch.Tensor], settings: Mapping[str, str]) -> None:
+        """Compare with the scalers of the ranks in ``groups``, which hold the same ``params``.
+
+        Raises:
+            PolicyError: a rank has others. The message names ranks and settings.
+        """
+        self.meet(groups, self._name_of(params), settings, waits=False)
+
+    def tell_off(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
+        """Tell the others that this rank's scaler is switched off."""
+        self.tell(groups, self._name_of(params), {"enabled": "False"})
+
+    @staticmethod
+    def _name_of(params: Iterable[torch.Tensor]) -> str:
+        shapes = repr([tuple(param.shape) for param in params])
+        return f"GradScaler/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 def _told(different: Mapping[str, Mapping[int, str]]) -> str:

@@ -18,10 +18,12 @@ from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
+from xamp.scaling import distributed
+from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import Stats, StepOutcome
 from xamp.sessions import formats, metrics
-from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do
+from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do, sharing
 
 __all__ = ["GradScaler"]
 
@@ -90,6 +92,7 @@ class GradScaler:
     """
 
     process_group: Any = None
+    _has_told: ScalerSettings | None = None  # of a scaler that is switched off
     _floor: float = Request.min_loss_scale
     _ceiling: float = LARGEST_SCALE
 
@@ -175,8 +178,13 @@ class GradScaler:
             StateError: called twice since the last ``update``, or with a closure, or without any gradient (a fused
                 optimizer may step without one).
             LossScaleCollapsed: 50 overflows in a row at the floor.
+            PolicyError: another rank has a scaler of other settings for the same optimizer.
         """
         if not self._enabled:
+            if self._has_told is None and distributed.is_running():
+                self._has_told = ScalerSettings()
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                self._has_told.tell_off(sharing(self.process_group, params), params)
             return optimizer.step(*args, **kwargs)
         use = self._require("step").use_of(optimizer, "step")
         if use.stage is Stage.STEPPED:
@@ -362,6 +370,7 @@ class GradScaler:
             )
         state = {**self.__dict__, "_engine": None}
         state.pop("process_group", None)  # exists in this process only
+        state.pop("_has_told", None)
         if self._engine is not None:
             state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state

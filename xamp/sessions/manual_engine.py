@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from xamp.scaling import distributed
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm, honours_found_inf
 from xamp.scaling.optimizer import state_of
+from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session
 
-__all__ = ["ManualEngine", "Stage", "Use", "has_nothing_to_do"]
+__all__ = ["ManualEngine", "Stage", "Use", "has_nothing_to_do", "sharing"]
 
 _SLOTS = 4  # number of optimizers for which the device state has room at first
 
@@ -59,6 +61,11 @@ def has_nothing_to_do(use: Use, optimizer: Optimizer) -> bool:
     return honours_found_inf(optimizer) and all(p.grad is None for p in use.state.gradients.stepped)
 
 
+def sharing(process_group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
+    """Return the groups whose ranks must have equal scalers for ``params``."""
+    return [process_group] if process_group is not None else distributed.groups_sharing(params)
+
+
 class ManualEngine(Engine):
     """The engine of one :class:`xamp.GradScaler`.
 
@@ -81,6 +88,8 @@ class ManualEngine(Engine):
         self.checked: set[int] = set()
         super().__init__(policy, backend, device, [], process_group=process_group)
         self.prepare_state(_SLOTS)
+        self._scaler_settings = ScalerSettings()
+        self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
         self._factors = [self.scaler.factor]
         self._known_version = -1  # version counter of the factor when the engine last looked at it
         self._began = False  # a loss was scaled since the last update
@@ -136,6 +145,8 @@ class ManualEngine(Engine):
     def unscale(self, use: Use) -> None:
         """Unscale and check the gradients of one optimizer. After an error half-way they are dropped."""
         state = use.state
+        if distributed.is_running() and not self._scaler_settings.is_settled:
+            self._compare_settings(state.gradients.stepped)
         try:
             state.gradients.ready = False
             state.gradients.unscale(self.scaler, state.sticky, False)
@@ -150,6 +161,15 @@ class ManualEngine(Engine):
                 state.forget_backwards()
                 self.checked.discard(state.index)
             raise
+
+    def _compare_settings(self, params: Sequence[torch.Tensor]) -> None:
+        """Compare with the scalers of the ranks that share ``params``; ranks that share none may have any."""
+        if self._sharing is None:
+            self._sharing = sharing(self.process_group, params)
+        rules = dataclasses.asdict(self.scaler.rules)
+        told = {"enabled": True, "loss_scale": self.scaler.host_scale, **rules}
+        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in told.items()}
+        self._scaler_settings.compare(self._sharing, params, texts)
 
     def _overflow_travels(self, state: OptimizerState) -> bool:
         """Return whether an inf reaches the other ranks with the gradients.
