@@ -225,7 +225,11 @@ class Wrappers:
 
     def may_be_left(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether ranks may run out of batches before others, under torch's ``Join``."""
-        return any(ddp._join_config.enable for ddp in self._holding(params))
+        return self.any_joins() and any(ddp._join_config.enable for ddp in self._holding(params))
+
+    def any_joins(self) -> bool:
+        """Return whether any DDP is under ``Join`` now."""
+        return any([ddp._join_config.enable for ddp in self._held])
 
     def layout(self, param: torch.Tensor) -> Layout:
         """Return how the elements of ``param`` lie on the ranks."""

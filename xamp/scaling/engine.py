@@ -25,7 +25,7 @@ from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
-from xamp.policy import Policy
+from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.lost_writes import LostWrites
 from xamp.scaling.optimizer import replace_params
@@ -258,11 +258,29 @@ class Engine:
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
         fresh = self._wrappers.find()
+        if self._wrappers.any_joins():
+            self._refuse_join([p for state in states for p in state.gradients.model_params()])
         if fresh or not self._rank_settings.is_settled:
             self._compare_settings([p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:
                 distributed.warn_of_memory(fresh)
         return fresh
+
+    def _refuse_join(self, params: Sequence[torch.Tensor]) -> None:
+        """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
+
+        At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters.
+        """
+        if not (self.policy.dynamic or self._pairs) or not self._wrappers.may_be_left(params):
+            return
+        what = "a dynamic loss scale" if self.policy.dynamic else "master weights"
+        plain = listed(levels_where(lambda row: not row.manages_gradients), "and")
+        raise StateError(
+            f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {self.policy.level} has "
+            f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
+            "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
+            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
+        )
 
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
