@@ -267,6 +267,9 @@ def scale_loss(
     Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
     ``scale_loss`` whose backward reduces.
 
+    A stage of a pipeline, where the schedule runs backward and only the last stage has a loss, gives a one:
+    ``torch.ones((), device=device)``. The result is the loss scale, by which the last stage multiplies its losses.
+
     Args:
         loss: a floating tensor of one element, on the session's device type.
         optimizers: the optimizer, or a list of all optimizers, whose parameters get gradients from ``loss``.

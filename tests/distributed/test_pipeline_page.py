@@ -1,0 +1,17 @@
+"""The block on pipelines of docs/guides/distributed.md, run by two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from forked_ranks import Ranks
+
+
+def test_the_stages_train_as_one_process_and_skip_together(forked_ranks: Ranks, tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "pipeline_page_worker.py"
+    forked_ranks.run(worker, str(tmp_path), output=tmp_path / "output.txt")
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (found["applied"], found["skipped"], found["scale"]) == (3, 1, 2.0**15)
+        assert found["off"] < 3e-3  # of the largest move of a weight: 3 eps of fp16
