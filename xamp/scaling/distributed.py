@@ -229,7 +229,7 @@ class Wrappers:
 
     def any_joins(self) -> bool:
         """Return whether any DDP is under ``Join`` now."""
-        return any([ddp._join_config.enable for ddp in self._held])
+        return any(ddp._join_config.enable for ddp in self._held)
 
     def layout(self, param: torch.Tensor) -> Layout:
         """Return how the elements of ``param`` lie on the ranks."""
