@@ -47,8 +47,7 @@ class _Meeting:
         compared: names of the settings that must be equal; empty: all.
     """
 
-    call = "scale_loss"
-    shared = "ranks that share a model"
+    said = "scale_loss: ranks that share a model were given different settings: "
     cure = (
         "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
         "decide together."
@@ -107,8 +106,8 @@ class _Meeting:
                 different = {first: different[first]}
         if different:
             raise PolicyError(
-                f"{self.call}: {self.shared} were given different settings: {_told(different)}. Their gradients would "
-                f"not add up, and their weights drift apart. {self.cure}"
+                f"{self.said}{_told(different)}. Their gradients would not add up, and their weights drift apart. "
+                f"{self.cure}"
             )
 
     def _read(self, rank: int) -> dict[str, str]:
@@ -123,8 +122,7 @@ class _Meeting:
 class _ScalersMeeting(_Meeting):
     """The same of a :class:`xamp.GradScaler`."""
 
-    call = "GradScaler"
-    shared = "ranks that decide together"
+    said = "GradScaler: ranks that decide together were given different settings: "
     cure = (
         "Give GradScaler the same arguments and the same state on every rank, or set its process_group, the ranks that "
         "decide together."
