@@ -47,7 +47,7 @@ def train(name: str) -> dict[str, Any]:
                 with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
                     scaled.backward()
                 optimizer.step()
-                outcomes.append(xamp.session(optimizer).last_step.name)
+                outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
     except xamp.StateError as caught:
         error = str(caught)
     params = optimizer.param_groups[0]["params"]

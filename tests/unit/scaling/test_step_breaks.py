@@ -116,7 +116,7 @@ def test_the_graph_is_broken_only_where_the_host_reads(
             compiled()
             optimizer.zero_grad()
         frames.append(counter.frame_count)
-        outcomes.append(xamp.session(optimizer).last_step.name)
+        outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
     reads = level in DYNAMIC and fused is False
     assert breaks.ours == {"scaling/step.py:tolist"} if reads else not breaks.ours
     assert breaks.found, "torch breaks it in its own optimizer: nothing was traced"
