@@ -81,8 +81,10 @@ def _format_refusal(optimizer: Any) -> str:
 
 
 def _steps_lists(group: Mapping[str, Any], params: list[torch.Tensor]) -> bool:
-    if group.get("foreach") is not None or group.get("fused") or "foreach" not in group:
-        return bool(group.get("foreach") or group.get("fused"))
+    if group.get("fused"):  # no kernel of these takes a private format; xamp refuses them for that
+        return False
+    if group.get("foreach") is not None or "foreach" not in group:
+        return bool(group.get("foreach"))
     choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
     return bool(choose(params, bool(group.get("differentiable")), use_fused=False)[1])
 
