@@ -26,7 +26,7 @@ def _formats_allowed() -> Iterator[None]:
     before = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT")
     torch_npu._C._npu_setOption({"ALLOW_INTERNAL_FORMAT": "enable"})
     yield
-    torch_npu._C._npu_setOption({"ALLOW_INTERNAL_FORMAT": (before or b"disable").decode()})
+    torch_npu._C._npu_setOption({"ALLOW_INTERNAL_FORMAT": "disable" if before == b"disable" else "enable"})
 
 
 def with_formats() -> nn.Linear:
