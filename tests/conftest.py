@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import xamp
 from xamp.casting import active
 from xamp.policy import LEVELS
+from xamp.testing.lane import in_full_fp32
 
 _LONGEST = (
     *("emulated/test_inside", "conformance/test_outside", "conformance/test_other_devices", "faults/test_kill"),
@@ -150,6 +151,18 @@ def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
             pytest.skip(f"{lane} cannot run {level}")
         if value is torch.float16 or value is torch.bfloat16:
             needs_dtype(lane, value)
+
+
+@pytest.fixture(autouse=True)
+def _lane_in_full_fp32(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What is compared with float32 on a CPU is computed in float32, not in what a card makes of it by default."""
+    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    lane = chosen.get("lane")
+    if not isinstance(lane, Lane) or lane.kind == "cpu":
+        yield
+        return
+    with in_full_fp32(lane):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,8 @@ class BackendSpec:
             the probe's own error.
         emulations: pairs for ``xamp emulate``: a name, and ``"package.module:function"``. The function takes a chip's
             name (empty for the usual chip), a number of devices and the words of a command. It runs the command where
-            such devices are emulated, and returns the command's exit code.
+            such devices are emulated, and returns the command's exit code. Options that are given reach it as
+            ``wheels=`` and ``strict=``.
         ledger: the file of the known gaps in the conformance suite, as ``"package:file"``; see
             :mod:`xamp.testing.ledger`.
         contract: the version of this interface (:data:`CONTRACT`) that the backend was written for. Where xamp has

@@ -19,6 +19,7 @@ class Chip:
         saturates: whether by default a float16 overflow becomes the largest number and raises a flag, so that no inf
             or nan shows. Newer chips can be switched to that.
         mixed_fp32: whether float32 matrix products run in float16 by default.
+        memory: GiB of the smallest card with this chip, by its data sheet; 0 if no data sheet was seen.
     """
 
     name: str
@@ -27,16 +28,35 @@ class Chip:
     bf16: bool
     saturates: bool
     mixed_fp32: bool
+    memory: int = 0
 
 
 def _family(family: str, numbers: dict[str, int], *, bf16: bool, saturates: bool) -> dict[str, Chip]:
     return {
-        name: Chip(name, family, number, bf16=bf16, saturates=saturates, mixed_fp32=number < _FIRST_A2)
+        name: Chip(
+            name,
+            family,
+            number,
+            bf16=bf16,
+            saturates=saturates,
+            mixed_fp32=number < _FIRST_A2,
+            memory=_MEMORY.get(name, 0),
+        )
         for name, number in numbers.items()
     }
 
 
 _FIRST_A2 = 220
+# Atlas 300T and 800 (9000): 32; Atlas 300I Pro: 24; Atlas 200T A2 Box16, Atlas 800T A2, 900 A2: 64; 910B4: 32. Atlas A3
+# has 64 for each of a card's two dies, which are two devices.
+_MEMORY = {
+    **dict.fromkeys(("Ascend910PremiumA", "Ascend910ProA", "Ascend910A", "Ascend910ProB", "Ascend910B"), 32),
+    "Ascend310P3": 24,
+    **dict.fromkeys(("Ascend910B1", "Ascend910B2", "Ascend910B2C", "Ascend910B3", "Ascend910B4-1"), 64),
+    "Ascend910B4": 32,
+    **dict.fromkeys(("Ascend910_9391", "Ascend910_9392", "Ascend910_9381", "Ascend910_9382"), 64),
+    **dict.fromkeys(("Ascend910_9372", "Ascend910_9362", "Ascend910_9363"), 64),
+}
 
 # Ascend910B without a digit after it is an old chip that saturates; Ascend910B1 and later are the next generation.
 _ATLAS_TRAINING = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
     ``zero_grad``. It then steps these buffers, even if the original tensors have been replaced since.
     """
     if not getattr(optimizer, "is_fused_optimizer", False):
-        return ""
+        return "" if casts else _format_refusal(optimizer)
     plainly = type(optimizer).__name__.removeprefix("NpuFused")
     cure = f"torch.optim.{plainly}" if hasattr(torch.optim, plainly) else "an optimizer of torch.optim"
     if casts:
@@ -53,6 +54,39 @@ def optimizer_refusal(optimizer: Any, *, casts: bool) -> str:
         f"joined parameters, gradients and state into flat buffers, which it goes on stepping, but {what}. {meanwhile} "
         f"Or use {cure}."
     )
+
+
+# Optimizers that were looked at: initialize asks, and each of their steps asks again.
+_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _format_refusal(optimizer: Any) -> str:
+    """Why its steps on lists of tensors would fail: some parameters are in a private format. Empty if they would not.
+
+    Levels that cast parameters keep them in the usual format.
+    """
+    if optimizer in _looked_at:
+        return ""
+    for group in optimizer.param_groups:
+        params = [getattr(p, "_local_tensor", p) for p in group["params"] if isinstance(p, torch.Tensor)]  # of DTensors
+        private = sum(p.device.type == "npu" and torch.ops.npu.get_npu_format(p) not in _USUAL for p in params)
+        if private and _steps_lists(group, params):
+            return (
+                f"steps lists of parameters, and {private} of them are in a private storage format, which torch_npu's "
+                "operators on lists refuse. Set torch.npu.config.allow_internal_format = False before the model is "
+                "moved to the NPU, or make the optimizer with foreach=False."
+            )
+    _looked_at.add(optimizer)
+    return ""
+
+
+def _steps_lists(group: Mapping[str, Any], params: list[torch.Tensor]) -> bool:
+    if group.get("fused"):  # no kernel of these takes a private format; xamp refuses them for that
+        return False
+    if group.get("foreach") is not None or "foreach" not in group:
+        return bool(group.get("foreach"))
+    choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
+    return bool(choose(params, bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def join_gradients(optimizer: Any) -> None:

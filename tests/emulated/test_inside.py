@@ -19,7 +19,8 @@ from xamp.backends.npu import emulation
 
 A2, OLD = CHIPS
 BOTH = (
-    *("test_autocast_oracle", "test_backend", "test_chip", "test_device", "test_doctor", "test_fused", "test_losses"),
+    *("test_autocast_oracle", "test_attention", "test_backend", "test_chip", "test_device", "test_doctor"),
+    *("test_faults", "test_formulas", "test_fp32", "test_fused", "test_limits", "test_losses"),
     *("test_apex_rest", "test_own", "test_scaler_oracle", "test_states", "test_training"),
 )
 # One process for each chip: to start it takes longer than most of these files. test_autocast_oracle stands first in it:
@@ -35,6 +36,7 @@ RUNS = [
     *((file, chip) for chip, files in TOGETHER.items() for file in files),
     *(("conformance", chip) for chip in reversed(CHIPS)),
     ("test_processes", A2),
+    ("test_strict", A2),
     *((file, chip) for file in ("ranks", "ranks_sharded") for chip in CHIPS),
     *(("test_chip", chip) for chip in ("Ascend910_9391", "Ascend310P3")),
 ]
@@ -57,7 +59,8 @@ def run(file: str, chip: str) -> None:
         words = ("-m", "device", "--device", "npu", f"--ignore={_SUITE}")
         emulated_pytest(chip, *words, *folders, devices=2, timeout=3000, covered=False)
     else:
-        emulated_pytest(chip, INSIDE / f"{file}.py", devices=2 if file == "test_processes" else 1)
+        several, strict = 2 if file == "test_processes" else 1, file == "test_strict"
+        emulated_pytest(chip, INSIDE / f"{file}.py", devices=several, strict=strict)
 
 
 def run_ranks(file: str, chip: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -44,11 +45,13 @@ def emulate(
     devices: int = 1,
     timeout: float = 600,
     covered: bool = True,
+    strict: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``xamp emulate ascend:chip -- command``. If ``covered``, its coverage counts where coverage is measured."""
     need_emulation()
-    words = [sys.executable, "-m", "xamp", "emulate", f"ascend:{chip}", "--devices", str(devices), "--"]
+    words = [sys.executable, "-m", "xamp", "emulate", f"ascend:{chip}", "--devices", str(devices)]
+    words += ["--strict", "--"] if strict else ["--"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     if not covered:
         settings = {name: value for name, value in settings.items() if not name.startswith("COVERAGE_")}
@@ -58,11 +61,17 @@ def emulate(
 
 
 def emulated_pytest(
-    chip: str, *arguments: str | Path, devices: int = 1, timeout: float = 600, covered: bool = True
+    chip: str,
+    *arguments: str | Path,
+    devices: int = 1,
+    timeout: float = 600,
+    covered: bool = True,
+    strict: bool = False,
 ) -> str:
     """Run pytest on the emulated chip and return its output; fail, with the end of it, if a test failed or none ran."""
     words = ["-q", "-p", "no:cacheprovider", "--tb=short", *_WARNED, *arguments]
-    done = emulate(chip, "python", "-m", "pytest", *words, devices=devices, timeout=timeout, covered=covered)
+    options: dict[str, Any] = {"devices": devices, "timeout": timeout, "covered": covered, "strict": strict}
+    done = emulate(chip, "python", "-m", "pytest", *words, **options)
     found = {
         name.removesuffix("s") if name == "errors" else name: int(n) for n, name in _COUNTED.findall(last(done, 1))
     }

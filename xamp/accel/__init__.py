@@ -18,6 +18,7 @@ an index, the first use makes that device torch's current one.
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ from xamp.accel.random import (
     set_rng_state_all,
 )
 from xamp.accel.use import Device, check_device, in_use
+from xamp.ground.log import say
 from xamp.registry.device_in_use import is_available
 
 if TYPE_CHECKING:  # at run time __getattr__ returns the classes of the device in use
@@ -176,11 +178,25 @@ def get_device_properties(device: Device = None) -> Any:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Return the CUDA compute capability; (0, 0) on devices without one, so that tests for a feature fail there."""
+    """Return the CUDA compute capability; (0, 0) on devices without one, so that tests for a feature fail there.
+
+    It is logged once that (0, 0) stands for none, where an accelerator has none. What the device can do is told by
+    ``xamp.available_backends()`` and by :func:`is_bf16_supported`.
+    """
     found = call_on("get_device_capability", device)
     if isinstance(found, (tuple, list)) and len(found) == 2:
         return int(found[0]), int(found[1])
+    _tell_no_capability(in_use().device_type)
     return 0, 0  # other devices return a dict or None
+
+
+@functools.cache
+def _tell_no_capability(device_type: str) -> None:
+    say(
+        "accel.get_device_capability(): %s has no CUDA compute capability; (0, 0) stands for none. Ask "
+        "accel.is_bf16_supported(), or `xamp doctor` for what the device can do",
+        device_type,
+    )
 
 
 def get_arch_list() -> list[str]:

@@ -1,7 +1,8 @@
 """Run a command where a device is emulated: `xamp emulate ascend:Ascend910A --devices 2 -- python train.py`.
 
 NAME is a kind of device that a backend can emulate; the part after the colon is a chip. The vendor's own package runs
-unmodified, and the CPU computes the operators. docs/ascend.md says what this proves and what it cannot prove. The exit
+unmodified, and the CPU computes the operators. It needs a build of torch for CPUs, of a version for which that package
+exists, and a C compiler. docs/ascend.md says what this proves and what it cannot prove. The exit
 code is that of the command, or 2 where the emulation cannot be set up.
 """
 
@@ -12,13 +13,14 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from xamp.errors import XampError
 
 __all__ = ["add_arguments", "run"]
 
 _START = "XAMP_EMULATED_START"  # what a Python of the command calls first
-_Run = Callable[..., int]  # (chip, devices, command), and ``wheels`` where some are given
+_Run = Callable[..., int]  # (chip, devices, command), and what :func:`_chosen` gives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="how many devices (default: 1)")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse what no source shows a real device to take (docs/ascend.md)"
+    )
     parser.add_argument(
         "--wheel",
         action="append",
@@ -53,11 +58,17 @@ def run(args: argparse.Namespace) -> int:
     # In every Python of the command, `import apex` finds xamp.apex, unless an Apex is installed.
     os.environ[_START] = "xamp.apex:install"
     try:
-        return emulate(chip, args.devices, command, **({"wheels": args.wheel} if args.wheel else {}))
+        return emulate(chip, args.devices, command, **_chosen(args))
     except XampError as error:
         return _refuse(str(error))
     finally:
         del os.environ[_START]
+
+
+def _chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that only some emulations know, where they are given."""
+    chosen: dict[str, Any] = {"wheels": args.wheel, "strict": args.strict}
+    return {name: value for name, value in chosen.items() if value}
 
 
 def _command(args: argparse.Namespace) -> list[str]:

@@ -93,7 +93,7 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
     except RuntimeError as error:
         raise BackendUnavailable(
             f"torch {torch.__version__} cannot tell about {device_type!r}: {one_line(error)}\nrun `xamp policy show "
-            f"{device_type} --json > {device_type}.json` where it can, and pass that file"
+            f"{device_type} --json > {device_type}.json` where it can, and pass that file{_emulated(device_type)}"
         ) from error
     return {
         "what": WHAT,
@@ -107,6 +107,12 @@ def show(device_type: str, op_policy: str = "portable", dtype: str = "float16") 
         "rows": [dict(vars(row)) for row in found.rows],
         "device_only": list(found.device_only),
     }
+
+
+def _emulated(device_type: str) -> str:
+    """How to ask an emulation of the device, if a backend has one; empty otherwise."""
+    names = [name for spec in REGISTRY.specs() if device_type in spec.device_types for name, _ in spec.emulations]
+    return f"; or ask an emulated one: xamp emulate {names[0]} -- xamp policy show {device_type}" if names else ""
 
 
 def _sides(names: list[str], args: argparse.Namespace) -> list[Saved]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -15,7 +16,16 @@ from xamp.errors import BackendUnavailable, PolicyError
 from xamp.policy import LEVELS
 from xamp.registry import registry
 
-__all__ = ["CAPABILITIES", "SKIPPED", "UNDECLARED", "Lane", "open_lane", "parse_requirements", "usable_lanes"]
+__all__ = [
+    "CAPABILITIES",
+    "SKIPPED",
+    "UNDECLARED",
+    "Lane",
+    "in_full_fp32",
+    "open_lane",
+    "parse_requirements",
+    "usable_lanes",
+]
 
 CAPABILITIES = {
     **{name: f"level {name}" for name in LEVELS},
@@ -155,6 +165,25 @@ def open_lane(backend: str = "auto", device: str = "", require: Iterable[str] = 
         device = specs[0].device_types[0] if specs else registry.HOST
     found = registry.resolve(backend, device.partition(":")[0])
     return Lane(found, _device(found, device), required)
+
+
+@contextlib.contextmanager
+def in_full_fp32(lane: Lane) -> Iterator[None]:
+    """A context in which the device computes float32 in all digits, where a program can make it.
+
+    The suite compares with float32 and float64 references. Without this it would measure TF32, HF32, or the float16
+    products of some chips, which no level of xamp has chosen.
+    """
+    done: set[str] = set()
+    with contextlib.ExitStack() as undo:
+        while rows := [row for row in lane.backend.precision_settings(lane.device) if row.exact]:
+            if not {row.name for row in rows} - done:
+                break
+            for row in rows:
+                if row.exact is not None and row.name not in done:
+                    undo.callback(row.exact())
+                    done.add(row.name)
+        yield
 
 
 def _device(backend: Backend, name: str) -> torch.device:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from xamp.registry import registry
 from xamp.registry.plugins import spec_of
-from xamp.testing.lane import Lane, open_lane
+from xamp.testing.lane import Lane, in_full_fp32, open_lane
 
 __all__ = ["command", "environment", "main"]
 
@@ -36,7 +36,9 @@ def main(described: str, module: str, *arguments: str) -> None:
     spec = spec_of(found["spec"])
     if spec not in registry.REGISTRY.specs():
         registry.register_backend(spec, override=True)
-    importlib.import_module(module).main(open_lane(spec.name, found["device"]), *arguments)
+    lane = open_lane(spec.name, found["device"])
+    with in_full_fp32(lane):
+        importlib.import_module(module).main(lane, *arguments)
 
 
 if __name__ == "__main__":

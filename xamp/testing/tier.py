@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xamp.policy import LEVELS, Level, levels_where
-from xamp.testing.lane import Lane, open_lane
+from xamp.testing.lane import Lane, in_full_fp32, open_lane
 from xamp.testing.ledger import Ledger, read_ledger
 
 __all__ = ["Tier", "at_levels", "casting", "clause_of", "every_level", "managed", "scaled"]
@@ -79,6 +79,12 @@ class Tier:
         if entry is not None:
             reason = f"{entry.reason} ({entry.link})"
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture(autouse=True)
+    def _full_fp32(self, lane: Lane) -> Iterator[None]:
+        """Compute float32 in all digits."""
+        with in_full_fp32(lane):
+            yield
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:

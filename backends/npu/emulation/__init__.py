@@ -27,9 +27,12 @@ from xamp.backends.npu.emulation.wheel import folders
 __all__ = ["EmulationError", "prepare", "run"]
 
 _MAX_DEVICES = 16
+_USUAL_MEMORY = 64  # GiB, where the data sheet was not seen
 
 
-def prepare(soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = ()) -> dict[str, str]:
+def prepare(
+    soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = (), *, strict: bool = False
+) -> dict[str, str]:
     """Return the environment variables with which a command and its children find emulated Ascend cards.
 
     This builds and fetches what the cache does not hold yet.
@@ -38,6 +41,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = 
         soc: the chip, as CANN names it; empty: the default one.
         devices: the number of cards.
         wheels: files to install in place of what pip would fetch: torch_npu's wheel, and those that it needs.
+        strict: whether the card refuses what no source shows a card to take; see :mod:`.limits`.
 
     Raises:
         EmulationError: the emulation cannot run here; the text says why and what to do.
@@ -53,6 +57,8 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = 
         "PYTHONPATH": os.pathsep.join([str(activation), *before]),
         chips.EMULATED: chip.name,
         "XAMP_EMULATED_DEVICES": str(devices),
+        "XAMP_EMULATED_MEMORY": str(chip.memory or _USUAL_MEMORY),
+        "XAMP_EMULATED_STRICT": str(int(strict)),
         "XAMP_EMULATED_CANN": str(build()),
         "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders(wheels))),
         "XAMP_EMULATED_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -62,7 +68,7 @@ def prepare(soc: str = chips.DEFAULT, devices: int = 1, wheels: Sequence[str] = 
     }
 
 
-def run(soc: str, devices: int, command: list[str], wheels: Sequence[str] = ()) -> int:
+def run(soc: str, devices: int, command: list[str], wheels: Sequence[str] = (), *, strict: bool = False) -> int:
     """Run ``command`` with emulated Ascend cards and return its exit code.
 
     ``python`` in the command is the Python that runs this function.
@@ -72,12 +78,15 @@ def run(soc: str, devices: int, command: list[str], wheels: Sequence[str] = ()) 
         devices: the number of cards.
         command: the words of the command.
         wheels: see :func:`prepare`.
+        strict: see :func:`prepare`.
 
     Raises:
         EmulationError: see :func:`prepare`; or the command cannot be started.
     """
-    environment = {**os.environ, **prepare(soc or chips.DEFAULT, devices, wheels)}
-    sys.stderr.write(f"xamp: emulated {environment[chips.EMULATED]} ({devices}); operators are computed on the CPU\n")
+    environment = {**os.environ, **prepare(soc or chips.DEFAULT, devices, wheels, strict=strict)}
+    how = ", strict" if strict else ""
+    name = environment[chips.EMULATED]
+    sys.stderr.write(f"xamp: emulated {name} ({devices}){how}; operators are computed on the CPU\n")
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     try:
         done = subprocess.run(command, env=environment, check=False)

@@ -3,7 +3,8 @@
 Old chips saturate: a float16 overflow becomes the largest number, nan becomes 0, and the card raises a flag. An inf
 among the inputs, such as that of an attention mask, is no overflow: an operator that computes with it gives the
 largest number and raises no flag. An operator that only moves numbers keeps the inf. (That is an assumption; no source
-says it.) What these chips do to float32 is not known and not imitated. They cannot compute in bfloat16, only store it.
+says it.) A float32 overflow raises the flag too. That a card also saturates it, as Ascend's page of INF_NAN_MODE_ENABLE
+says of all dtypes, is not imitated: the inf shows. These chips cannot compute in bfloat16, only store it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 
 from xamp.backends.npu import chips
 
-__all__ = ["SATURATES", "WATCHED", "Sources", "clear", "moves", "raised", "settle"]
+__all__ = ["CHIP", "FIRST_A2", "SATURATES", "WATCHED", "Sources", "clear", "decide", "moves", "raised", "settle"]
 
 _LARGEST = 65504.0
+FIRST_A2 = 220
 _FIRST_950 = 260
 
 
@@ -36,6 +38,14 @@ def _saturates(chip: chips.Chip) -> bool:
 CHIP = _chip()
 SATURATES = _saturates(CHIP)
 WATCHED = SATURATES or not CHIP.bf16
+
+
+def decide() -> None:
+    """Read the environment again: torch_npu does when the device starts, and a script may set it until then."""
+    global SATURATES, WATCHED
+    SATURATES = _saturates(CHIP)
+    WATCHED = SATURATES or not CHIP.bf16
+
 
 _flags: set[int] = set()
 
@@ -122,6 +132,14 @@ def settle(made: Any, index: int, sources: Sources | None = None) -> None:
             raise RuntimeError(f"not implemented for DT_BFLOAT16 on {CHIP.name} (emulated)")
         if SATURATES and made.dtype is torch.float16 and made.layout is torch.strided:
             _saturate(made, index, sources)
+        elif (
+            SATURATES
+            and made.dtype is torch.float32
+            and made.layout is torch.strided
+            and not _is_finite(made)
+            and (sources is None or sources.finite())
+        ):
+            _flags.add(index)
     elif isinstance(made, (list, tuple)):
         for each in made:
             settle(each, index, sources)

@@ -4,12 +4,14 @@
  * Host memory serves as device memory. Work is done when a call returns, so a stream is only a name and an event only
  * a time. It computes nothing: Python kernels compute the operators. A call that would launch one here is refused.
  *
- * All functions are in this one library, because the current device must exist only once. Two environment variables
- * describe the machine: XAMP_EMULATED_SOC names the chip, XAMP_EMULATED_DEVICES gives the number of cards.
+ * All functions are in this one library, because the current device must exist only once. Three environment variables
+ * describe the machine: XAMP_EMULATED_SOC names the chip, XAMP_EMULATED_DEVICES gives the number of cards, and
+ * XAMP_EMULATED_MEMORY the GiB of each.
  */
 
 #define _GNU_SOURCE
 #include <malloc.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,6 +27,7 @@ enum {
     ERROR_NO_CONTEXT = 107002,
     ERROR_NOT_SERVED = 207000,
     ERROR_OUT_OF_MEMORY = 207001,
+    ERROR_VECTOR_CORE = 507035,
     EVENT_COMPLETE = 1,
     MAX_DEVICES = 64,
     MAX_OPTIONS = 64,
@@ -32,7 +35,11 @@ enum {
     SPARE_BYTES = 32 /* what torch_npu expects beyond the end of a buffer; its last word says which device's it is */
 };
 
-static const size_t DEVICE_BYTES = (size_t)64 << 30;
+static size_t device_bytes(void) {
+    const char *text = getenv("XAMP_EMULATED_MEMORY"); /* GiB */
+    size_t gib = text ? (size_t)strtoul(text, NULL, 10) : 0;
+    return (gib ? gib : 64) << 30;
+}
 
 /* ---- errors ---- */
 
@@ -61,6 +68,7 @@ typedef struct {
     int index;
     atomic_int used;
     atomic_size_t allocated;
+    atomic_int fault; /* of a kernel that has run since; told to whoever waits for the device */
 } Device;
 
 static Device devices[MAX_DEVICES];
@@ -174,7 +182,7 @@ static int32_t *owner(void *pointer) { return (int32_t *)((char *)pointer + mall
 static int allocate(void **pointer, size_t bytes) {
     size_t whole = (bytes + SPARE_BYTES + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     Device *device = &devices[this_device()];
-    if (atomic_load(&device->allocated) + whole > DEVICE_BYTES || !(*pointer = aligned_alloc(ALIGNMENT, whole)))
+    if (atomic_load(&device->allocated) + whole > device_bytes() || !(*pointer = aligned_alloc(ALIGNMENT, whole)))
         return fail(ERROR_OUT_OF_MEMORY, "out of device memory", "");
     atomic_fetch_add(&device->allocated, malloc_usable_size(*pointer));
     *owner(*pointer) = this_device();
@@ -232,8 +240,81 @@ int aclrtMemsetAsync(void *target, size_t room, int32_t value, size_t bytes, voi
 
 int aclrtGetMemInfo(int what, size_t *unused, size_t *total) {
     (void)what;
-    *total = DEVICE_BYTES;
-    *unused = DEVICE_BYTES - atomic_load(&devices[this_device()].allocated);
+    *total = device_bytes();
+    *unused = device_bytes() - atomic_load(&devices[this_device()].allocated);
+    return SUCCESS;
+}
+
+/* How busy each part of the card is, in percent: nothing is pending here, so nothing is. */
+typedef struct {
+    int32_t cube, vector, aicpu, memory;
+    void *more;
+} Utilization;
+
+int aclrtGetDeviceUtilizationRate(int32_t device, Utilization *rate) {
+    if (device < 0 || device >= device_count()) return fail(ERROR_INVALID_DEVICE, "Invalid device ID.", "");
+    memset(rate, 0, sizeof *rate);
+    return SUCCESS;
+}
+
+/* ---- one process that drives several cards: what nn.DataParallel asks of HCCL ---- */
+
+/* torch_npu calls a broadcast once for each card, each call in a thread of its own. */
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    const void *root; /* the root's buffer, while a broadcast is in progress */
+    uint32_t count, copied;
+} Together;
+
+typedef struct {
+    Together *together;
+    uint32_t rank;
+} Communicator;
+
+/* The groups live as long as the process: torch_npu keeps them too. */
+int HcclCommInitAll(uint32_t count, int32_t *cards, void **made) {
+    Together *together = calloc(1, sizeof *together);
+    (void)cards;
+    if (together) {
+        pthread_mutex_init(&together->lock, NULL);
+        pthread_cond_init(&together->changed, NULL);
+        together->count = count;
+    }
+    for (uint32_t rank = 0; together && rank < count; rank++) {
+        Communicator *each = calloc(1, sizeof *each);
+        if (!each) return fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+        *each = (Communicator){together, rank};
+        made[rank] = each;
+    }
+    return together ? SUCCESS : fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+}
+
+int HcclCommDestroy(void *communicator) {
+    free(communicator);
+    return SUCCESS;
+}
+
+int HcclBroadcast(void *buffer, uint64_t count, int type, uint32_t root, void *communicator, void *stream) {
+    static const uint8_t sizes[] = {1, 2, 4, 2, 4, 8, 8, 1, 2, 4, 8, 2}; /* of HCCL's data types, int8 to bfloat16 */
+    Communicator *own = communicator;
+    (void)stream;
+    if (type < 0 || type >= (int)sizeof sizes) return fail(ERROR_INVALID_PARAM, "unknown data type", "");
+    Together *together = own->together;
+    pthread_mutex_lock(&together->lock);
+    if (own->rank == root) {
+        together->root = buffer;
+        pthread_cond_broadcast(&together->changed);
+        while (together->copied + 1 < together->count) pthread_cond_wait(&together->changed, &together->lock);
+        together->root = NULL;
+        together->copied = 0;
+    } else {
+        while (!together->root) pthread_cond_wait(&together->changed, &together->lock);
+        memmove(buffer, together->root, count * sizes[type]);
+        together->copied++;
+        pthread_cond_broadcast(&together->changed);
+    }
+    pthread_mutex_unlock(&together->lock);
     return SUCCESS;
 }
 
@@ -363,6 +444,23 @@ int aclrtGetSysParamOpt(int option, int64_t *value) {
 
 int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamOpt(option, value); }
 
+/* ---- waiting: all is done already, but a fault of a kernel is told only here ---- */
+
+void xamp_emulated_fail_later(int device) {
+    if (device >= 0 && device < MAX_DEVICES) atomic_store(&devices[device].fault, 1);
+}
+
+static int wait_for_device(void) {
+    int device = current_device < 0 ? 0 : current_device;
+    if (!atomic_exchange(&devices[device].fault, 0)) return SUCCESS;
+    return fail(ERROR_VECTOR_CORE, "The vector core execution is abnormal: an index is out of range", "");
+}
+
+int aclrtSynchronizeDevice(void) { return wait_for_device(); }
+int aclrtSynchronizeDeviceWithTimeout(void) { return wait_for_device(); }
+int aclrtSynchronizeStream(void) { return wait_for_device(); }
+int aclrtSynchronizeStreamWithTimeout(void) { return wait_for_device(); }
+
 /* ---- what has nothing to do here ---- */
 
 /* Calls that are right as soon as they return: nothing is ever pending, and kernels are not compiled. */
@@ -373,10 +471,6 @@ DONE(aclInit)
 DONE(aclFinalize)
 DONE(aclrtResetDevice)
 DONE(aclrtDeviceEnablePeerAccess)
-DONE(aclrtSynchronizeDevice)
-DONE(aclrtSynchronizeDeviceWithTimeout)
-DONE(aclrtSynchronizeStream)
-DONE(aclrtSynchronizeStreamWithTimeout)
 DONE(aclrtSynchronizeEvent)
 DONE(aclrtStreamWaitEvent)
 DONE(aclrtResetEvent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, sparse, strided
+from xamp.backends.npu.emulation import arithmetic, limits, products, sparse, strided
 from xamp.backends.npu.emulation.strided import CPU, dense
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
@@ -47,6 +47,7 @@ def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     ``function`` may write to its arguments; its results must be new tensors.
     """
+    narrow = products.narrowing(name)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with aside():
@@ -56,6 +57,8 @@ def computed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             sources = arithmetic.Sources(values, named)
             if arithmetic.SATURATES:
                 sources.finite()
+            if narrow is not None:
+                values = narrow(values, crossing.index)
             return _given(function(*values, **named), crossing.index, sources)
 
     return kernel
@@ -92,6 +95,8 @@ class Crossing:
             if value.dim() and not self.lenient:
                 self._mixed("cpu" if self.index >= 0 else None, value)
             return value
+        if value.dim() > limits.MAX_DIMENSIONS:
+            limits.refuse_dimensions(self.name)
         if index != self.index:
             if self.index < 0:
                 self.index = index

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVIATIONS", "Deviation", "apply"]
+__all__ = ["DEVIATIONS", "Deviation", "apply", "are_plain", "formats", "has_private", "is_private"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _without_formats(name: str, kernel: Callable[..., Any]) -> Callable[..., Any
     short = name.partition("::")[2].partition(".")[0]
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        if not formats <= _PLAIN_FORMATS and any(_is_private(each) for arg in args for each in _tensors(arg)):
+        if has_private() and any(is_private(each) for arg in args for each in _tensors(arg)):
             raise RuntimeError(f"Current operator {short} do not support internal format. (emulated Ascend)")
         return kernel(*args, **kwargs)
 
@@ -98,7 +98,18 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
     return [each for each in several if isinstance(each, torch.Tensor)]
 
 
-def _is_private(tensor: torch.Tensor) -> bool:
+def are_plain(*found: int) -> bool:
+    """Whether these formats all lay a tensor out as torch does."""
+    return _PLAIN_FORMATS.issuperset(found)
+
+
+def has_private() -> bool:
+    """Whether this process has made a tensor in a private format."""
+    return not formats <= _PLAIN_FORMATS
+
+
+def is_private(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has a private storage format."""
     return tensor.get_device() >= 0 and torch.ops.npu.get_npu_format(tensor) not in _PLAIN_FORMATS
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xamp.backends.npu.emulation import arithmetic
+from xamp.backends.npu.emulation import arithmetic, deviations
 from xamp.backends.npu.emulation.crossing import Crossing, aside, over
 
 __all__ = ["KERNELS", "install"]
@@ -146,7 +146,14 @@ def _shadowed(group: Any) -> Any:
     return backend.shadow.boxed()
 
 
+def _refuse_offsets(tensors: list[torch.Tensor]) -> None:
+    if any(tensor.storage_offset() and deviations.is_private(tensor) for tensor in tensors):
+        raise RuntimeError("For a tensor of internal format, it's storage_offset must be 0 (emulated Ascend)")
+
+
 def _crossed(name: str, args: Any) -> tuple[int, list[Any]]:
+    if deviations.has_private():
+        _refuse_offsets(_flat(args))
     crossing = Crossing(name)
     crossed = [
         _shadowed(arg) if isinstance(arg, torch.ScriptObject) and _is_group(arg) else crossing.over(arg) for arg in args

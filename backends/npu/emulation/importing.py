@@ -39,9 +39,43 @@ class _Loader(importlib.machinery.SourceFileLoader):
                 super().exec_module(module)
             except ImportError as error:
                 raise _explained(error) from error
-        from xamp.backends.npu.emulation import kernels
+        from xamp.backends.npu.emulation import arithmetic, kernels
 
         kernels.install()
+        _end_refusals_plainly()
+        module.npu._lazy_call(arithmetic.decide)
+        module.npu._lazy_call(_allocate_silently)
+
+
+def _end_refusals_plainly() -> None:
+    """Keep torch_npu from ending a refusal of the emulation with its line of an unknown application exception."""
+    handler = sys.modules["torch_npu.utils._error_code"]._except_handler
+    end = handler.handle_exception
+
+    def handle_exception() -> None:
+        if "emulated" not in (handler.exception or ""):
+            end()
+
+    handler.handle_exception = handle_exception
+
+
+def _allocate_silently() -> None:
+    """Make the first allocation, which warns, once in a process, of the padding of a real card's memory."""
+    import torch
+
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        torch.empty(1, device="npu")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+    memory = sys.modules["torch_npu"].npu
+    memory.empty_cache()
+    memory.reset_peak_memory_stats()
+    memory.reset_accumulated_memory_stats()
 
 
 def load_cann(folder: Path) -> None:

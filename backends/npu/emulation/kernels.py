@@ -3,7 +3,8 @@
 An operator gets the first kernel of this list that fits:
 
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
-2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``: a kernel written by hand;
+2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas`` and
+   ``attention``: a kernel written by hand;
 3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
 5. all others: a kernel that raises an error with the operator's name.
@@ -16,7 +17,21 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, deviations, missing_kernels, private, randoms, sparse, written
+from xamp.backends.npu.emulation import (
+    arithmetic,
+    attention,
+    deviations,
+    formulas,
+    late,
+    limits,
+    missing_kernels,
+    norms,
+    private,
+    products,
+    randoms,
+    sparse,
+    written,
+)
 from xamp.backends.npu.emulation.crossing import CPU, NOT_HERE, Crossing, give, over
 
 __all__ = ["install"]
@@ -38,23 +53,38 @@ _LENIENT = frozenset(
     f"aten::{name}"
     for name in ("index.Tensor", "index_put", "index_put_", "_index_put_impl_", "_ctc_loss", "_ctc_loss_backward")
 )
+# In these the host may wait for the card.
+_WAITS = (
+    "aten::copy_",
+    "aten::_copy_from",
+    "aten::_copy_from_and_resize",
+    "aten::_to_copy",
+    "aten::_local_scalar_dense",
+)
 _COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
 
 def install() -> None:
     """Register all kernels, once in a process, after torch_npu has registered its own."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    by_hand = {**written.KERNELS, **missing_kernels.KERNELS, **private.KERNELS}
+    by_hand = {
+        **written.KERNELS,
+        **missing_kernels.KERNELS,
+        **private.KERNELS,
+        **norms.KERNELS,
+        **formulas.KERNELS,
+        **attention.KERNELS,
+    }
     for name in _registered("PrivateUse1"):
         operator = _operator(name)
         if operator is None or _stays(operator):
             continue
         if name in by_hand:
-            _put(name, by_hand[name])
+            _put(name, _strict(operator, by_hand[name]))
         elif has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator))
         elif any(has(name, key) for key in _COMPUTED):
-            kernel = generic(operator)
+            kernel = _strict(operator, generic(operator))
             _put(name, randoms.seeded(operator, kernel) if randoms.draws(operator) else kernel)
         else:
             _put(name, refusal(name))
@@ -89,12 +119,19 @@ def _operator(name: str) -> torch._ops.OpOverload | None:
     return getattr(packet, overload or "default", None)
 
 
+def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, which under ``--strict`` tells errors of indices late."""
+    if not limits.STRICT:
+        return kernel
+    return late.waiting(kernel) if operator.name() in _WAITS else late.told_late(operator, kernel)
+
+
 def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
     namespace, _, rest = name.partition("::")
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    library.impl(rest, deviations.apply(name, kernel), key, allow_override=True)
+    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, allow_override=True)
 
 
 def _stays(operator: torch._ops.OpOverload) -> bool:
@@ -140,7 +177,8 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     ]
     returned = [_returned_argument(schema, result) for result in schema.returns]
     many = len(returned) != 1
-    watched = arithmetic.WATCHED and not arithmetic.moves(name)
+    watched = not arithmetic.moves(name)
+    narrow = products.narrowing(name)
     # What such an operator makes anew may come of what it writes to; batch_norm's schema does not tell what it writes.
     makes_beside = "batch_norm" in name or (bool(written_at) and None in returned)
 
@@ -149,10 +187,12 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             crossing = Crossing(name, lenient)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}
-            sources = arithmetic.Sources(values, named.copy()) if watched else None
+            sources = arithmetic.Sources(values, named.copy()) if watched and arithmetic.WATCHED else None
             for key in outs:
                 named[key] = _fresh(crossing, kwargs[key])
             index = crossing.index
+            if narrow is not None:
+                values = narrow(values, index)
             if index < 0 or "device" in named:
                 index = _redirect(named, index)
             written = []
@@ -166,7 +206,7 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             if (
                 sources is not None
                 and arithmetic.SATURATES
-                and (makes_beside or any(_is_half(to) for _, to in written))
+                and (makes_beside or any(_overflows(to) for _, to in written))
             ):
                 sources.finite()
             made = operator(*values, **named)
@@ -191,10 +231,11 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     return kernel
 
 
-def _is_half(value: Any) -> bool:
+def _overflows(value: Any) -> bool:
+    """Whether what is written to ``value`` may raise the flag."""
     if isinstance(value, torch.Tensor):
-        return value.dtype is torch.float16
-    return isinstance(value, (list, tuple)) and any(map(_is_half, value))
+        return value.dtype is torch.float16 or value.dtype is torch.float32
+    return isinstance(value, (list, tuple)) and any(map(_overflows, value))
 
 
 def _returned_argument(schema: Any, result: Any) -> tuple[int, str] | None:

@@ -31,7 +31,7 @@ CORE = "libxamp_emulated_cann.so"
 
 _SOURCE = Path(__file__).with_name("cann.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread")
 
 
 class EmulationError(BackendUnavailable):

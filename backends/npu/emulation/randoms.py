@@ -10,7 +10,7 @@ import torch
 
 from xamp.backends.npu.emulation.crossing import aside
 
-__all__ = ["draws", "seeded"]
+__all__ = ["draws", "next_seed", "seeded"]
 
 _MASK = (1 << 64) - 1
 _STEP = 4  # how far a kernel moves the offset; any number but 0 works
@@ -34,7 +34,7 @@ def seeded(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Calla
         own = args[position] if position < len(args) else kwargs.get("generator")
         generator = torch.Generator()
         with aside():
-            generator.manual_seed(_next_seed(own, (args, kwargs)))
+            generator.manual_seed(next_seed(own, (args, kwargs)))
         if position < len(args):
             args = (*args[:position], generator, *args[position + 1 :])
         else:
@@ -50,7 +50,7 @@ def _with_global(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         with _global:
             with aside():
-                seed = _next_seed(None, (args, kwargs))
+                seed = next_seed(None, (args, kwargs))
                 before = torch.default_generator.get_state()
                 torch.default_generator.manual_seed(seed)
             try:
@@ -61,7 +61,7 @@ def _with_global(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
-def _next_seed(generator: torch.Generator | None, values: Any) -> int:
+def next_seed(generator: torch.Generator | None, values: Any) -> int:
     """A seed made from the generator's state; the state moves on.
 
     The state is two 64-bit numbers, seed and offset. They are mixed well, because the CPU's generator uses only the

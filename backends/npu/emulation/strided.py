@@ -10,6 +10,7 @@ __all__ = ["CPU", "dense", "give", "over"]
 
 CPU = torch.device("cpu")
 _DEVICES = tuple(torch.device("npu", index) for index in range(64))
+_BLOCK = 512
 _storage_over = torch._C._construct_storage_from_data_pointer
 
 
@@ -17,12 +18,13 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the memory of ``tensor``, valid as long as ``tensor`` lives."""
     storage = tensor.untyped_storage()
     shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
-    shared.set_(
-        _storage_over(storage.data_ptr(), CPU, storage.nbytes()),
-        tensor.storage_offset(),
-        tensor.size(),
-        tensor.stride(),
-    )
+    shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
+    try:
+        shared.set_(_storage_over(storage.data_ptr(), CPU, storage.nbytes()), *shape)
+    except RuntimeError:
+        # Its storage was made smaller by hand. A card goes on in the block of memory, which has 512 bytes or more.
+        whole = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        shared.set_(_storage_over(storage.data_ptr(), CPU, whole), *shape)
     if tensor.is_conj():
         shared = torch._conj(shared)
     return torch._neg_view(shared) if tensor.is_neg() else shared

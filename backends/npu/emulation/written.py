@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic
-from xamp.backends.npu.emulation.crossing import CPU, aside, computed, dense, give, over
+from xamp.backends.npu.emulation import arithmetic, limits
+from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
 
 __all__ = ["ADDED", "KERNELS"]
 
@@ -56,6 +58,10 @@ def _to_copy(
     """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
+    stays = device is None and layout is None and tensor.get_device() >= 0
+    if limits.STRICT and dtype is torch.float64 and stays and tensor.dtype is not dtype:
+        dtype = torch.float32  # as torch_npu does, with its warning; a copy from the host may be float64
+        _warn_of_double()
     device = tensor.device if device is None else device
     with aside():
         source = _read(tensor)
@@ -75,6 +81,11 @@ def _to_copy(
         written.copy_(source)
         arithmetic.settle(written, index, arithmetic.Sources(source))
         return made
+
+
+@functools.cache
+def _warn_of_double() -> None:
+    warnings.warn("Device do not support double dtype now, dtype cast replace with float. (emulated)", stacklevel=2)
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
@@ -212,8 +223,21 @@ def _with_indices(name: str, position: int) -> Callable[..., Any]:
     return loss
 
 
+_UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
+
+
 def _unscale(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor) -> None:
     """On a chip that saturates the flag decides; after an overflow the gradients stay scaled."""
+    if not arithmetic.SATURATES:
+        with aside():
+            crossing = Crossing(_UNSCALE)
+            _aten._amp_foreach_non_finite_check_and_unscale_(*map(crossing.over, (grads, found, inverse)))
+        return
+    for name, scalar in (("inv_scale", inverse), ("found_inf", found)):
+        if scalar.numel() != 1 or scalar.get_device() < 0:
+            raise RuntimeError(f"{name} must be a 1-element NPU tensor (emulated Ascend, {_UNSCALE})")
+    if len({grad.dtype for grad in grads}) > 1:
+        raise RuntimeError(f"all tensors must have the same dtype (emulated Ascend, {_UNSCALE})")
     if not grads:
         return
     index = grads[0].get_device()
@@ -249,8 +273,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::nll_loss2d_backward": _with_indices("nll_loss2d_backward", 2),
 }
 KERNELS.update({name: computed(name, function) for name, function in _COMPUTED.items()})
-if arithmetic.SATURATES:
-    KERNELS["aten::_amp_foreach_non_finite_check_and_unscale_"] = _unscale
+KERNELS[_UNSCALE] = _unscale
 
 # Operators that torch_npu does not register, because its own kernels call another form of them.
 ADDED: dict[str, Callable[..., Any]] = {

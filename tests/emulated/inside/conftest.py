@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+import xamp
 from xamp.backends.npu.chips import Chip, find
 from xamp.contract import Backend
 from xamp.registry import registry
@@ -20,3 +23,13 @@ def chip() -> Chip:
 @pytest.fixture
 def backend() -> Backend:
     return registry.resolve("npu", "npu")
+
+
+@pytest.fixture(autouse=True)
+def _full_fp32(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All digits of float32, but for modules that set ``CARDS_OWN_FP32``: others compare with the CPU's numbers."""
+    if getattr(request.module, "CARDS_OWN_FP32", False):
+        yield
+        return
+    with xamp.exact_fp32(torch.device("npu", 0)):
+        yield

@@ -18,6 +18,7 @@ from xamp.contract import Backend
 from xamp.errors import UnsupportedPolicy
 
 npu: Any = torch.get_device_module("npu")
+CARDS_OWN_FP32 = True
 NPU = torch.device("npu", 0)
 A2, OLD = "Ascend910B2", "Ascend910A"
 FP16_LEVELS = ("O0", "O1", "O2", "O3")

@@ -20,6 +20,7 @@ from xamp.backends.npu import chips
 from xamp.cli import main
 from xamp.contract import Backend
 
+CARDS_OWN_FP32 = True
 npu: Any = torch.get_device_module("npu")
 NPU = torch.device("npu", 0)
 FAMILIES = {"Ascend910B2": "221 (Atlas A2)", "Ascend910A": "102 (Atlas training series)"}

@@ -372,8 +372,8 @@ def test_fused_forms_do_not_take_them() -> None:
         xamp.initialize(model, torch.optim.Adam(model.parameters(), fused=True), "O1", verbosity=0)
     with pytest.raises(UnsupportedPolicy, match="Adam has no fused form"):
         xamp.initialize(model, torch.optim.Adam(model.parameters()), "O1", fused=True, verbosity=0)
-    for layouts, fused in ((PRIVATE, None), (USUAL, True)):
-        optimizer = torch.optim.Adam(cast(model, *layouts).parameters())
+    for layouts, foreach, fused in ((PRIVATE, False, None), (USUAL, None, True)):
+        optimizer = torch.optim.Adam(cast(model, *layouts).parameters(), foreach=foreach)
         xamp.initialize(model, optimizer, "O1", verbosity=0)
         assert optimizer.param_groups[0]["fused"] is fused
         xamp.session(model).close()

@@ -205,3 +205,18 @@ def test_transfer_to_npu_makes_a_script_for_cuda_run() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True True npu:0 64.0"
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL")
+def test_data_parallel_computes_as_one_card() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(FIRST)
+    x = torch.randn(6, 4).to(FIRST)
+    found = []
+    for each in (nn.DataParallel(model, device_ids=[0, 1]), model):
+        model.zero_grad()
+        out = each(x)
+        out.square().sum().backward()
+        found.append([out.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == 5
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

@@ -564,6 +564,15 @@ def test_a_device_of_a_third_party(
     assert cure in error
 
 
+def test_a_device_that_can_be_emulated_is_asked_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = BackendSpec("zz", ("zz",), "xamp.contract:Backend", emulations=(("pretend", "a.b:run"),))
+    monkeypatch.setattr(policy, "REGISTRY", Registry((*BUILT_INS, spec), group=None))
+    assert main(["policy", "show", "zz"]) == 2
+    assert "or ask an emulated one: xamp emulate pretend -- xamp policy show zz" in capsys.readouterr().err
+
+
 def test_the_backend_of_highest_priority_that_can_be_imported_says_its_rules(
     monkeypatch: pytest.MonkeyPatch, shown: Callable[..., Saved]
 ) -> None:

@@ -129,8 +129,12 @@ def test_growth_never_makes_the_scale_inf(lane: Lane) -> None:
     scaler = xamp.GradScaler(init_scale=1e38, growth_interval=1)
     loop = Loop(scaler, lane)
     found = [loop() for _ in range(4)]
-    assert found == pytest.approx([2e38] * 4, rel=1e-6)
-    assert scaler.last_step.name == "APPLIED"
+    if lane.can.overflow == "inf":
+        assert found == pytest.approx([2e38] * 4, rel=1e-6)
+    else:  # a number between the loss and the gradients overflows, which the chip's flag tells
+        assert max(found) == pytest.approx(2e38, rel=1e-6)
+        assert min(found) == pytest.approx(1e38, rel=1e-6)
+    assert lane.can.overflow == "flag" or scaler.last_step.name == "APPLIED"
     assert all(bool(w.isfinite().all()) for w in loop.weights)
 
 
