@@ -5,18 +5,32 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 
+# Installs what builds the site, by its hashes where there is a lock for this Python. Not xamp: the reference is of the
+# checkout. The packages are the same on all machines; compiled parts of them are not.
+install_site_tools() {
+    local lock pip=("$py" -m pip install --disable-pip-version-check --quiet)
+    lock=ci/constraints/docs-$("$py" -c '
+import platform, sys
+print("cp{}{}-{}-{}".format(*sys.version_info[:2], sys.platform, platform.machine()))').lock
+    if [ "${XAMP_LOCK:-1}" != 0 ] && [ -f "$lock" ]; then
+        echo "== installing what $lock names into $venv"
+        PIP_NO_COMPILE=false "${pip[@]}" --require-hashes --requirement "$lock" && return
+        [ "${XAMP_LOCK:-}" != 1 ] || return 1
+        echo "== THE LOCK DOES NOT FIT: installing the same versions UNCHECKED"
+    fi
+    echo "== installing what ci/constraints/docs.txt names into $venv"
+    PIP_NO_COMPILE=false "${pip[@]}" --requirement ci/constraints/docs.txt
+}
+
 venv=${XAMP_DOCS_VENV:-.venv-docs}
-key=$(cat setup.cfg ci/constraints/docs.txt | sha256sum)
+key=$(cat setup.cfg ci/constraints/docs* ci/docs.sh | sha256sum)
 if [ "${XAMP_NO_VENV:-0}" = 1 ]; then
     py=${PYTHON:-python3}
 else
     py=$venv/bin/python
     if [ "$(cat "$venv/xamp-key" 2>/dev/null)" != "$key" ]; then
-        echo "== installing what builds the site into $venv by ci/constraints/docs.txt"
         "${PYTHON:-python3}" -m venv --clear "$venv"
-        # Not xamp: the reference is of the checkout.
-        PIP_NO_COMPILE=false "$py" -m pip install --disable-pip-version-check --quiet \
-            --requirement ci/constraints/docs.txt
+        install_site_tools
         printf '%s\n' "$key" >"$venv/xamp-key"
     fi
 fi

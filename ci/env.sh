@@ -106,10 +106,13 @@ print("cp{}{}-{}-{}".format(*sys.version_info[:2], sys.platform, platform.machin
 }
 
 # Prints the lock for the constraints $1 (NAME,NAME) and the extras $2; fails, and says why, if none suits this Python.
+# One that is named after the first of the extras comes before one for all that the constraints are for.
 lock_for() {
-    local lock
+    local lock tag
     [ "${XAMP_LOCK:-1}" != 0 ] || return 1
-    lock=ci/constraints/${1//,/-}-$(python_tag).lock
+    tag=$(python_tag)
+    lock=ci/constraints/ci-${2%%,*}-$tag.lock
+    [ -f "$lock" ] || lock=ci/constraints/${1//,/-}-$tag.lock
     if [ ! -f "$lock" ]; then
         say "there is no lock for this Python (ci/lock.sh makes one): installing by versions, without hashes" >&2
         return 1
