@@ -30,5 +30,5 @@ def put(name: str, text: str) -> None:
         entry.env_value_default = own.sub("", known if isinstance(known, str) else entry.default) + tag
     before = config.cache_key_tag  # where this thread has a value of its own
     after = own.sub("", before) + tag
-    if after != before and not (tag and tag in before):
+    if after != before and not (tag and f"{tag};" in f"{before};"):  # one text may begin as another does
         config.cache_key_tag = after

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +226,20 @@ def test_the_keys_of_caches_on_disk_change_and_are_put_back() -> None:
     assert before not in found
 
 
-def test_the_keys_of_caches_on_disk_tell_of_a_pause() -> None:
-    """Casts are paused for all threads, and the slot tells only the one that paused them."""
+@pytest.mark.parametrize("own", ["", "mine"])
+def test_the_keys_of_caches_on_disk_tell_of_a_pause(own: str) -> None:
+    """Casts are paused for all threads, and the slot tells only the one that paused them.
+
+    In a thread of its own, for torch keeps its settings by thread, and what was set once cannot be unset.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(keys_of_a_pause, own).result()
+
+
+def keys_of_a_pause(own: str) -> None:
     config: Any = torch.compiler.config
+    if own:  # in place of what the environment says
+        config.cache_key_tag = config.cache_key_tag + own
     before = config.cache_key_tag
     with casts():
         handle: Any = init()
