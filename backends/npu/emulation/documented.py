@@ -4,6 +4,8 @@ Source: the support lists of PyTorch 2.11.0's own APIs on Atlas A2 and A3 in Asc
 docs/zh/api/native_api/pytorch_2-11-0, at commit 9e73e708. An operator has the dtypes of all pages of its function, its
 method and its in-place form together. An operator that takes float16 takes bfloat16 too, on chips that have it: newer
 kernels do, and the lists were not brought up to date everywhere.
+
+Where CANN's page of the kernel that torch_npu calls names more than those lists, the operator has these dtypes too.
 """
 
 from __future__ import annotations
@@ -79,8 +81,11 @@ _OPERATORS = {
     "il": "one_hot",
 }
 
+# From CANN's pages: aclnnReduceSum (CANN 8.0 to 8.5) and aclnnMax (cann/ops-math).
+_OF_KERNELS = {"sum": "bhfdBcsil?FD", "max": "bhfdBcsil?"}
+
 DOCUMENTED: dict[str, frozenset[torch.dtype]] = {
-    name: frozenset(LETTERS[letter] for letter in letters)
+    name: frozenset(LETTERS[letter] for letter in letters + _OF_KERNELS.get(name, ""))
     for letters, names in _OPERATORS.items()
     for name in names.split()
 }

@@ -52,7 +52,11 @@ LIMITS = (
     ),
     Limit("attention as one operator on chips before Atlas A2", "op-plugin, torch_npu-npu_fusion_attention.md"),
     Limit("more memory than the chip has", "the chips' data sheets; chips.py has the numbers"),
-    Limit("a dtype that the list of an operator does not name", _LISTS, strict=True),
+    Limit(
+        "a dtype that neither the list of an operator nor CANN's page of its kernel names",
+        f"{_LISTS}; CANN: aclnnReduceSum, aclnnMax",
+        strict=True,
+    ),
     Limit(
         "float64, complex and int16 in operators that no list names",
         f"{_LISTS}: what is left out there is shown by nothing",

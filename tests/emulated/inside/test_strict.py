@@ -46,6 +46,17 @@ def test_a_dtype_that_nothing_shows_is_refused(refused: Callable[[], object], sa
         refused()
 
 
+def test_right_answers_can_be_counted() -> None:
+    """``sum`` of bool and of int64, as accuracy functions and torch's gradient of ``prod`` have it."""
+    same = torch.tensor([1, 2, 3], device=NPU) == torch.tensor([1, 5, 3], device=NPU)
+    assert same.sum().item() == same.long().sum().item() == same.int().sum().item() == 2
+    x = torch.tensor([[2.0, 0.0], [3.0, 4.0]], device=NPU, requires_grad=True)
+    x.prod(1).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.0, 2.0], [4.0, 3.0]]
+    assert torch.tensor([4, 9], dtype=torch.int32, device=NPU).max().item() == 9
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "embedding": lambda: nn.Embedding(3, 2).to(NPU)(torch.tensor([1, 7], device=NPU)),
     "index": lambda: of(torch.float32)[torch.tensor([9], device=NPU)],
