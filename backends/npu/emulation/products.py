@@ -53,17 +53,17 @@ def narrowing(name: str) -> Narrow | None:
     kind, operands = row
 
     def narrow(values: list[Any], index: int) -> list[Any]:
-        rounded = _rounding(kind)
+        places = [place for place in operands if place < len(values) and _is_float32(values[place])]
+        rounded = _rounding(kind) if places else None  # the settings are asked only where they matter
         if rounded is None:
             return values
-        return [
-            rounded(value, index)
-            if place in operands and isinstance(value, torch.Tensor) and value.dtype is torch.float32
-            else value
-            for place, value in enumerate(values)
-        ]
+        return [rounded(value, index) if place in places else value for place, value in enumerate(values)]
 
     return narrow
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype is torch.float32
 
 
 def _rounding(kind: str) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
