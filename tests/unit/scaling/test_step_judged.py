@@ -190,9 +190,13 @@ def test_steps_that_wait_are_none_of_a_loaded_run() -> None:
     state = xamp.state_dict(optimizer)
     state["steps"] = {"applied": 10, "skipped": 0}
     iterate(model, optimizer)
+    assert counts(optimizer) == (1, 0), "this step was seen; the next ones wait"
+    (of_optimizer,) = xamp.session(optimizer).engine.states
+    assert of_optimizer.newest() is not None
     for _ in range(3):
         iterate(model, optimizer, overflow=True)
     xamp.load_state_dict(state, optimizer)
+    assert of_optimizer.newest() is None
     assert counts(optimizer) == (10, 0)
     assert run_of(optimizer) == 0
     assert xamp.session(optimizer).metrics()["steps_skipped"] == 0
