@@ -209,7 +209,7 @@ class Gradients:
         scaled = self._scaled()
         self._entry = _NOTHING
         self.mixed = self.mixed and bool(scaled)
-        if pending.scaler is not scaler or pending.version is not scaler.version:
+        if pending.version is not scaler.version:  # no two scalers have the same
             foreach.multiply_(scaled, scaler.scale * pending.inverse)
             self._pending = _Pending(scaler, pending.why, pending.overflow, pending.hidden)
         self._entry = _Entry(scaled)
