@@ -3,15 +3,15 @@
 # environment of their own ($XAMP_DOCS_VENV, .venv-docs), without torch: the reference is read from the source. The
 # site asks nothing of the network.
 set -euo pipefail
-cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+# shellcheck source=ci/env.sh
+. "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
+cd -- "$root"
 
 # Installs what builds the site, by its hashes where there is a lock for this Python. Not xamp: the reference is of the
 # checkout. The packages are the same on all machines; compiled parts of them are not.
 install_site_tools() {
     local lock pip=("$py" -m pip install --disable-pip-version-check --quiet)
-    lock=ci/constraints/docs-$("$py" -c '
-import platform, sys
-print("cp{}{}-{}-{}".format(*sys.version_info[:2], sys.platform, platform.machine()))').lock
+    lock=ci/constraints/docs-$(python_tag).lock
     if [ "${XAMP_LOCK:-1}" != 0 ] && [ -f "$lock" ]; then
         echo "== installing what $lock names into $venv"
         PIP_NO_COMPILE=false "${pip[@]}" --require-hashes --requirement "$lock" && return

@@ -31,6 +31,7 @@ from xamp.casting.ops.table import RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground import cache_keys
+from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
 from xamp.ground.version import __version__
 
@@ -47,13 +48,6 @@ _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "nor
 _CELLS = ("gru_cell", "lstm_cell")
 """Operators that call matrix products and work on the results. Their entries leave the weights alone: the products cast
 them, and autocast caches the casts for the region. A loop over time steps calls a cell many times."""
-
-_TO: dict[torch.dtype, Callable[[torch.Tensor], torch.Tensor]] = {
-    torch.float16: torch.Tensor.half,
-    torch.bfloat16: torch.Tensor.bfloat16,
-    torch.float32: torch.Tensor.float,
-}
-"""The method that casts to each dtype; each is 0.4 us faster than ``Tensor.to``."""
 
 _IsOnDevice = Callable[[torch.Tensor], bool]
 _CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -191,7 +185,7 @@ def _cast(args: Any, kwargs: Any, dtype: torch.dtype, on_device: _IsOnDevice) ->
         if isinstance(value, torch.Tensor):
             given = value.dtype
             if given is not dtype and given in _SINGLE and on_device(value):
-                value = _TO[dtype](value)
+                value = TO[dtype](value)
         elif isinstance(value, (list, tuple)):
             value = _cast(value, None, dtype, on_device)[0]
         made.append(value)
