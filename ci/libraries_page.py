@@ -14,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from ci.marked import placed, table
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "libraries" / "results.json"
 COMMAND = ".venv/bin/python ci/libraries_page.py"
@@ -104,33 +107,13 @@ def text(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    body = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-    return "| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|\n" + body
-
-
-def placed(page: str, mark: str, body: str) -> str:
-    """``page`` with ``body`` between its marks.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
-    start, end = f"<!-- {mark}: made by ci/libraries_page.py -->\n", f"<!-- end of {mark} -->\n"
-    before, found, rest = page.partition(start)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"the marks {start.strip()} and {end.strip()} are not there")
-    return f"{before}{start}\n{body}\n{end}{after}"
-
-
 def main(words: Sequence[str]) -> int:
     """Writes the pages, or checks them; returns the exit status."""
     status = 0
     for (name, mark), body in tables(json.loads(RESULTS.read_text(encoding="utf-8"))).items():
         path = ROOT / name
         page = path.read_text(encoding="utf-8")
-        made = placed(page, mark, body)
+        made = placed(page, mark, body, "ci/libraries_page.py")
         if "--check" not in words:
             path.write_text(made, encoding="utf-8")
         elif made != page:

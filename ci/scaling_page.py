@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from ci.marked import placed, table
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 COUNTS = ROOT / "tests" / "distributed" / "collectives.json"
 PAGE = ROOT / "docs" / "scaling.md"
@@ -86,31 +89,11 @@ def planned(engines: Mapping[str, Any]) -> Iterator[list[str]]:
                 yield [engine, "; ".join(same), name, *sent]
 
 
-def table(heads: Sequence[str], lines: Iterator[list[str]]) -> str:
-    """A table in Markdown."""
-    body = "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
-    return "| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|\n" + body
-
-
-def placed(page: str, mark: str, body: str) -> str:
-    """``page`` with ``body`` between its marks.
-
-    Raises:
-        ValueError: the marks are not there.
-    """
-    start, end = f"<!-- {mark}: made by ci/scaling_page.py -->\n", f"<!-- end of {mark} -->\n"
-    before, found, rest = page.partition(start)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"the marks {start.strip()} and {end.strip()} are not there")
-    return f"{before}{start}\n{body}\n{end}{after}"
-
-
 def main(words: Sequence[str]) -> int:
     """Writes the page, or checks it; returns the exit status."""
     page = made = PAGE.read_text(encoding="utf-8")
     for mark, body in tables(json.loads(COUNTS.read_text(encoding="utf-8"))).items():
-        made = placed(made, mark, body)
+        made = placed(made, mark, body, "ci/scaling_page.py")
     if "--check" not in words:
         PAGE.write_text(made, encoding="utf-8")
     elif made != page:
