@@ -39,19 +39,11 @@ if TYPE_CHECKING:
     from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
     from xamp.registry.registry import available_backends, register_backend
     from xamp.sessions.averages import ema
+    from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_params
     from xamp.sessions.grad_scaler import GradScaler
     from xamp.sessions.initialize import initialize
-    from xamp.sessions.session import (
-        StepOutcome,
-        clip_grad_norm_,
-        clip_grad_value_,
-        load_state_dict,
-        loss_scale,
-        master_params,
-        scale_loss,
-        session,
-        state_dict,
-    )
+    from xamp.sessions.scaled_loss import loss_scale, scale_loss
+    from xamp.sessions.session import StepOutcome, load_state_dict, session, state_dict
     from xamp.sessions.sharding import fsdp_policy
 
 # Pickles of version 0.1.0 name modules that are no more; in this folder their names lead on to where the code is.
@@ -68,22 +60,14 @@ _HOMES = {
     "casting.exact_fp32": ("exact_fp32",),
     "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
     "sessions.averages": ("ema",),
+    "sessions.clipping": ("clip_grad_norm_", "clip_grad_value_", "master_params"),
     "sessions.grad_scaler": ("GradScaler",),
     "sessions.initialize": ("initialize",),
     "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
     "registry.registry": ("available_backends", "register_backend"),
     "sessions.sharding": ("fsdp_policy",),
-    "sessions.session": (
-        "StepOutcome",
-        "clip_grad_norm_",
-        "clip_grad_value_",
-        "load_state_dict",
-        "loss_scale",
-        "master_params",
-        "scale_loss",
-        "session",
-        "state_dict",
-    ),
+    "sessions.scaled_loss": ("loss_scale", "scale_loss"),
+    "sessions.session": ("StepOutcome", "load_state_dict", "session", "state_dict"),
     "errors": (
         "BackendUnavailable",
         "CheckpointError",

@@ -12,12 +12,13 @@ import torch
 from mutants import Mutant, also, patched
 
 import xamp
-from xamp.scaling import foreach, fused, masters, optimizer
+from xamp.scaling import foreach, fused, masters, optimizer, step
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.scale import DeviceState
-from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks
 from xamp.sessions.session import Session
 
@@ -124,7 +125,7 @@ def _skip_is_no_step(base: Any) -> Callable[..., Any]:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = inner(self, *args, **kwargs)
-        self._opt_called = self._xamp.outcome is not StepOutcome.SKIPPED
+        self._opt_called = self._xamp.outcomes.last is not StepOutcome.SKIPPED
         return result
 
     step.hooked = step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -247,7 +248,7 @@ MUTANTS = [
     Mutant(
         "a closure runs past the scale",
         "optimizers.closure_is_refused",
-        patched(OptimizerState, "_with_closure_called", lambda _, args, kwargs: (args, kwargs)),
+        patched(step, "call_closure", lambda _, args, kwargs, **words: (args, kwargs)),
     ),
     Mutant(
         "a skipped step is none to a scheduler",

@@ -13,13 +13,14 @@ from saturating_chip import SaturatingBackend
 
 from xamp import policy
 from xamp.policy import Policy
-from xamp.scaling import step
+from xamp.scaling import outcomes
 from xamp.scaling.engine import Engine
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.outcomes import Outcomes, StepOutcome
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.scale import CollapseWatch, LossScaler, ScaleRules
-from xamp.scaling.step import OptimizerState, StepOutcome
-from xamp.sessions import session
+from xamp.scaling.step import OptimizerState
+from xamp.sessions import scaled_loss
 from xamp.sessions.grad_scaler import GradScaler
 from xamp.sessions.manual_engine import ManualEngine, Stage
 
@@ -83,9 +84,9 @@ def _reads_the_state(self: OptimizerState, *args: Any) -> Any:
     return _step_unchecked(self, *args)
 
 
-def _always_applied(self: OptimizerState) -> StepOutcome | None:
+def _always_applied(self: Outcomes) -> StepOutcome | None:
     """Of a fused step says that it was applied, as accelerate does."""
-    return StepOutcome.APPLIED if isinstance(self.outcome, torch.Tensor) else self.outcome
+    return StepOutcome.APPLIED if isinstance(self.last, torch.Tensor) else self.last
 
 
 def _prints(message: str, *args: object) -> None:
@@ -217,9 +218,9 @@ MUTANTS = [
     Mutant(
         "a fused step is always called applied",
         "scaling.outcomes_can_be_read",
-        patched(OptimizerState, "known_outcome", _always_applied),
+        patched(Outcomes, "known", _always_applied),
     ),
-    Mutant("prints", "scaling.overflow_is_logged", patched(step, "say", _prints)),
+    Mutant("prints", "scaling.overflow_is_logged", patched(outcomes, "say", _prints)),
     Mutant(
         "what is accumulated is unscaled again",
         "scaling.accumulation_equals_one_batch",
@@ -243,7 +244,9 @@ MUTANTS = [
         "mutant",
     ),
     Mutant(
-        "one scale for all losses", "scaling.losses_with_own_scales", patched(session, "_scaler_of", _the_first_scaler)
+        "one scale for all losses",
+        "scaling.losses_with_own_scales",
+        patched(scaled_loss, "_scaler_of", _the_first_scaler),
     ),
     Mutant(
         "a chip's flag is not cleared",
@@ -266,7 +269,7 @@ MUTANTS = [
     Mutant(
         "scales for two sessions by one",
         "scaling.two_sessions_in_one_scale_loss",
-        patched(session, "_states_of", _whatever_session),
+        patched(scaled_loss, "_states_of", _whatever_session),
     ),
     Mutant("unscales twice", "scaling.grad_scaler", patched(ManualEngine, "unscale", _forgets_that_it_unscaled)),
     Mutant(

@@ -25,8 +25,8 @@ from xamp.errors import BackendUnavailable, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, Policy, Request
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine
+from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.scale import ScaleRules
-from xamp.scaling.step import Stats, StepOutcome
 from xamp.sessions.initialize import Arguments
 from xamp.sessions.session import register
 

@@ -25,8 +25,9 @@ from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
+from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import LossScaler, clock
-from xamp.scaling.step import NOT_STEPPED, OptimizerState, StepOutcome, has_stepped
+from xamp.scaling.step import NOT_STEPPED, OptimizerState, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -78,15 +79,33 @@ class ApexGradients(Gradients):
         """Do nothing: a caller that reads gradients gets them as they are."""
 
 
+class ApexOutcomes(Outcomes):
+    """Tells of overflows in Apex's words.
+
+    Attributes:
+        found: the overflow flag of the last backwards, by ``loss_id``.
+    """
+
+    def __init__(self, engine: OutcomeOwner, index: int, gradients: Gradients) -> None:
+        super().__init__(engine, index, gradients)
+        self.found: dict[int, torch.Tensor] = {}
+
+    def tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+        """See :meth:`Outcomes.tell_of_overflow`."""
+        first = next((index for index, found in self.found.items() if bool(found)), used[0])
+        tell(f"Gradient overflow.  Skipping step, loss scaler {first} reducing loss scale to {scales[first]}")
+
+
 class ApexState(OptimizerState):
     """The step of one optimizer: taken, or skipped if a backward since the last step overflowed."""
 
     gradients_class = ApexGradients
+    outcomes_class = ApexOutcomes
     engine: ApexEngine
+    outcomes: ApexOutcomes
 
     def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
         super().__init__(engine, optimizer, index, fused)
-        self._found: dict[int, torch.Tensor] = {}
         self._warned = False
         self._take_saved()
 
@@ -165,21 +184,18 @@ class ApexState(OptimizerState):
         if self.engine.policy.checks or self.engine.counts.applied == applied:
             self._finish(StepOutcome.SKIPPED if skips else StepOutcome.APPLIED)
         try:
-            if values is not None and self.seen is not values:
-                self._observe((used, clock()), values)
+            if values is not None and self.outcomes.seen is not values:
+                self.outcomes.observe((used, clock()), values)
         finally:
             for _, master in self.gradients.pairs:
                 master.grad = None
-            self._found.clear()
+            self.outcomes.found.clear()
 
     def note(self, index: int, found: torch.Tensor) -> None:
         """Keep ``found``, the overflow flag of a backward with loss scale ``index``, so that a log line can name it."""
-        before = self._found.get(index)
-        self._found[index] = found.clone() if before is None else torch.maximum(before, found)
-
-    def _tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
-        first = next((index for index, found in self._found.items() if bool(found)), used[0])
-        tell(f"Gradient overflow.  Skipping step, loss scaler {first} reducing loss scale to {scales[first]}")
+        found_before = self.outcomes.found
+        before = found_before.get(index)
+        found_before[index] = found.clone() if before is None else torch.maximum(before, found)
 
 
 class ApexEngine(Engine):

@@ -24,7 +24,8 @@ from xamp.ground.arguments import number_between
 from xamp.ground.log import is_rank_zero
 from xamp.ground.version import __version__
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.scaling.outcomes import StepOutcome
+from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session
 from xamp.sessions.wrappers import optimizer_in, unwrap
 
@@ -234,9 +235,9 @@ class Recorder:
 
 
 def _skipped(state: OptimizerState) -> Any:
-    if isinstance(state.outcome, torch.Tensor):
-        return (state.outcome != 0).float()
-    return float(state.outcome is StepOutcome.SKIPPED)
+    if isinstance(state.outcomes.last, torch.Tensor):
+        return (state.outcomes.last != 0).float()
+    return float(state.outcomes.last is StepOutcome.SKIPPED)
 
 
 def _number(loss: Any) -> Any:

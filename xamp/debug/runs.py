@@ -22,7 +22,8 @@ from xamp.debug.measured import Measured, Record
 from xamp.debug.ranges import dense
 from xamp.errors import PolicyError
 from xamp.scaling import masters
-from xamp.sessions.session import find_session, scale_loss
+from xamp.sessions.scaled_loss import scale_loss
+from xamp.sessions.session import find_session
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Batch", "copied", "measure"]

@@ -10,8 +10,8 @@ import torch
 
 from xamp.errors import PolicyError
 from xamp.policy import Level, Request, parse_level
+from xamp.sessions.clipping import master_params
 from xamp.sessions.initialize import initialize
-from xamp.sessions.session import master_params
 
 __all__ = ["Plugin"]
 

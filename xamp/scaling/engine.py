@@ -29,12 +29,13 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.lost_writes import LostWrites
 from xamp.scaling.optimizer import replace_params
+from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_groups import Layout, widest
 from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.scope import Scope
-from xamp.scaling.step import OptimizerState, Stats
+from xamp.scaling.step import OptimizerState
 
 __all__ = ["Engine", "ScaledLoss"]
 
@@ -143,9 +144,9 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the counts of applied and skipped steps. Waits for the device."""
-        late = [overflowed for state in self.states for overflowed in state.unobserved()]
+        late = [overflowed for state in self.states for overflowed in state.outcomes.unobserved()]
         skipped = sum(late)
-        replayed = [state.replays.read() for state in self.states]
+        replayed = [state.outcomes.replays.read() for state in self.states]
         applied = self.counts.applied + sum(applied for applied, _ in replayed)
         return Stats(
             applied + len(late) - skipped, self.counts.skipped + skipped + sum(skipped for _, skipped in replayed)
@@ -154,11 +155,11 @@ class Engine:
     def judge_replays(self) -> None:
         """Raise a LossScaleCollapsed where replays of a captured step met a run of overflows. Waits for the device."""
         for state in self.states:
-            state.judge_replays()
+            state.outcomes.judge_replays()
 
     def last_step(self) -> Any:
         """Return what the last step did; for several optimizers a dict by optimizer. May wait for the device."""
-        outcomes = {state.optimizer: state.known_outcome() for state in self.states if state.is_alive}
+        outcomes = {state.optimizer: state.outcomes.known() for state in self.states if state.is_alive}
         return next(iter(outcomes.values()), None) if len(outcomes) <= 1 else outcomes
 
     def serves(self, optimizer: object) -> bool:
@@ -349,13 +350,13 @@ class Engine:
                 distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
                 masters.write_quietly(pairs)
         for state in self._states:
-            state.note_masters()
+            state.master_versions.note()
 
     def _look_for_lost_writes(self) -> None:
         """Warn, once, of weights of the model that the next step will overwrite."""
-        if any(state.replays.capturing() for state in self._states):
+        if any(state.outcomes.replays.capturing() for state in self._states):
             return
-        lost = self._lost_writes.look([pair for state in self._states for pair in state.pairs_at_rest()])
+        lost = self._lost_writes.look([pair for state in self._states for pair in state.master_versions.at_rest()])
         if lost:
             others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             say(
@@ -388,7 +389,7 @@ class Engine:
     def follow_masters(self) -> None:
         """Before a forward: write the masters that changed since the last step into the model."""
         for state in self._states:
-            state.follow_masters()
+            state.master_versions.follow()
 
     def _use_masters(self) -> None:
         """Use the masters for the first time."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.scaling import masters
-from xamp.scaling.step import StepOutcome
+from xamp.scaling.outcomes import StepOutcome
 from xamp.sessions.session import session
 from xamp.sessions.wrappers import unwrap
 

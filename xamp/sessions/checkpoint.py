@@ -46,7 +46,7 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
             scales,
             named,
             others,
-            [state.overflow_run() for state in engine.states],
+            [state.outcomes.overflow_run() for state in engine.states],
             (stats.applied, stats.skipped),
             engine.policy.level,
             str(engine.policy.dtype).removeprefix("torch."),

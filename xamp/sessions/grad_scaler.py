@@ -19,9 +19,9 @@ from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.scaling import distributed
+from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
-from xamp.scaling.step import Stats, StepOutcome
 from xamp.sessions import formats, metrics
 from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do, sharing
 
@@ -203,7 +203,7 @@ class GradScaler:
         finally:
             if not use.state.gradients.ready:  # still ready: the optimizer raised before the step was over
                 use.stage = Stage.STEPPED
-            if use.state.outcome is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            if use.state.outcomes.last is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -233,5 +233,5 @@ class ManualEngine(Engine):
         self.scaler.live_in(new)
         self._factors.append(self.scaler.factor)
         for use in self.uses.values():
-            use.state.observe_all()
+            use.state.outcomes.observe_all()
             use.state.live_in(new)

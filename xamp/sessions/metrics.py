@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.scaling import norms
+from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.scale import LateNumber
-from xamp.scaling.step import OptimizerState, StepOutcome
+from xamp.scaling.step import OptimizerState
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
@@ -72,7 +73,7 @@ def known(engine: Engine) -> tuple[list[float], int, int]:
 
 def _lateness(state: OptimizerState) -> int:
     """The number of steps whose outcome the host cannot read without waiting."""
-    return state.uncounted - len(state.arrived())
+    return state.outcomes.uncounted - len(state.outcomes.arrived())
 
 
 def _scales(engine: Engine, wait: bool) -> list[float]:
@@ -81,7 +82,7 @@ def _scales(engine: Engine, wait: bool) -> list[float]:
         return [1.0]
     if wait or not engine.states or _is_on_host(engine.scalers[0].scale):  # a session of a real apex.amp has no states
         return [float(scaler.scale) for scaler in engine.scalers]
-    known = [newest for state in engine.states if (newest := state.newest()) is not None]
+    known = [newest for state in engine.states if (newest := state.outcomes.newest()) is not None]
     if not known or not engine.policy.dynamic:
         return [scaler.host_scale for scaler in engine.scalers]
     at, values = max(known, key=lambda newest: newest[0])  # an optimizer that rests knows old scales only
@@ -101,16 +102,16 @@ def _counts(engine: Engine, wait: bool) -> tuple[int, int]:
     if wait or not engine.states:
         stats = engine.stats()
         return stats.applied, stats.skipped
-    late = [engine.memory.overflowed(values, s.index) for s in engine.states for values in s.arrived()]
+    late = [engine.memory.overflowed(values, s.index) for s in engine.states for values in s.outcomes.arrived()]
     return engine.counts.applied + len(late) - sum(late), engine.counts.skipped + sum(late)
 
 
 def _was_skipped(state: OptimizerState, wait: bool) -> bool:
-    outcome = state.outcome
+    outcome = state.outcomes.last
     if isinstance(outcome, torch.Tensor) and not wait and not outcome.is_cpu:
-        newest = state.newest()
+        newest = state.outcomes.newest()
         return newest is not None and state.engine.memory.overflowed(newest[1], state.index)
-    return state.known_outcome() is StepOutcome.SKIPPED
+    return state.outcomes.known() is StepOutcome.SKIPPED
 
 
 def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: bool) -> float:

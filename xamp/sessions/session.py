@@ -1,4 +1,4 @@
-"""Sessions, and the functions that users call in a training step.
+"""Sessions: what one call of ``initialize`` made, found from its models and optimizers.
 
 A :class:`Session` gives one model or optimizer access to its :class:`~xamp.scaling.engine.Engine`.
 """
@@ -6,28 +6,21 @@ A :class:`Session` gives one model or optimizer access to its :class:`~xamp.scal
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.casting.forward import Region
 from xamp.contract import Backend
-from xamp.errors import PolicyError, StateError
-from xamp.ground.arguments import boolean, number
-from xamp.ground.shown import shown
+from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import distributed, masters, norms, shards
-from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.engine import Engine
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.rank_groups import Layout, layout_of
-from xamp.scaling.scale import LossScaler
-from xamp.scaling.step import OptimizerState, Stats, StepOutcome
+from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.sessions import checkpoint, metrics
 from xamp.sessions.typed import LastStep, SessionState
 from xamp.sessions.wrappers import optimizer_in, unwrap
@@ -35,20 +28,15 @@ from xamp.sessions.wrappers import optimizer_in, unwrap
 __all__ = [
     "Session",
     "StepOutcome",
-    "clip_grad_norm_",
-    "clip_grad_value_",
     "find_session",
     "forget_sessions",
     "load_state_dict",
-    "loss_scale",
-    "master_params",
+    "managed",
     "register",
-    "scale_loss",
     "session",
     "state_dict",
+    "the_engine",
 ]
-
-_NUMBERS = (float, int, torch.Tensor)
 
 # Each model, wrapper and optimizer that was given to initialize -> its session.
 _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
@@ -112,7 +100,7 @@ class Session:
         For the session of a model with several optimizers: a dict of these by optimizer.
         """
         state = state_of(self._seen_from())
-        outcome: LastStep = self.engine.last_step() if state is None else state.known_outcome()
+        outcome: LastStep = self.engine.last_step() if state is None else state.outcomes.known()
         return outcome
 
     @property
@@ -234,7 +222,15 @@ def session(obj: object) -> Session:
     return found
 
 
-def _the_engine(call: str, obj: object) -> Engine:
+def managed(optimizer: Any) -> Any:
+    """Return ``optimizer``, or the one inside it if only that was given to ``initialize``."""
+    if state_of(optimizer) is not None or own_session(optimizer) is not None:
+        return optimizer
+    inner = optimizer_in(optimizer)
+    return optimizer if inner is None or own_session(inner) is None else inner
+
+
+def the_engine(call: str, obj: object) -> Engine:
     """Return the engine of ``obj``; for None that of the only live session."""
     if obj is not None:
         return session(obj).engine
@@ -245,268 +241,6 @@ def _the_engine(call: str, obj: object) -> Engine:
             "meant."
         )
     return live[0]
-
-
-def scale_loss(
-    loss: torch.Tensor,
-    optimizers: Optimizer | Sequence[Optimizer],
-    loss_id: int = 0,
-    model: object = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> contextlib.AbstractContextManager[torch.Tensor]:
-    """Scale a loss, and unscale the gradients of its backward.
-
-    ::
-
-        with xamp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-
-    At the end of the ``with`` block xamp unscales the gradients of ``optimizers`` (at O2 and O5 they are then in the
-    masters' ``.grad``), checks them for inf and nan, and updates the loss scale once. All of this runs on the device.
-    Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
-    ``scale_loss`` whose backward reduces.
-
-    A stage of a pipeline, where the schedule runs backward and only the last stage has a loss, gives a one:
-    ``torch.ones((), device=device)``. The result is the loss scale, by which the last stage multiplies its losses.
-
-    Args:
-        loss: a floating tensor of one element, on the session's device type.
-        optimizers: the optimizer, or a list of all optimizers, whose parameters get gradients from ``loss``.
-        loss_id: index of the loss scale to use, below the ``num_losses`` of ``initialize``.
-        model: the DistributedDataParallel around the model. Needed only where xamp cannot see it run, because all of it
-            is compiled.
-        delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them together with its own.
-        delay_overflow_check: unscale the gradients, but ignore an overflow of this backward: neither skip the step nor
-            move the scale.
-
-    Returns:
-        A context manager that yields the scaled loss, fp32.
-
-    Raises:
-        PolicyError: the loss or ``loss_id`` cannot be right; or ranks that share the model were given other settings.
-        StateError: no session manages an optimizer, or the optimizers belong to different sessions; or another rank
-            that shares the model does not come here.
-    """
-    states, engine = _states_of("scale_loss", optimizers)
-    if model is not None:
-        distributed.note_given(model)
-    if not engine.enabled:
-        if distributed.is_running():
-            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return _Unscaled(loss)
-    _check_loss(loss, engine)
-    scaler = _scaler_of("scale_loss", engine, loss_id)
-    if engine.scale_loss is not None:
-        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        return engine.scale_loss(
-            loss, given, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
-        )
-    if loss.dtype in masters.LOWER:
-        loss = loss.float()
-    if not engine.policy.manages_gradients:
-        if distributed.is_running():
-            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return _Unscaled(loss)
-    return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
-
-
-class _Unscaled:
-    """Yields a loss as it is. The compiler fails on a ``nullcontext(loss)`` with a ``backward`` in its body."""
-
-    __slots__ = ("_loss",)
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self._loss = loss
-
-    def __enter__(self) -> torch.Tensor:
-        return self._loss
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
-    """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
-    scalers = engine.scalers
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
-        raise PolicyError(
-            f"{call}(loss_id={shown(loss_id)}): initialize was called with num_losses={engine.policy.num_losses}, so "
-            f"loss_id is one of 0 to {len(scalers) - 1}. Raise num_losses there."
-        )
-    return scalers[loss_id]
-
-
-def _check_loss(loss: object, engine: Engine) -> None:
-    if not isinstance(loss, torch.Tensor) or not loss.dtype.is_floating_point or loss.numel() != 1:
-        shown = f"{loss.dtype}, shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise PolicyError(
-            f"scale_loss(loss): the loss must be one floating element, and is {shown}. Reduce it first, as with "
-            "loss.mean()."
-        )
-    if loss.device != engine.device and loss.device.type != engine.device.type:
-        raise PolicyError(
-            f"scale_loss(loss): the loss is on {loss.device}, the model on {engine.device}. Compute the loss where the "
-            "model is."
-        )
-
-
-def _managed(optimizer: Any) -> Any:
-    """``optimizer``, or the one inside it if only that was given to ``initialize``."""
-    if state_of(optimizer) is not None or own_session(optimizer) is not None:
-        return optimizer
-    inner = optimizer_in(optimizer)
-    return optimizer if inner is None or own_session(inner) is None else inner
-
-
-def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
-    only = state_of(optimizers) or state_of(_managed(optimizers))
-    if only is not None:
-        return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
-    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
-    if not given:
-        raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
-    given = [_managed(optimizer) for optimizer in given]
-    owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
-    for optimizer, owner in zip(given, owners, strict=True):
-        if owner is None or (owner.enabled and not owner.serves(optimizer)):
-            raise StateError(
-                f"{call}: {type(optimizer).__name__} was not given to xamp.initialize as an optimizer, or its session "
-                "was closed. Call model, optimizer = xamp.initialize(model, optimizer, level=...) first."
-            )
-    if any(owner is not owners[0] for owner in owners):
-        raise StateError(
-            f"{call}: the optimizers belong to different sessions, which scale differently. Give all models and "
-            "optimizers of one loss to one xamp.initialize call."
-        )
-    unique = {id(s): s for optimizer in given if (s := state_of(optimizer)) is not None}
-    return list(unique.values()), owners[0]  # type: ignore[return-value]
-
-
-def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors that ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
-
-    Raises:
-        StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
-    """
-    optimizer = _managed(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
-    state = state_of(optimizer)
-    if state is not None:
-        state.settle("master_params(optimizer)")
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def clip_grad_norm_(
-    optimizer: Optimizer | Sequence[Optimizer],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> torch.Tensor:
-    """Clip the norm of all gradients that ``optimizer`` will apply, in place, without waiting for the device.
-
-    Where parameters are sharded (FSDP1, FSDP2, DTensor), some or all of them, the norm is that of the whole gradients,
-    the same on every rank, and every rank must call this.
-
-    Args:
-        optimizer: one optimizer, or several whose gradients count as one vector.
-        max_norm: the largest norm allowed.
-        norm_type: the p of the p-norm; may be inf.
-        error_if_nonfinite: raise where the norm is inf or nan and the step would be taken with it. Where an overflow
-            will skip the step anyway, nothing is raised, so that the loss scale can fall. Waits for the device.
-
-    Returns:
-        The norm before clipping, a scalar tensor.
-
-    Raises:
-        StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module;
-            or ``error_if_nonfinite``, and then no gradient was clipped.
-        PolicyError: ``max_norm`` or ``norm_type`` is no number.
-    """
-    max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
-        _refuse_nonfinite(given, params, norm_type)
-    if norms.is_divided(param for _, param in params):
-        norm = norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_([param for _, param in params], max_norm, norm_type)
-    for one in given:
-        inner = _managed(one)
-        metrics.note_norm(inner, state_of(inner), norm)
-    return norm
-
-
-def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
-    """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
-    if norms.is_divided(param for _, param in params):
-        norm = norms.total([(param, _layout(one, param)) for one, param in params], norm_type)
-    else:
-        norm = torch.nn.utils.get_total_norm([p.grad for _, p in params if p.grad is not None], norm_type)
-    states = [state for one in given if (state := state_of(_managed(one))) is not None]
-    if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
-        return
-    raise StateError(
-        f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "
-        "step would be taken. No gradient was clipped. Look for the first non-finite value with `with "
-        'xamp.debug.find_nonfinite(model, optimizer) as found:`, or pass on_static_overflow="skip" to '
-        "xamp.initialize, which then skips such steps."
-    )
-
-
-def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: float) -> None:
-    """Clip each element of the gradients that ``optimizer`` will apply to at most ``clip_value`` in size, in place.
-
-    Does not wait for the device. At O2 and O5 it clips the gradients of the fp32 masters. A step that overflowed is
-    skipped all the same: its inf was seen before it was clipped. Sharded gradients are clipped on the rank that has
-    them.
-
-    Args:
-        optimizer: one optimizer, or several.
-        clip_value: the largest size allowed, of the unscaled gradients; 0 or more.
-
-    Raises:
-        StateError: the gradients are still scaled.
-        PolicyError: ``clip_value`` is no such number.
-    """
-    limit = number("clip_value", clip_value, call="clip_grad_value_")
-    if limit < 0:
-        raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    torch.nn.utils.clip_grad_value_([p for p in params if not shards.is_dtensor(p)], limit)
-    for param in params:
-        if shards.is_dtensor(param) and param.grad is not None:
-            shards.local(param.grad).clamp_(-limit, limit)
-
-
-def _layout(optimizer: object, param: torch.Tensor) -> Layout:
-    """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
-    found = find_session(optimizer)
-    return layout_of(param, {}) if found is None else found.engine.layout(param)
-
-
-def _as_number(name: str, value: Any) -> Any:
-    return value if isinstance(value, _NUMBERS) else number(name, value, call="clip_grad_norm_")
-
-
-def loss_scale(obj: object = None, loss_id: int = 0) -> float:
-    """Return the loss scale; 1.0 for a disabled session. Waits for the device.
-
-    Args:
-        obj: a model or optimizer; None where only one session is live.
-        loss_id: index of the loss scale in the session.
-
-    Raises:
-        StateError: there is no session, or there are several and ``obj`` is None.
-        PolicyError: ``loss_id`` is out of range.
-    """
-    found = _the_engine("loss_scale()", obj)
-    if not found.enabled:
-        return 1.0
-    return float(_scaler_of("loss_scale", found, loss_id).scale)
 
 
 @overload
@@ -539,7 +273,7 @@ def state_dict(obj: object = None, format: str = "xamp") -> Any:
         StateError: there is no session, or there are several and ``obj`` is None.
         PolicyError: there is no such format.
     """
-    return checkpoint.save(_the_engine("state_dict()", obj), format)
+    return checkpoint.save(the_engine("state_dict()", obj), format)
 
 
 def load_state_dict(state: Any, obj: object = None) -> None:
@@ -558,4 +292,4 @@ def load_state_dict(state: Any, obj: object = None) -> None:
         CheckpointError: the state does not fit. The message names the key, and nothing was changed.
         StateError: there is no session, or there are several and ``obj`` is None, or a ``scale_loss`` is open.
     """
-    checkpoint.load(_the_engine("load_state_dict()", obj), state)
+    checkpoint.load(the_engine("load_state_dict()", obj), state)

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.errors import LossScaleCollapsed
+from xamp.scaling.outcomes import Outcomes
 from xamp.scaling.scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState
 from xamp.scaling.scope import Scope
 from xamp.scaling.step import OptimizerState
@@ -23,7 +24,7 @@ ONES = torch.ones(7)
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
 
 
 def start(level: str = "O1", make: Any = SGD, **options: Any) -> tuple[Any, Any]:
@@ -192,11 +193,11 @@ def test_steps_that_wait_are_none_of_a_loaded_run() -> None:
     iterate(model, optimizer)
     assert counts(optimizer) == (1, 0), "this step was seen; the next ones wait"
     (of_optimizer,) = xamp.session(optimizer).engine.states
-    assert of_optimizer.newest() is not None
+    assert of_optimizer.outcomes.newest() is not None
     for _ in range(3):
         iterate(model, optimizer, overflow=True)
     xamp.load_state_dict(state, optimizer)
-    assert of_optimizer.newest() is None
+    assert of_optimizer.outcomes.newest() is None
     assert counts(optimizer) == (10, 0)
     assert run_of(optimizer) == 0
     assert xamp.session(optimizer).metrics()["steps_skipped"] == 0
@@ -289,13 +290,13 @@ def test_a_step_whose_hook_raises_is_counted_once_and_whole(level: str, fused: s
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
 @pytest.mark.parametrize("fused", [False, "auto"])
-@pytest.mark.parametrize("name", ["_finish", "_observe"])
+@pytest.mark.parametrize(("owner", "name"), [(OptimizerState, "_finish"), (Outcomes, "observe")])
 def test_a_step_that_is_interrupted_after_it_was_counted_is_counted_once(
-    level: str, fused: str | bool, name: str, monkeypatch: pytest.MonkeyPatch
+    level: str, fused: str | bool, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = start(level, fused=fused)
     iterate(model, optimizer)
-    real, times = getattr(OptimizerState, name), iter([1])
+    real, times = getattr(owner, name), iter([1])
 
     def interrupted(*args: Any) -> None:
         real(*args)
@@ -303,8 +304,8 @@ def test_a_step_that_is_interrupted_after_it_was_counted_is_counted_once(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(OptimizerState, name, interrupted)
-        if level == "O5" and name == "_observe":  # it is for checked steps
+        patched.setattr(owner, name, interrupted)
+        if level == "O5" and name == "observe":  # it is for checked steps
             iterate(model, optimizer)
         else:
             with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from xamp.scaling.scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
 
 
 def start(lane: Lane, **options: Any) -> tuple[Any, Any]:

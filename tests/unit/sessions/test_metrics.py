@@ -110,7 +110,7 @@ def test_a_disabled_session_and_a_disabled_scaler_have_them_too() -> None:
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
     xamp.initialize(model, optimizer, "O1", init_scale=8.0, verbosity=0)
@@ -238,7 +238,7 @@ def test_at_the_floor_and_with_a_scale_that_stays_the_log_says_what_stays(
 
 def _two(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """Two models, each with its optimizer, on one scale that grows at every second step, read late."""
-    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     optimizers: list[Any] = [SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     xamp.initialize(models, optimizers, "O1", init_scale=8.0, growth_interval=2, verbosity=0)
@@ -256,7 +256,7 @@ def test_an_optimizer_that_rests_does_not_hold_the_scale_back(monkeypatch: pytes
 
 
 def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.step.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
     monkeypatch.setattr("xamp.sessions.metrics._is_on_host", lambda _: False)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)

@@ -1,0 +1,132 @@
+"""The gradients and tensors that an optimizer will step: ``master_params``, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.errors import PolicyError, StateError
+from xamp.ground.arguments import boolean, number
+from xamp.ground.shown import shown
+from xamp.scaling import norms, shards
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.rank_groups import Layout, layout_of
+from xamp.sessions import metrics
+from xamp.sessions.session import find_session, managed
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "master_params"]
+
+_NUMBERS = (float, int, torch.Tensor)
+
+
+def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors that ``optimizer`` steps: the fp32 masters at O2 and O5, else the parameters.
+
+    Raises:
+        StateError: the gradients are still scaled, so it would be wrong to clip or read them now.
+    """
+    optimizer = managed(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
+    state = state_of(optimizer)
+    if state is not None:
+        state.settle("master_params(optimizer)")
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def clip_grad_norm_(
+    optimizer: Optimizer | Sequence[Optimizer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clip the norm of all gradients that ``optimizer`` will apply, in place, without waiting for the device.
+
+    Where parameters are sharded (FSDP1, FSDP2, DTensor), some or all of them, the norm is that of the whole gradients,
+    the same on every rank, and every rank must call this.
+
+    Args:
+        optimizer: one optimizer, or several whose gradients count as one vector.
+        max_norm: the largest norm allowed.
+        norm_type: the p of the p-norm; may be inf.
+        error_if_nonfinite: raise where the norm is inf or nan and the step would be taken with it. Where an overflow
+            will skip the step anyway, nothing is raised, so that the loss scale can fall. Waits for the device.
+
+    Returns:
+        The norm before clipping, a scalar tensor.
+
+    Raises:
+        StateError: the gradients are still scaled; or FSDP1 shards them, and ``initialize`` was not given its module;
+            or ``error_if_nonfinite``, and then no gradient was clipped.
+        PolicyError: ``max_norm`` or ``norm_type`` is no number.
+    """
+    max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
+        _refuse_nonfinite(given, params, norm_type)
+    if norms.is_divided(param for _, param in params):
+        norm = norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
+    else:
+        norm = torch.nn.utils.clip_grad_norm_([param for _, param in params], max_norm, norm_type)
+    for one in given:
+        inner = managed(one)
+        metrics.note_norm(inner, state_of(inner), norm)
+    return norm
+
+
+def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
+    """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
+    if norms.is_divided(param for _, param in params):
+        norm = norms.total([(param, _layout(one, param)) for one, param in params], norm_type)
+    else:
+        norm = torch.nn.utils.get_total_norm([p.grad for _, p in params if p.grad is not None], norm_type)
+    states = [state for one in given if (state := state_of(managed(one))) is not None]
+    if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
+        return
+    raise StateError(
+        f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "
+        "step would be taken. No gradient was clipped. Look for the first non-finite value with `with "
+        'xamp.debug.find_nonfinite(model, optimizer) as found:`, or pass on_static_overflow="skip" to '
+        "xamp.initialize, which then skips such steps."
+    )
+
+
+def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: float) -> None:
+    """Clip each element of the gradients that ``optimizer`` will apply to at most ``clip_value`` in size, in place.
+
+    Does not wait for the device. At O2 and O5 it clips the gradients of the fp32 masters. A step that overflowed is
+    skipped all the same: its inf was seen before it was clipped. Sharded gradients are clipped on the rank that has
+    them.
+
+    Args:
+        optimizer: one optimizer, or several.
+        clip_value: the largest size allowed, of the unscaled gradients; 0 or more.
+
+    Raises:
+        StateError: the gradients are still scaled.
+        PolicyError: ``clip_value`` is no such number.
+    """
+    limit = number("clip_value", clip_value, call="clip_grad_value_")
+    if limit < 0:
+        raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    torch.nn.utils.clip_grad_value_([p for p in params if not shards.is_dtensor(p)], limit)
+    for param in params:
+        if shards.is_dtensor(param) and param.grad is not None:
+            shards.local(param.grad).clamp_(-limit, limit)
+
+
+def _layout(optimizer: object, param: torch.Tensor) -> Layout:
+    """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
+    found = find_session(optimizer)
+    return layout_of(param, {}) if found is None else found.engine.layout(param)
+
+
+def _as_number(name: str, value: Any) -> Any:
+    return value if isinstance(value, _NUMBERS) else number(name, value, call="clip_grad_norm_")

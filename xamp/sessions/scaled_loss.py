@@ -1,0 +1,165 @@
+"""The call around each backward: ``scale_loss``. What it scales by: ``loss_scale``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.errors import PolicyError, StateError
+from xamp.ground.shown import shown
+from xamp.scaling import distributed, masters
+from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.optimizer import state_of
+from xamp.scaling.scale import LossScaler
+from xamp.scaling.step import OptimizerState
+from xamp.sessions.session import find_session, managed, the_engine
+
+__all__ = ["loss_scale", "scale_loss"]
+
+
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: object = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> contextlib.AbstractContextManager[torch.Tensor]:
+    """Scale a loss, and unscale the gradients of its backward.
+
+    ::
+
+        with xamp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
+    At the end of the ``with`` block xamp unscales the gradients of ``optimizers`` (at O2 and O5 they are then in the
+    masters' ``.grad``), checks them for inf and nan, and updates the loss scale once. All of this runs on the device.
+    Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
+    ``scale_loss`` whose backward reduces.
+
+    A stage of a pipeline, where the schedule runs backward and only the last stage has a loss, gives a one:
+    ``torch.ones((), device=device)``. The result is the loss scale, by which the last stage multiplies its losses.
+
+    Args:
+        loss: a floating tensor of one element, on the session's device type.
+        optimizers: the optimizer, or a list of all optimizers, whose parameters get gradients from ``loss``.
+        loss_id: index of the loss scale to use, below the ``num_losses`` of ``initialize``.
+        model: the DistributedDataParallel around the model. Needed only where xamp cannot see it run, because all of it
+            is compiled.
+        delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them together with its own.
+        delay_overflow_check: unscale the gradients, but ignore an overflow of this backward: neither skip the step nor
+            move the scale.
+
+    Returns:
+        A context manager that yields the scaled loss, fp32.
+
+    Raises:
+        PolicyError: the loss or ``loss_id`` cannot be right; or ranks that share the model were given other settings.
+        StateError: no session manages an optimizer, or the optimizers belong to different sessions; or another rank
+            that shares the model does not come here.
+    """
+    states, engine = _states_of("scale_loss", optimizers)
+    if model is not None:
+        distributed.note_given(model)
+    if not engine.enabled:
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+        return _Unscaled(loss)
+    _check_loss(loss, engine)
+    scaler = _scaler_of("scale_loss", engine, loss_id)
+    if engine.scale_loss is not None:
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        return engine.scale_loss(
+            loss, given, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
+        )
+    if loss.dtype in masters.LOWER:
+        loss = loss.float()
+    if not engine.policy.manages_gradients:
+        if distributed.is_running():
+            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+        return _Unscaled(loss)
+    return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
+
+
+class _Unscaled:
+    """Yields a loss as it is. The compiler fails on a ``nullcontext(loss)`` with a ``backward`` in its body."""
+
+    __slots__ = ("_loss",)
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self._loss = loss
+
+    def __enter__(self) -> torch.Tensor:
+        return self._loss
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _scaler_of(call: str, engine: Engine, loss_id: object) -> LossScaler:
+    """Return the scaler of ``loss_id``, or raise a PolicyError where there is none."""
+    scalers = engine.scalers
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise PolicyError(
+            f"{call}(loss_id={shown(loss_id)}): initialize was called with num_losses={engine.policy.num_losses}, so "
+            f"loss_id is one of 0 to {len(scalers) - 1}. Raise num_losses there."
+        )
+    return scalers[loss_id]
+
+
+def _check_loss(loss: object, engine: Engine) -> None:
+    if not isinstance(loss, torch.Tensor) or not loss.dtype.is_floating_point or loss.numel() != 1:
+        shown = f"{loss.dtype}, shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise PolicyError(
+            f"scale_loss(loss): the loss must be one floating element, and is {shown}. Reduce it first, as with "
+            "loss.mean()."
+        )
+    if loss.device != engine.device and loss.device.type != engine.device.type:
+        raise PolicyError(
+            f"scale_loss(loss): the loss is on {loss.device}, the model on {engine.device}. Compute the loss where the "
+            "model is."
+        )
+
+
+def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
+    only = state_of(optimizers) or state_of(managed(optimizers))
+    if only is not None:
+        return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not given:
+        raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")
+    given = [managed(optimizer) for optimizer in given]
+    owners = [None if (found := find_session(optimizer)) is None else found.engine for optimizer in given]
+    for optimizer, owner in zip(given, owners, strict=True):
+        if owner is None or (owner.enabled and not owner.serves(optimizer)):
+            raise StateError(
+                f"{call}: {type(optimizer).__name__} was not given to xamp.initialize as an optimizer, or its session "
+                "was closed. Call model, optimizer = xamp.initialize(model, optimizer, level=...) first."
+            )
+    if any(owner is not owners[0] for owner in owners):
+        raise StateError(
+            f"{call}: the optimizers belong to different sessions, which scale differently. Give all models and "
+            "optimizers of one loss to one xamp.initialize call."
+        )
+    unique = {id(s): s for optimizer in given if (s := state_of(optimizer)) is not None}
+    return list(unique.values()), owners[0]  # type: ignore[return-value]
+
+
+def loss_scale(obj: object = None, loss_id: int = 0) -> float:
+    """Return the loss scale; 1.0 for a disabled session. Waits for the device.
+
+    Args:
+        obj: a model or optimizer; None where only one session is live.
+        loss_id: index of the loss scale in the session.
+
+    Raises:
+        StateError: there is no session, or there are several and ``obj`` is None.
+        PolicyError: ``loss_id`` is out of range.
+    """
+    found = the_engine("loss_scale()", obj)
+    if not found.enabled:
+        return 1.0
+    return float(_scaler_of("loss_scale", found, loss_id).scale)
