@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_params
     from xamp.sessions.grad_scaler import GradScaler
     from xamp.sessions.initialize import initialize
-    from xamp.sessions.scaled_loss import loss_scale, scale_loss
+    from xamp.sessions.scale_loss import loss_scale, scale_loss
     from xamp.sessions.session import StepOutcome, load_state_dict, session, state_dict
     from xamp.sessions.sharding import fsdp_policy
 
@@ -66,7 +66,7 @@ _HOMES = {
     "casting.registered": ("register_float_function", "register_half_function", "register_promote_function"),
     "registry.registry": ("available_backends", "register_backend"),
     "sessions.sharding": ("fsdp_policy",),
-    "sessions.scaled_loss": ("loss_scale", "scale_loss"),
+    "sessions.scale_loss": ("loss_scale", "scale_loss"),
     "sessions.session": ("StepOutcome", "load_state_dict", "session", "state_dict"),
     "errors": (
         "BackendUnavailable",

@@ -16,7 +16,7 @@ from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, forward, node_numbers
 from xamp.ground import arguments
 from xamp.ground.containers import cast_floats
-from xamp.scaling import engine, masters
+from xamp.scaling import engine, masters, scaled_loss
 
 
 class ForgetsTheLast(CpuBackend):
@@ -87,7 +87,7 @@ def unscaled(self: Any) -> torch.Tensor:
     return self._loss  # type: ignore[no-any-return]
 
 
-enter = engine.ScaledLoss.__enter__
+enter = scaled_loss.ScaledLoss.__enter__
 
 
 def broken(name: str) -> Breaks:
@@ -129,6 +129,6 @@ MUTANTS = [
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",
-        patched(engine.ScaledLoss, "__enter__", unscaled),
+        patched(scaled_loss.ScaledLoss, "__enter__", unscaled),
     ),
 ]

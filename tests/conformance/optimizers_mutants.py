@@ -13,11 +13,12 @@ from mutants import Mutant, also, patched
 
 import xamp
 from xamp.scaling import foreach, fused, masters, optimizer, step
-from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.scale import DeviceState
+from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks
 from xamp.sessions.session import Session

@@ -20,7 +20,7 @@ from xamp.scaling.outcomes import Outcomes, StepOutcome
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.scale import CollapseWatch, LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import scaled_loss
+from xamp.sessions import scale_loss
 from xamp.sessions.grad_scaler import GradScaler
 from xamp.sessions.manual_engine import ManualEngine, Stage
 
@@ -246,7 +246,7 @@ MUTANTS = [
     Mutant(
         "one scale for all losses",
         "scaling.losses_with_own_scales",
-        patched(scaled_loss, "_scaler_of", _the_first_scaler),
+        patched(scale_loss, "_scaler_of", _the_first_scaler),
     ),
     Mutant(
         "a chip's flag is not cleared",
@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "scales for two sessions by one",
         "scaling.two_sessions_in_one_scale_loss",
-        patched(scaled_loss, "_states_of", _whatever_session),
+        patched(scale_loss, "_states_of", _whatever_session),
     ),
     Mutant("unscales twice", "scaling.grad_scaler", patched(ManualEngine, "unscale", _forgets_that_it_unscaled)),
     Mutant(

@@ -27,8 +27,8 @@ from xamp.scaling import masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.scale import ScaleRules
-from xamp.sessions.initialize import Arguments
 from xamp.sessions.session import register
+from xamp.sessions.set_up import Arguments
 
 __all__ = ["hand_over", "real_amp"]
 

@@ -21,12 +21,13 @@ from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import shards
-from xamp.scaling.engine import Engine, ScaledLoss
+from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import LossScaler, clock
+from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import NOT_STEPPED, OptimizerState, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]

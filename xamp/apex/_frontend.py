@@ -20,8 +20,8 @@ from xamp.apex._state import state
 from xamp.errors import StateError
 from xamp.ground.log import say
 from xamp.scaling.optimizer import state_of
-from xamp.sessions.initialize import Arguments
 from xamp.sessions.session import find_session
+from xamp.sessions.set_up import Arguments
 
 __all__ = ["Scaling", "initialize", "start_engine"]
 

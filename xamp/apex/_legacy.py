@@ -15,7 +15,7 @@ from xamp.apex._scale_loss import scale_loss
 from xamp.apex._start import Scaling, start_engine
 from xamp.apex._state import state
 from xamp.scaling.optimizer import state_of
-from xamp.sessions.initialize import Arguments
+from xamp.sessions.set_up import Arguments
 
 __all__ = ["OptimWrapper", "scale_by_handle"]
 

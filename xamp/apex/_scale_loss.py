@@ -17,7 +17,7 @@ from xamp.errors import StateError
 from xamp.ground.log import say
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import scaled_loss
+from xamp.sessions import scale_loss as of_sessions
 
 __all__ = ["load_state_dict", "master_params", "scale_loss", "state_dict"]
 
@@ -60,7 +60,7 @@ def scale_loss(
         return contextlib.nullcontext(loss)
     engines: dict[int, Any] = {id(found.engine): found.engine for found in states}
     if not all(isinstance(engine, ApexEngine) for engine in engines.values()):  # of xamp.initialize
-        return scaled_loss.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+        return of_sessions.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
     if len(engines) > 1:
         if len(states) < len(given):
             raise _not_given()

@@ -15,8 +15,8 @@ from xamp.errors import StateError
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
 from xamp.registry import device_in_use, registry
 from xamp.sessions import checks
-from xamp.sessions.initialize import Arguments, set_up
 from xamp.sessions.session import find_session
+from xamp.sessions.set_up import Arguments, set_up
 
 __all__ = ["Scaling", "start_engine"]
 

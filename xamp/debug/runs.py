@@ -22,7 +22,7 @@ from xamp.debug.measured import Measured, Record
 from xamp.debug.ranges import dense
 from xamp.errors import PolicyError
 from xamp.scaling import masters
-from xamp.sessions.scaled_loss import scale_loss
+from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import find_session
 from xamp.sessions.wrappers import unwrap
 

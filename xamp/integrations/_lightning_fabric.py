@@ -15,7 +15,7 @@ from xamp.policy import Request
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.grad_scaler import GradScaler
 from xamp.sessions.initialize import initialize
-from xamp.sessions.scaled_loss import scale_loss
+from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import Session, find_session, session
 
 __all__ = ["FabricRules"]

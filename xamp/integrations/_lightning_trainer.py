@@ -15,7 +15,7 @@ from xamp.errors import StateError, UnsupportedPolicy
 from xamp.integrations._lightning_plugin import Plugin
 from xamp.sessions.clipping import clip_grad_norm_
 from xamp.sessions.initialize import initialize
-from xamp.sessions.scaled_loss import scale_loss
+from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import Session, session
 from xamp.sessions.wrappers import unwrap
 

@@ -28,7 +28,7 @@ from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.scaling.masters import master_of
 from xamp.sessions.clipping import clip_grad_norm_, master_params
 from xamp.sessions.initialize import initialize
-from xamp.sessions.scaled_loss import scale_loss
+from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import session
 
 __all__ = ["drive", "prepare"]

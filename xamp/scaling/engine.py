@@ -8,9 +8,6 @@ that it is freed when they are.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,23 +20,19 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
-from xamp.ground.log import say
 from xamp.ground.undo import Undo
-from xamp.policy import Policy, levels_where, listed
+from xamp.policy import Policy
 from xamp.scaling import distributed, masters
-from xamp.scaling.lost_writes import LostWrites
+from xamp.scaling.lost_writes import LostWrites, warn_of_lost
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
-from xamp.scaling.rank_groups import Layout, widest
-from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
+from xamp.scaling.rank_checks import RankChecks
+from xamp.scaling.rank_groups import Layout
 from xamp.scaling.scale import DeviceState, LossScaler
-from xamp.scaling.scope import Scope
 from xamp.scaling.step import OptimizerState
 
-__all__ = ["Engine", "ScaledLoss"]
-
-_ALONE = "alone"  # where ranks find each other that only decide together, whatever their models are
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -109,7 +102,7 @@ class Engine:
         self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._reconciled = False
         self._lost_writes = LostWrites()
-        self._rank_settings = RankSettings()
+        self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
 
     @property
@@ -260,63 +253,20 @@ class Engine:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
         fresh = self._wrappers.find()
         if self._wrappers.any_joins():
-            self._refuse_join([p for state in states for p in state.gradients.model_params()])
-        if fresh or not self._rank_settings.is_settled:
-            self._compare_settings([p for state in states for p in state.gradients.model_params()])
+            params = [p for state in states for p in state.gradients.model_params()]
+            self._rank_checks.refuse_join(self.policy, bool(self._pairs), params)
+        if fresh or not self._rank_checks.is_settled:
+            self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:
                 distributed.warn_of_memory(fresh)
         return fresh
 
-    def _refuse_join(self, params: Sequence[torch.Tensor]) -> None:
-        """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
-
-        At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters.
-        """
-        if not (self.policy.dynamic or self._pairs) or not self._wrappers.may_be_left(params):
-            return
-        what = "a dynamic loss scale" if self.policy.dynamic else "master weights"
-        plain = listed(levels_where(lambda row: not row.manages_gradients), "and")
-        raise StateError(
-            f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {self.policy.level} has "
-            f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
-            "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
-            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
-        )
-
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
-        if not self._rank_settings.is_settled:
+        if not self._rank_checks.is_settled:
             self._wrappers.find()
-            self._compare_settings([p for one in optimizers for group in one.param_groups for p in group["params"]])
-
-    def _compare_settings(self, params: Sequence[torch.Tensor]) -> None:
-        """See :mod:`xamp.scaling.rank_settings`. A model may hold others than ``params`` while FSDP2 gathers them."""
-        if not distributed.is_running():
-            return
-        self.check_not_sharded("scale_loss")
-        holders = self._wrappers.holders(params)
-        given = [] if self.process_group is None else [self.process_group]
-        name = ",".join(name for model in self.models().values() for name, _ in model.named_parameters())
-        name = hashlib.sha256(name.encode()).hexdigest()[:16]
-        settings, settled = self._settings(), self._rank_settings
-        settled.look()
-        if holders:
-            settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left(params))
-        elif not self.policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
-            settled.tell(distributed.own_groups(), name, settings)
-        if given:  # these ranks were said to decide together
-            waits = self.policy.checks and not self._wrappers.may_be_left(params)
-            settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
-        elif not self.enabled:
-            settled.tell([None], _ALONE, settings)
-        elif self.policy.checks and not holders:  # some ranks may never come
-            settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
-
-    def _settings(self) -> dict[str, str]:
-        """Return all that ranks must share, by name."""
-        told = {field.name: str(getattr(self.policy, field.name)) for field in dataclasses.fields(self.policy)}
-        scales = ", ".join(f"{scaler.host_scale:g}" for scaler in self._scalers)
-        return {"enabled": str(self.enabled), **told, "loss_scale": scales}
+            params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+            self._rank_checks.compare(self, params)
 
     def _begin_backward(self) -> None:
         if self._watch is None:
@@ -358,15 +308,7 @@ class Engine:
             return
         lost = self._lost_writes.look([pair for state in self._states for pair in state.master_versions.at_rest()])
         if lost:
-            others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            say(
-                "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one "
-                "of them, and the next step overwrites the model from the masters. At level %s write into the masters, "
-                "without .data: `with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The "
-                "model follows them at its next forward.",
-                *(self.names_of(lost)[0], others, self.policy.level),
-                level=logging.WARNING,
-            )
+            warn_of_lost(self.names_of(lost), self.policy.level)
 
     def check_not_sharded(self, call: str) -> None:
         """Refuse a model that was sharded or parallelized after ``initialize``, which replaced its parameters.
@@ -415,8 +357,8 @@ class Engine:
                 state.gradients.unscale(scaler, None, False)
             return
         found_inf = self._check(states, scaler, delay_overflow_check, params)
-        if params and not self._rank_settings.is_settled:
-            self._rank_settings.look()  # all ranks have written by now: see there
+        if params and not self._rank_checks.is_settled:
+            self._rank_checks.look()  # all ranks have written by now: see there
         if not delay_overflow_check:
             scaler.update(found_inf)
 
@@ -469,75 +411,3 @@ class Engine:
         for state in states:
             state.keep_flag()
         return found
-
-
-class ScaledLoss:
-    """The context manager of :func:`scale_loss`. A class, because a generator costs more time than its body here."""
-
-    __slots__ = (
-        *("__weakref__", "_delay_overflow_check", "_delay_unscale", "_engine", "_loss", "_scaler", "_scope", "_states"),
-    )
-
-    def __init__(
-        self,
-        engine: Engine,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        loss: torch.Tensor,
-        delay_unscale: bool,
-        delay_overflow_check: bool,
-    ) -> None:
-        self._engine = engine
-        self._states = states
-        self._scaler = scaler
-        self._loss = loss
-        self._delay_unscale = delay_unscale
-        self._delay_overflow_check = delay_overflow_check
-
-    def _is_busy(self) -> bool:
-        """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
-        busy = self._scaler.scope is not None and self._scaler.is_open()
-        for state in self._states:
-            if state.scope is not None:
-                busy = busy or state.is_open()
-        return busy
-
-    def __enter__(self) -> torch.Tensor:
-        if self._is_busy():
-            raise StateError(
-                "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
-                "Leave it first, or add the losses up and scale their sum."
-            )
-        self._scope = scope = Scope(self, self._engine, self._states, self._scaler)
-        try:
-            self._scaler.scope = scope
-            for state in self._states:
-                state.scope = scope
-            self._engine.enter(self._states, self._scaler, scope.entered)
-            if not self._engine.policy.scales:
-                return self._loss
-            loss, factor = self._loss, self._scaler.factor
-            # This allocates, and may run out of memory.
-            return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
-        except BaseException:  # the body does not run, so nobody calls __exit__
-            scope.abandon()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        scope, updates = self._scope, self._scaler.updates
-        try:
-            if kind is not None:
-                scope.abandon()
-                self._engine.note_raised(self._states, kind)
-                return
-            scope.end_backward()
-            self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
-            scope.end()
-        except BaseException:
-            if not scope.ended and kind is not None:
-                scope.abandon()
-            elif not scope.ended and self._scaler.updates is updates:
-                scope.forget()
-            else:  # the scale has moved, which comes last: all is done
-                scope.end()
-            raise

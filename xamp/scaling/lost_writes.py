@@ -8,15 +8,17 @@ a device that cannot copy to the host without waiting nothing is compared.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from xamp.ground.log import say
 from xamp.scaling import masters, shards
 from xamp.scaling.scale import copies_without_waiting, copy_without_waiting
 
-__all__ = ["LostWrites"]
+__all__ = ["LostWrites", "warn_of_lost"]
 
 
 class LostWrites:
@@ -95,3 +97,21 @@ def _part(param: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torc
         return param, master
     rows = max(1, 2**22 * param.shape[0] // param.numel())
     return param[:rows], master[:rows]
+
+
+def warn_of_lost(names: Sequence[str], level: str) -> None:
+    """Warn that something wrote into the model, or into the data of a master, and that the next step overwrites it.
+
+    Args:
+        names: the qualified names of the parameters.
+        level: the level.
+    """
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    say(
+        "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one of them, "
+        "and the next step overwrites the model from the masters. At level %s write into the masters, without .data: "
+        "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at its "
+        "next forward.",
+        *(names[0], others, level),
+        level=logging.WARNING,
+    )

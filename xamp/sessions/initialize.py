@@ -1,9 +1,9 @@
 """``initialize``: check everything first, then change all of it or nothing.
 
-The steps of a call: normalise the arguments (:class:`Arguments`) -> find the device and its backend -> compile the
-:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan and allocate -> apply. How to undo a
-change is listed before it is made (:class:`~xamp.ground.undo.Undo`). A failure, or Ctrl-C before the call has returned,
-unwinds the list at once, ``session.close()`` later.
+The steps of a call: normalise the arguments -> find the device and its backend -> compile the
+:class:`~xamp.policy.Policy` -> check models and optimizers against it -> plan, allocate and apply
+(:mod:`xamp.sessions.set_up`). How to undo a change is listed before it is made (:class:`~xamp.ground.undo.Undo`). A
+failure, or Ctrl-C before the call has returned, unwinds the list at once, ``session.close()`` later.
 """
 
 from __future__ import annotations
@@ -27,26 +27,20 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
 from xamp.ground.shown import shown
-from xamp.ground.undo import Undo
 from xamp.policy import Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling import distributed, masters
+from xamp.scaling import distributed
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedForm
-from xamp.scaling.optimizer import cast_state, manage, replace_params
-from xamp.scaling.step import OptimizerState
-from xamp.sessions import checks, lowering
-from xamp.sessions.averaged_model import serve_averaged_models
+from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
-from xamp.sessions.torch_states import serve_torch_states
+from xamp.sessions.set_up import Arguments, attach, set_up
 from xamp.sessions.typed import LevelName, Models, OneModel, OneOptimizer, Optimizers, Settings
-from xamp.sessions.wrappers import unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Arguments", "initialize", "set_up"]
+__all__ = ["initialize"]
 
 DELEGATES = {"apex": "xamp.apex._delegate:hand_over"}
 """For each value of ``backend=``: the function, as ``"module:function"``, to which ``delegate=True`` hands the work.
@@ -228,33 +222,6 @@ def initialize(
         raise
 
 
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """What ``initialize`` was given besides the policy.
-
-    Attributes:
-        undo: takes back what the call has changed so far.
-    """
-
-    given: list[nn.Module]
-    optimizers: list[Optimizer]
-    backend: str
-    process_group: Any
-    delegate: bool
-    verbosity: int
-    undo: Undo = dataclasses.field(default_factory=Undo)
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models without their wrappers."""
-        return [unwrap(model) for model in self.given]
-
-    @property
-    def objects(self) -> list[object]:
-        """All objects for which ``xamp.session`` finds the session."""
-        return [*self.given, *self.models, *self.optimizers]
-
-
 def _level_of(level: object, opt_level: object) -> object:
     if opt_level is None or opt_level is level or (isinstance(opt_level, str) and opt_level == level):
         return level
@@ -281,7 +248,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
     checks.check_op_policy(backend, device, policy)
     hand_over = _delegate_of(backend) if arguments.delegate else None
     if existing is not None:
-        _attach(existing, policy, arguments)
+        attach(existing, policy, arguments)
         return
     checks.check_models(arguments.models, arguments.given, policy)
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
@@ -311,74 +278,6 @@ def _delegate_of(backend: Backend) -> Callable[[Policy, Backend, torch.device, A
     return found
 
 
-def set_up(
-    policy: Policy, backend: Backend, device: torch.device, arguments: Arguments, make: type[Engine] = Engine
-) -> Engine:
-    """Put models and optimizers, which were checked, under ``policy``: all of them or nothing.
-
-    Args:
-        policy: the policy, complete and checked.
-        backend: the backend of the device.
-        device: the device for the loss scale.
-        arguments: the models and optimizers, and the other arguments of ``initialize``.
-        make: the class of the engine.
-    """
-    saturates = backend.capabilities(device).overflow == "flag"
-    plan = lowering.plan(
-        arguments.models, policy, device.type, saturates=saturates, cast=make.cast, plain=backend.plain
-    )
-    engine = make(
-        policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
-    )
-    engine.prepare_state(len(arguments.optimizers))
-    forms = _fused_forms(engine, arguments)
-    if policy.autocast:
-        ops.named(policy.op_policy).install(device.type, backend)
-    engine.undo = undo = arguments.undo
-    try:
-        undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
-        if policy.autocast:
-            undo.steps.append(ops.hold(policy.op_policy, engine))
-        plan.apply(undo)
-        if plan.lowered:
-            serve_averaged_models()
-        if plan.lowered and policy.master_weights:
-            serve_torch_states()
-        for model in arguments.models if policy.master_weights else ():
-            masters.follow(model, engine.follow_masters)
-        _take_optimizers(engine, arguments.optimizers, forms, undo)
-        rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
-        register(engine, arguments.objects)
-        _tell_buffers(rounded, counts, policy)
-        return engine
-    except BaseException:
-        undo.unwind()
-        raise
-
-
-def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
-    dtype = str(policy.dtype).removeprefix("torch.")
-    if rounded:
-        say(
-            "level %s rounds buffers that were computed in fp32 to %s: %s. Tables of positions and frequencies lose "
-            "digits that count. keep_fp32=[the module's class] keeps such a module in fp32.",
-            *(policy.level, dtype, _some(rounded)),
-            level=logging.WARNING,
-        )
-    if counts and policy.dtype is not None:
-        say(
-            "level %s casts buffers that may be counts or running sums to %s: %s. If one counts steps, it stops at %d; "
-            "if it averages, small changes are lost. keep_fp32=[the module's class] keeps such a module in fp32; a "
-            "buffer without a dimension, torch.tensor(0.0), stays fp32 anyway.",
-            *(policy.level, dtype, _some(counts), round(2 / torch.finfo(policy.dtype).eps)),
-            level=logging.WARNING,
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
     """List the settings that make O0 differ from plain fp32 on this device, one line each.
 
@@ -395,120 +294,6 @@ def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
 def _best_level(backend: Backend, device: torch.device) -> Level:
     """Return the level that ``"auto"`` means on ``device``."""
     return best_level(backend.capabilities(device).fast_dtypes)
-
-
-def _attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
-    """Add optimizers to a session that was made for inference, as for an optimizer made after the model was cast."""
-    if policy != engine.policy:
-        raise StateError(
-            f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
-            f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
-        )
-    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    checks.check_not_sharded_since(arguments.optimizers, policy)
-    engine.prepare_state(len(arguments.optimizers))
-    forms = _fused_forms(engine, arguments)
-    undo = arguments.undo
-    added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
-    undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine), added))
-    engine.undo.steps.append(undo.unwind)  # the list is empty, and this does nothing, where the call fails
-    engine.undo.preparing.append(undo.prepare)
-    _take_optimizers(engine, arguments.optimizers, forms, undo)
-    register(engine, arguments.objects)
-
-
-def _fused_forms(engine: Engine, arguments: Arguments) -> list[FusedForm]:
-    """Choose the fused form of each optimizer. If this raises, nothing has been changed yet."""
-    policy = engine.policy
-    choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
-    names = engine.backend.capabilities(engine.device).fused_optimizers
-    sparse = any(getattr(module, "sparse", False) is True for model in arguments.models for module in model.modules())
-
-    def stepped(param: torch.Tensor) -> torch.dtype:
-        """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
-        return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
-
-    forms = [
-        FusedForm(
-            optimizer,
-            choice,
-            names if checks.is_plain(optimizer, engine.backend) else (),
-            sparse=sparse,
-            stepped=stepped,
-        )
-        for optimizer in arguments.optimizers
-    ]
-    if policy.fused is True:  # what that cannot do is the nearer reason
-        _check_forms(forms, arguments.optimizers)
-    for optimizer in arguments.optimizers:
-        checks.check_stepped_rightly(optimizer, engine.backend, policy)
-    _check_forms(forms, arguments.optimizers)
-    return forms
-
-
-def _check_forms(forms: Sequence[FusedForm], optimizers: Sequence[Optimizer]) -> None:
-    for form, optimizer in zip(forms, optimizers, strict=True):
-        form.check(optimizer)
-
-
-def _take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
-    """Put masters into the optimizers in place of lowered parameters, and let the engine run the steps."""
-    states = []
-    for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        alone = [weakref.ref(p) for p in params if not masters.is_lowered(p)]  # outside the models
-        undo.steps.append(functools.partial(_forget_masters, alone))
-        pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
-        engine.add_pairs(pairs)
-        undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
-        replace_params(optimizer, pairs)
-        stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
-        undo.steps.append(cast_state(optimizer, stepped))
-        undo.before["step", index] = _step_counters(optimizer)
-        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer), undo.before, index))
-        form.switch_on(optimizer)
-        state = engine.state_class(engine, optimizer, index, form)
-        undo.steps.append(manage(optimizer, state))
-        states.append(state)
-    undo.steps.append(functools.partial(_take_out_states, weakref.ref(engine), states, undo.before))
-    engine.add_states(states)
-
-
-# The engine keeps these functions to undo changes. It must not keep optimizers alive, so they hold them weakly.
-
-
-def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the optimizer steps the model's parameters again, also in groups added since."""
-    owner, found = engine(), optimizer()
-    if owner is not None and found is not None:
-        replace_params(found, [(m, p) for p, m in owner.pairs()])
-
-
-def _forget_masters(params: Sequence[weakref.ref[torch.Tensor]]) -> None:
-    """Undo: parameters outside the models, which are in the lower dtype by themselves, have no masters."""
-    for ref in params:
-        if (param := ref()) is not None:
-            masters.forget_lowered(param)
-
-
-def _step_counters(optimizer: Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Return the state of each parameter that counts steps in a tensor, and that tensor."""
-    states = getattr(optimizer, "state", {}).values()
-    return [(s, s["step"]) for s in states if isinstance(s, dict) and isinstance(s.get("step"), torch.Tensor)]
-
-
-def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer], before: dict[Any, Any], index: int) -> None:
-    """Undo: the groups have again the ``fused`` that the user gave; after a failed call, the very step counters too."""
-    if (found := optimizer()) is not None:
-        form.switch_off(found)
-    for state, counter in before.get(("step", index), ()):
-        state["step"] = counter
-
-
-def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:
-    """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
-    if before and (owner := engine()) is not None:
-        owner.remove_states(states)
 
 
 def _set_up_disabled(arguments: Arguments) -> None:

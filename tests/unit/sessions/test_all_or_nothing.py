@@ -244,7 +244,7 @@ def test_any_failure_at_the_last_moment(
     def fail(*_: object) -> NoReturn:
         raise failure("at the last moment")
 
-    monkeypatch.setattr("xamp.sessions.initialize.manage", fail)
+    monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
     with refused(failure, "at the last moment", model, optimizer):
         xamp.initialize(model, optimizer, level=level, keep_fp32=["head"], verbosity=0)
 

@@ -129,7 +129,7 @@ def test_a_session_that_ends_gives_fsdp_back_as_it_was(how: str) -> None:
 def test_a_call_that_fails_leaves_fsdp_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = shard(net(), "fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    monkeypatch.setattr("xamp.sessions.initialize.register", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr("xamp.sessions.set_up.register", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"):
         xamp.initialize(model, optimizer, level="O2", verbosity=0)
     x = torch.linspace(-1, 1, 16).reshape(2, 8)

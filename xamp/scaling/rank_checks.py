@@ -1,0 +1,116 @@
+"""What one rank checks about the others before they train together: the same settings, and nobody leaves early."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from xamp.errors import StateError
+from xamp.policy import Policy, levels_where, listed
+from xamp.scaling import distributed
+from xamp.scaling.rank_groups import widest
+from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
+from xamp.scaling.scale import LossScaler
+
+__all__ = ["RankChecks"]
+
+_ALONE = "alone"  # where ranks find each other that only decide together, whatever their models are
+
+
+class _Engine(Protocol):
+    """The part of :class:`xamp.scaling.engine.Engine` that ranks compare."""
+
+    policy: Policy
+    process_group: Any
+    enabled: bool
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """The loss scales, by ``loss_id``."""
+
+    def models(self) -> Mapping[int, nn.Module]:
+        """Return the models that are still alive."""
+
+    def check_not_sharded(self, call: str) -> None:
+        """Refuse a model that was sharded after ``initialize``."""
+
+
+class RankChecks:
+    """The checks of one session.
+
+    Args:
+        wrappers: finds the wrappers that hold the parameters, and with them the other ranks.
+    """
+
+    def __init__(self, wrappers: distributed.Wrappers) -> None:
+        self._wrappers = wrappers
+        self._settings = RankSettings()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to compare."""
+        return self._settings.is_settled
+
+    def look(self) -> None:
+        """Compare with the ranks that have written their settings by now."""
+        self._settings.look()
+
+    def refuse_join(self, policy: Policy, has_masters: bool, params: Sequence[torch.Tensor]) -> None:
+        """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
+
+        At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters.
+
+        Raises:
+            StateError: ``params`` are in a model that is under ``Join``.
+        """
+        if not (policy.dynamic or has_masters) or not self._wrappers.may_be_left(params):
+            return
+        what = "a dynamic loss scale" if policy.dynamic else "master weights"
+        plain = listed(levels_where(lambda row: not row.manages_gradients), "and")
+        raise StateError(
+            f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {policy.level} has "
+            f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
+            "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
+            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
+        )
+
+    def compare(self, engine: _Engine, params: Sequence[torch.Tensor]) -> None:
+        """Compare the settings of all ranks; see :mod:`xamp.scaling.rank_settings`.
+
+        Args:
+            engine: the engine of the session.
+            params: the parameters of the step. A model may hold others while FSDP2 gathers them.
+        """
+        if not distributed.is_running():
+            return
+        engine.check_not_sharded("scale_loss")
+        policy, settled = engine.policy, self._settings
+        holders = self._wrappers.holders(params)
+        given = [] if engine.process_group is None else [engine.process_group]
+        name = ",".join(name for model in engine.models().values() for name, _ in model.named_parameters())
+        name = hashlib.sha256(name.encode()).hexdigest()[:16]
+        settings = _settings_of(engine)
+        settled.look()
+        if holders:
+            settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left(params))
+        elif not policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
+            settled.tell(distributed.own_groups(), name, settings)
+        if given:  # these ranks were said to decide together
+            waits = policy.checks and not self._wrappers.may_be_left(params)
+            settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
+        elif not engine.enabled:
+            settled.tell([None], _ALONE, settings)
+        elif policy.checks and not holders:  # some ranks may never come
+            settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
+
+
+def _settings_of(engine: _Engine) -> dict[str, str]:
+    """Return all that ranks must share, by name."""
+    told = {field.name: str(getattr(engine.policy, field.name)) for field in dataclasses.fields(engine.policy)}
+    scales = ", ".join(f"{scaler.host_scale:g}" for scaler in engine.scalers)
+    return {"enabled": str(engine.enabled), **told, "loss_scale": scales}
