@@ -110,8 +110,8 @@ def warn_of_lost(names: Sequence[str], level: str) -> None:
     say(
         "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one of them, "
         "and the next step overwrites the model from the masters. At level %s write into the masters, without .data: "
-        "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at its "
-        "next forward.",
+        "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at "
+        "its next forward.",
         *(names[0], others, level),
         level=logging.WARNING,
     )
