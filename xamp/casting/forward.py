@@ -38,6 +38,7 @@ from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
 from xamp.scaling import distributed, masters
 from xamp.scaling.overflow_flag import watched
+from xamp.scaling.witness import clear_gradients
 
 __all__ = [
     "Cast",
@@ -138,7 +139,7 @@ class _UnderPolicy:
         """Call ``zero_grad`` of the base class, and clear the gradients of masters too."""
         base: Any = super()
         base.zero_grad(*args, **kwargs)
-        masters.clear_gradients(self)  # type: ignore[arg-type]
+        clear_gradients(self)  # type: ignore[arg-type]
 
     def __prepare_scriptable__(self) -> Any:
         """Called by ``torch.jit.script``, which would compile the base class's methods without the policy."""

@@ -10,6 +10,6 @@ from xamp.casting.forward import make_instance_method as instance_method
 from xamp.casting.forward import make_region as region
 from xamp.casting.forward import rebuild
 from xamp.ground.containers import cast_any, cast_floats
-from xamp.scaling.masters import load_masters, save_masters
+from xamp.scaling.model_states import load_masters, save_masters
 
 __all__ = ["cast_any", "cast_floats", "instance_method", "load_masters", "rebuild", "region", "save_masters"]

@@ -29,6 +29,7 @@ from xamp.scaling import foreach, masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
+from xamp.scaling.witness import GradientWitness
 
 __all__ = ["Gradients"]
 
@@ -126,7 +127,7 @@ class Gradients:
         self._optimizer = optimizer
         self._pending: _Pending | None = None
         self._entry = _OUTSIDE
-        self._witness: masters.GradientWitness | None = None  # see _new_witness
+        self._witness: GradientWitness | None = None  # see _new_witness
         self.forward_overflow: torch.Tensor | None = None
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
@@ -147,9 +148,9 @@ class Gradients:
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
 
-    def _new_witness(self) -> masters.GradientWitness | None:
+    def _new_witness(self) -> GradientWitness | None:
         """Make a witness; None where there are no masters, or where lowered parameters keep their gradients."""
-        return masters.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
+        return GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
 
     def model_params(self) -> list[torch.Tensor]:
         """Return the parameters as the models and their wrappers know them: lowered parameters, not masters."""

@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.errors import StateError
-from xamp.ground.pickle_names import pickled_as
 from xamp.policy import Policy
 from xamp.scaling import shards
-from xamp.scaling.in_graphs import check_unwritten, is_written, refuse_written
 
 __all__ = [
-    "GradientWitness",
     "Pair",
     "agree",
     "agrees",
-    "clear_gradients",
+    "any_lowered",
     "copy_back",
     "ensure_master",
     "exact",
@@ -36,18 +32,17 @@ __all__ = [
     "following",
     "forget_lowered",
     "fp32_of",
+    "has_fp32",
     "is_lowered",
-    "load_masters",
     "master_of",
     "overwrite",
     "reconcile",
-    "save_masters",
+    "replace_fp32",
     "set_lowered",
     "set_lowered_buffer",
     "transfer",
     "up_to_date",
     "use",
-    "watch_state_dicts",
     "write_changed",
     "write_changed_into",
     "write_quietly",
@@ -64,7 +59,6 @@ _masters: Any = WeakIdKeyDictionary()
 _reconciled_versions: Any = WeakIdKeyDictionary()
 # Each lowered buffer -> the fp32 values that were cast or loaded into it.
 _originals: Any = WeakIdKeyDictionary()
-_hooked: Any = WeakIdKeyDictionary()  # modules that have the hooks of watch_state_dicts
 # Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
 _copy: Callable[[Any, Any], None] = torch._foreach_copy_  # shards.copy as soon as a DTensor has a master
@@ -78,6 +72,11 @@ def master_of(param: torch.Tensor) -> nn.Parameter | None:
 def is_lowered(tensor: torch.Tensor) -> bool:
     """Return whether xamp lowered ``tensor``, in a session that is not closed."""
     return tensor in _masters
+
+
+def any_lowered() -> bool:
+    """Return whether xamp lowered any tensor, in a session that is not closed."""
+    return bool(_masters)
 
 
 def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
@@ -111,6 +110,17 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     if wait and original.device == buffer.device and bool(same.all()):
         return original
     return torch.where(same, original.to(buffer.device), buffer.float())
+
+
+def has_fp32(buffer: torch.Tensor) -> bool:
+    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered_buffer`."""
+    return buffer in _originals
+
+
+def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Make ``values`` the fp32 values of a lowered buffer, before they are written into it; else do nothing."""
+    if buffer in _originals and values.shape == buffer.shape:
+        _originals[buffer] = values.detach().to(buffer.device, torch.float32, copy=True)
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -276,191 +286,6 @@ def reconcile(pairs: Sequence[Pair]) -> None:
         else:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         _reconciled_versions[master] = master._version
-
-
-_witnesses: Any = WeakIdKeyDictionary()
-
-
-class GradientWitness:
-    """Finds out whether somebody cleared the model's gradients while the masters held them.
-
-    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered parameters only. So xamp
-    leaves a gradient of zeros, the witness, on the smallest lowered parameter. If the witness is gone, somebody cleared
-    all gradients, so the masters' gradients are cleared too. If the witness has changed, somebody worked on the
-    gradients of the lowered parameters instead of the masters', and that is an error.
-    """
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = pairs
-        self._param = min((p for p, _ in pairs), key=lambda p: p.numel())
-        self._left: tuple[torch.Tensor, int] | None = None
-        self._asked = torch.zeros((), device=self._param.device)
-        _witnesses[self._param] = weakref.ref(self)  # weak: this object holds the parameter, the key
-
-    def leave(self) -> None:
-        """Leave the zeros on the parameter. Called when the gradients have moved to the masters."""
-        if self._left is None:
-            zeros = torch.zeros_like(self._param)
-            self._param.grad = zeros
-            self._left = (zeros, zeros._version)
-
-    def holds(self, param: torch.Tensor) -> bool:
-        """Return whether the gradient of ``param`` is the witness."""
-        return self._left is not None and param is self._param
-
-    def renew(self) -> None:
-        """Leave new zeros: ``zero_grad`` of a managed model took the old ones and has cleared its masters."""
-        if self._left is not None:
-            self._left = None
-            self.leave()
-
-    def check(self, call: str) -> None:
-        """Drop the masters' gradients if somebody cleared the model's.
-
-        Raises:
-            StateError: somebody wrote into the model's gradients.
-        """
-        if self._left is None:
-            return
-        zeros, version = self._left
-        if self._param.grad is not zeros:
-            self._drop()
-        elif torch.compiler.is_compiling():
-            check_unwritten(self._asked, zeros, version, call)
-        elif is_written(zeros, version):
-            raise refuse_written(call)
-
-    def collect(self) -> bool:
-        """Before the next backward: take the zeros away again; return whether they were there, unchanged.
-
-        Somebody may have written to the zeros. If they still are zeros, ``zero_()`` cleared the gradients, so the
-        masters' are dropped. If not, a backward without ``scale_loss`` added to them, and its gradients stay.
-        """
-        if self._left is None:
-            return False
-        zeros, version = self._left
-        if self._param.grad is not zeros:
-            self._drop()
-            return False
-        if zeros._version != version:
-            self._left = None
-            others = (p.grad for p, _ in self._pairs if p is not self._param)
-            if not bool(zeros.any()) and all(g is None for g in others):
-                self._param.grad = None
-                self._drop()
-            return False
-        self._param.grad = None
-        self._left = None
-        return True
-
-    def _drop(self) -> None:
-        self._left = None
-        for _, master in self._pairs:
-            master.grad = None
-
-
-def clear_gradients(model: nn.Module) -> None:
-    """Clear the gradients of the masters of ``model``'s parameters."""
-    for param in model.parameters() if _masters else ():
-        master = _masters.get(param)
-        if master is not None:
-            master.grad = None
-        found = _witnesses.get(param)
-        witness = None if found is None else found()
-        if witness is not None:
-            witness.renew()
-
-
-def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
-    """Add hooks to ``model`` and its parts: ``state_dict`` then holds the masters, ``load_state_dict`` writes them.
-
-    Returns:
-        A function that removes the hooks.
-    """
-    held_weakly = weakref.ref(model)
-    handles: list[Any] = []
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        found = held_weakly()
-        for module in () if found is None else found.modules():
-            _hooked.pop(module, None)
-            for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
-                for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
-                    del hooks[key]
-
-    try:
-        for module in model.modules():
-            handles.append(module.register_load_state_dict_pre_hook(load_masters))
-            module.register_state_dict_post_hook(save_masters)
-            _hooked[module] = True
-        return undo
-    except BaseException:
-        undo()
-        raise
-
-
-def _is_ours(hook: Any) -> bool:
-    """Return whether a state-dict hook of a module, which torch may have wrapped, is one of this file."""
-    return getattr(hook, "hook", hook) in (load_masters, save_masters)
-
-
-def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the key and the tensor of each parameter and persistent buffer of ``module``.
-
-    A child that came later (a new head, a parametrization) has no hooks: its tensors are those of ``module`` too.
-    """
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and name not in module._non_persistent_buffers_set:
-            yield prefix + name, tensor
-    for name, child in module._modules.items():
-        if child is not None and child not in _hooked:
-            yield from _tensors_of(child, f"{prefix}{name}.")
-
-
-@pickled_as("save_masters")
-def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
-    """State-dict hook: save the master of each tensor that xamp lowered, or the tensor in fp32 if it has no master.
-
-    A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
-    entries stay the tensors of the copy themselves, so that a user can write into them.
-    """
-    if torch.onnx.is_in_onnx_export():
-        return  # the exporter looks for the very tensors with which the model computes
-    for key, tensor in _tensors_of(module, prefix):
-        if key not in state or tensor not in _masters:
-            continue
-        master = _masters[tensor]
-        if master is None:
-            state[key] = fp32_of(tensor).clone() if tensor in _originals else state[key].float()
-        else:
-            up_to_date(tensor, master)
-            state[key] = master if state[key].requires_grad else master.detach()
-
-
-@pickled_as("load_masters")
-@torch.no_grad()
-def load_masters(
-    module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
-) -> None:
-    """Load-state-dict hook: write the masters of the module's own parameters. torch then writes the parameters."""
-    if metadata.get("assign_to_params_buffers") and any(t in _masters for _, t in _tensors_of(module, prefix)):
-        raise StateError(
-            "load_state_dict(assign=True) would replace parameters that xamp.initialize has cast and that optimizers "
-            "hold. Load without assign=True, or load before xamp.initialize."
-        )
-    for key, param in _tensors_of(module, prefix):
-        master = master_of(param)
-        loaded = state.get(key)
-        if param in _originals and isinstance(loaded, torch.Tensor) and loaded.shape == param.shape:
-            _originals[param] = loaded.detach().to(param.device, torch.float32, copy=True)  # torch writes it rounded
-        if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
-            continue
-        loaded = loaded.to(master.device)
-        if loaded.dtype in LOWER:  # saved without masters: a master that rounds to the saved value stays exact
-            loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
-        overwrite(master, loaded)
 
 
 def agrees(tensor: torch.Tensor) -> bool:

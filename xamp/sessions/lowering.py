@@ -23,6 +23,7 @@ from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, shards
+from xamp.scaling.model_states import watch_state_dicts
 
 __all__ = ["Plan", "plan"]
 
@@ -162,7 +163,7 @@ class Plan:
             undo.steps.append(unit.compute_in(dtype, is_root))
         for model in self.models():
             if self.policy.casts_parameters:
-                undo.steps.append(masters.watch_state_dicts(model))
+                undo.steps.append(watch_state_dicts(model))
             kept_whole = any(model is module for module in self.fp32_modules())
             region = self._region(kept_whole)
             if region.does_something:
