@@ -25,6 +25,8 @@ from xamp.scaling.step import OptimizerState
 
 __all__ = ["cast_state", "is_zero", "manage", "replace_params", "state_of"]
 
+_is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
+
 
 def state_of(optimizer: object) -> OptimizerState | None:
     """Return what xamp keeps for ``optimizer``; None where no session manages it."""
@@ -109,12 +111,21 @@ def _step_of(base: Any) -> Callable[..., Any]:
 def _zero_grad_of(base: Any) -> Callable[..., None]:
     """Make a ``zero_grad`` that calls that of ``base`` and clears the gradients of the lowered parameters too."""
     inner = base.zero_grad
+    of_torch = inner is Optimizer.zero_grad
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._xamp.zero_grad(functools.partial(inner, self), args, kwargs)
+        short = of_torch and not args and not kwargs and not _is_profiling() and not _is_compiling()
+        self._xamp.zero_grad(functools.partial(_drop_gradients if short else inner, self), args, kwargs)
 
     return zero_grad
+
+
+def _drop_gradients(optimizer: Optimizer) -> None:
+    """Do what torch's ``zero_grad()`` does, without its entry for the profiler, which takes 17 us on a CPU."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = None
 
 
 class _Managed:

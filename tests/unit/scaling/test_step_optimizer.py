@@ -132,8 +132,33 @@ def test_the_profiler_sees_one_step_for_each(lane: Lane, level: str, then: str) 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(3):
             iterate(model, optimizer, x)
-    names = [event.name for event in profile.events() or [] if event.name.startswith("Optimizer.step#")]
-    assert names == ["Optimizer.step#SGD.step"] * 3
+    names = [event.name for event in profile.events() or [] if event.name.startswith("Optimizer.")]
+    assert sorted(names) == ["Optimizer.step#SGD.step"] * 3 + ["Optimizer.zero_grad#SGD.zero_grad"] * 3
+
+
+class Counting(SGD):
+    """An optimizer with a ``zero_grad`` of its own."""
+
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+@all_levels
+@pytest.mark.parametrize("make", [SGD, Counting])
+@pytest.mark.parametrize("to_none", [None, True, False])
+def test_zero_grad_clears_as_it_did(lane: Lane, level: str, make: type[SGD], to_none: bool | None) -> None:
+    model, optimizer = start(lane, level, make)
+    x = inputs(1, lane)[0]
+    iterate(model, optimizer, x)
+    assert any(p.grad is not None for p in xamp.master_params(optimizer))
+    before = getattr(optimizer, "cleared", 0)
+    optimizer.zero_grad(*([] if to_none is None else [to_none]))
+    assert getattr(optimizer, "cleared", 0) == before + (make is Counting)
+    for param in xamp.master_params(optimizer):
+        assert param.grad is None or (to_none is False and not param.grad.any())
 
 
 @all_levels
