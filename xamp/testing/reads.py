@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.registry import registry
-from xamp.scaling import step
+from xamp.scaling import outcomes
 from xamp.scaling.scale import DeviceState, History
 from xamp.testing.lane import Lane
 
@@ -139,5 +139,5 @@ def host_as_device(device: torch.device) -> Iterator[None]:
     if device.type != registry.HOST:
         yield
         return
-    with mock.patch.object(step, "History", _LateHistory):
+    with mock.patch.object(outcomes, "History", _LateHistory):
         yield
