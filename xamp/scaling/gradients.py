@@ -230,10 +230,8 @@ class Gradients:
             first: this is the first check since the last step, so gradients left from before it are checked too.
         """
         pending, self._pending = self._pending, None
-        for overflow in (self.forward_overflow, None if pending is None else pending.overflow):
-            if overflow is not None and found_inf is not None:
-                torch.maximum(found_inf, overflow, out=found_inf)
-        self.forward_overflow = None
+        if pending is not None or self.forward_overflow is not None:
+            self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
         self.used[scaler.index] = None
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
@@ -248,6 +246,13 @@ class Gradients:
         self.ready = self.ready or bool(grads) or moved
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
+
+    def _raise_by_earlier(self, overflow: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Raise ``found_inf`` by the overflow of an earlier backward that was left scaled, and of the forward."""
+        for earlier in (self.forward_overflow, overflow):
+            if earlier is not None and found_inf is not None:
+                torch.maximum(found_inf, earlier, out=found_inf)
+        self.forward_overflow = None
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""
@@ -410,7 +415,8 @@ class Gradients:
         """
         if self._witness is not None:
             self._witness.check(call)
-        self.refuse_scaled(call)
+        if self._pending is not None:
+            self.refuse_scaled(call)
 
     def refuse_scaled(self, call: str) -> None:
         """Raise a StateError if gradients are still scaled."""
