@@ -115,7 +115,7 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        short = of_torch and not args and not kwargs and not _is_profiling() and not _is_compiling()
+        short = of_torch and not args and not kwargs and not _is_compiling() and not _is_profiling()
         self._xamp.zero_grad(functools.partial(_drop_gradients if short else inner, self), args, kwargs)
 
     return zero_grad
