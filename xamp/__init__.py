@@ -128,20 +128,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return importlib.import_module("xamp.ground.version").__version__
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'xamp' has no attribute {name!r}")
-    if home not in _WITHOUT_TORCH:
-        from xamp.registry.registry import require_torch
+if not TYPE_CHECKING:  # with it, mypy and pyright would take each misspelt name for one that is there
 
-        require_torch(f"xamp.{name}")  # raises an error that says what to install, instead of an ImportError
-    module = importlib.import_module(f"xamp.{home}")
-    value = module if name in _MODULES else getattr(module, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return importlib.import_module("xamp.ground.version").__version__
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module 'xamp' has no attribute {name!r}")
+        if home not in _WITHOUT_TORCH:
+            from xamp.registry.registry import require_torch
+
+            require_torch(f"xamp.{name}")  # raises an error that says what to install, instead of an ImportError
+        module = importlib.import_module(f"xamp.{home}")
+        value = module if name in _MODULES else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
