@@ -352,7 +352,7 @@ def _path_of(found: str) -> str:
 def _write_test(mutation: Mutation, test: str) -> None:
     for path in LISTS.rglob("*.toml"):
         text = path.read_text(encoding="utf-8")
-        head, mark, tail = text.partition(f"name = {json.dumps(mutation.name)}\n")
+        head, mark, tail = text.partition(f'[["{mutation.file}"]]\nname = {json.dumps(mutation.name)}\n')
         if mark and tail.partition("\n[[")[0].count("\nlook = ") == 1:
             tail = re.sub(r"\nlook = .*", lambda _: f"\ntest = {json.dumps(test)}", tail, count=1)
             path.write_text(head + mark + tail, encoding="utf-8")

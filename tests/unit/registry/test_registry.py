@@ -19,6 +19,7 @@ import xamp
 from xamp.backends.native import NativeBackend
 from xamp.contract import CONTRACT, Backend, BackendSpec, Capabilities, Cause
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.registry.plugins import PluginSpec
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -114,9 +115,10 @@ def test_a_target_names_a_module_and_a_class(target: object) -> None:
         registry().register(BackendSpec("x", ("cpu",), target))  # type: ignore[arg-type]
 
 
-def test_a_priority_is_an_int() -> None:
-    with pytest.raises(PolicyError, match="priority='high' must be an int"):
-        registry().register(BackendSpec("x", ("cpu",), "a:B", priority="high"))  # type: ignore[arg-type]
+@pytest.mark.parametrize("priority", ["high", True, 1.0, None])
+def test_a_priority_is_an_int(priority: object) -> None:
+    with pytest.raises(PolicyError, match=f"priority={priority!r} must be an int"):
+        registry().register(BackendSpec("x", ("cpu",), "a:B", priority=priority))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("masks", ["CUDA_VISIBLE_DEVICES", ["A"], (1,), None])
@@ -595,3 +597,33 @@ def test_a_table_of_causes_may_know_what_passes(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BackendUnavailable, match="the card is full\nask who fills it"):
         found.resolve("full", "cpu")
     assert found.resolve("full", "cpu").name == "full"
+
+
+def test_a_failure_that_lasts_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CountedFailure, "probes", 0)
+    module = types.ModuleType("xamp_test_lasting")
+    module.Lasting = CountedFailure  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "xamp_test_lasting", module)
+    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
+    found = registry(BackendSpec("lasting", ("cpu",), "xamp_test_lasting:Lasting"))
+    for _ in range(3):
+        with pytest.raises(BackendUnavailable, match="no card in the slot"):
+            found.resolve("lasting", "cpu")
+    assert CountedFailure.probes == 1
+
+
+def test_an_entry_point_with_the_name_of_a_built_in_is_reported_and_left_out() -> None:
+    found = registry(*BUILT_INS)
+    found.adopt([PluginSpec(BackendSpec("cpu", ("cpu",), "somebody.else:Theirs", priority=99), "theirs 1.0")])
+    assert type(found.resolve("cpu", "cpu")).__module__ == "xamp.backends.cpu"
+    (row,) = (row for row in found.reports() if row.source == "theirs 1.0")
+    assert not row.usable
+    assert row.reason.startswith("the name 'cpu' is already taken by")
+
+
+def test_a_spelling_stands_for_one_backend() -> None:
+    found = registry(*BUILT_INS)
+    spelt = found.resolve("apex", "cpu")
+    assert spelt is found.resolve("apex", "cpu")
+    assert spelt is not found.resolve("cpu", "cpu")
+    assert (spelt.name, found.resolve("cpu", "cpu").name) == ("apex", "cpu")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from injection import Fault
 from snapshot import Snapshot
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,27 @@ def interrupted(*_: object, **__: object) -> Any:
 
 
 # --- scale_loss
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level: str) -> None:
+    """The object is alive, so that no later call can take the block for an abandoned one."""
+    model, optimizer = made(level)
+    block = xamp.scale_loss(model(X).square().mean(), optimizer)
+    with Fault("line") as fault:
+        block.__enter__()
+    block.__exit__(None, None, None)
+    kept = []
+    for n in range(fault.points):
+        kept.append(xamp.scale_loss(model(X).square().mean(), optimizer))
+        with Fault("line", n) as fault:
+            kept[-1].__enter__()
+        if not fault.raised:  # a later entry reaches fewer lines
+            kept[-1].__exit__(None, None, None)
+        with xamp.scale_loss(model(X).square().mean(), optimizer) as scaled:  # else: another scale_loss is open
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _exit_with_self(self: ScaledLoss, *_: object) -> None:

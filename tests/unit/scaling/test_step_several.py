@@ -286,3 +286,21 @@ def test_clipping_works_on_an_optimizer_that_nothing_manages(lane: Lane) -> None
     xamp.clip_grad_norm_(optimizer, MAX_NORM)
     norm = torch.linalg.vector_norm(torch.cat([p.grad for p in model.parameters() if p.grad is not None]))
     assert float(norm) == pytest.approx(MAX_NORM, rel=1e-5)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@each_level
+def test_zero_grad_of_one_of_two_models_clears_its_gradients_only(level: str, which: int) -> None:
+    """Both models are stepped by one optimizer."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)]
+    optimizer = SGD([p for model in models for p in model.parameters()], lr=1.0)
+    initialize(models, optimizer, level=level, init_scale=64.0)
+    before = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    x = torch.tensor([[1.0, 2.0, -4.0]])
+    run_backward(models[0](x).sum() + models[1](x).sum(), optimizer)
+    models[which].zero_grad()
+    optimizer.step()
+    moved = [(old - new.detach()) for old, new in zip(before, xamp.master_params(optimizer), strict=True)]
+    assert_same(moved[which], torch.zeros(1, 3))
+    torch.testing.assert_close(moved[1 - which], x)

@@ -216,3 +216,25 @@ def test_close_leaves_state_that_the_optimizer_keeps_in_half(lane: Lane, level: 
     optimizer.state[stepped_first]["average"] = torch.zeros(4, dtype=lower(lane), device=lane.device)
     xamp.session(model).close()
     assert optimizer.state[model.a]["average"].dtype == lower(lane)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_close_gives_state_from_before_back_unless_a_step_changed_it(steps: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.125, momentum=0.5)
+    model(torch.full((1, 3), 1 / 3)).sum().backward()
+    optimizer.step()
+    before = optimizer.state[model.weight]["momentum_buffer"]
+    assert not torch.equal(before, before.half().float()), "fp16 does not hold it"
+    xamp.initialize(model, optimizer, "O3", verbosity=0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        run_backward(model(torch.ones(1, 3)).sum(), optimizer)
+        optimizer.step()
+    xamp.session(optimizer).close()
+    found = optimizer.state[model.weight]["momentum_buffer"]
+    if steps:
+        torch.testing.assert_close(found, before / 2 + 1, rtol=1e-3, atol=0.0)
+    else:
+        assert found is before
