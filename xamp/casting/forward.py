@@ -37,7 +37,7 @@ from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
 from xamp.scaling import distributed, masters
-from xamp.scaling.overflow_flag import watched
+from xamp.scaling.overflow_flag import run_watched, watched
 from xamp.scaling.witness import clear_gradients
 
 __all__ = [
@@ -338,8 +338,11 @@ class InstanceMethod:
             masters.write_changed_into(module)
         if self._spare is not None:
             args, kwargs = self._spare(args, kwargs)
+        run = _caller(self._inside)
         try:
-            return _caller(self._inside)(self.function, *args, **kwargs)
+            if module is not None and self._region.watched:
+                return run_watched(module, run, (self.function, *args), kwargs)
+            return run(self.function, *args, **kwargs)
         except RuntimeError as error:
             if module is not None and self._region.lowers:
                 explain_forward(error, module, (*args, *kwargs.values()))
@@ -376,7 +379,7 @@ class _ScriptCopy:
 
 @functools.cache
 def _caller(region: Region) -> Callable[..., Any]:
-    return _in_region(_call, dataclasses.replace(region, follows=False, lowers=False))
+    return _in_region(_call, dataclasses.replace(region, follows=False, lowers=False, watched=False))
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

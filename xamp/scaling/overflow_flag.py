@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.contract import Backend
 
-__all__ = ["FlagWatch", "read_flag", "watched"]
+__all__ = ["FlagWatch", "read_flag", "run_watched", "watched"]
 
 _watches: Any = WeakIdKeyDictionary()  # by model
 
@@ -91,14 +91,19 @@ class FlagWatch:
         return result
 
 
+def run_watched(model: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run ``function``, a forward of ``model``. A training forward is watched; what ``torch.compile`` traces is not."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or (watch := _watches.get(model)) is None:
+        return function(*args, **kwargs)
+    found: FlagWatch = watch
+    return found.run(function, args, kwargs)
+
+
 def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``method(model, ...)`` so that training forwards are watched. What ``torch.compile`` traces is not."""
+    """Wrap ``method(model, ...)`` as :func:`run_watched` runs it."""
 
     @functools.wraps(method)
     def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or (watch := _watches.get(self)) is None:
-            return method(self, *args, **kwargs)
-        found: FlagWatch = watch
-        return found.run(method, (self, *args), kwargs)
+        return run_watched(self, method, (self, *args), kwargs)
 
     return watching

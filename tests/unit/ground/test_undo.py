@@ -37,7 +37,7 @@ def test_the_newest_change_is_undone_first() -> None:
 def test_a_step_that_raises_runs_again_and_its_error_comes_at_the_end() -> None:
     done: list[str] = []
     undo = undo_with(done, a=0, b=1, c=0)
-    with pytest.raises(ValueError, match="^b$"):
+    with pytest.raises(ValueError, match=r"^b$"):
         undo.unwind()
     assert done == ["c", "b", "a"]
     assert undo.steps == []
@@ -46,7 +46,7 @@ def test_a_step_that_raises_runs_again_and_its_error_comes_at_the_end() -> None:
 def test_steps_that_raise_twice_stay_in_their_order_for_the_next_call() -> None:
     done: list[str] = []
     undo = undo_with(done, a=0, b=2, c=0, d=2, e=0)
-    with pytest.raises(KeyboardInterrupt, match="^d$"):  # the first error
+    with pytest.raises(KeyboardInterrupt, match=r"^d$"):  # the first error
         undo.unwind()
     assert done == ["e", "c", "a"]
     undo.unwind()

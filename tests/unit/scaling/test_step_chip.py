@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -95,9 +96,14 @@ class Overflowing(Dot):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("forwards", [1, 2])
-def test_an_overflow_in_a_forward_skips_one_step(chip: SaturatingBackend, level: str, forwards: int) -> None:
+@pytest.mark.parametrize("assigned", [False, True], ids=["of the class", "assigned to the object"])
+def test_an_overflow_in_a_forward_skips_one_step(
+    chip: SaturatingBackend, level: str, forwards: int, assigned: bool
+) -> None:
     """Also where another forward comes between it and the backward; the steps after it are none of its business."""
     model = Overflowing()
+    if assigned:
+        model.forward = functools.partial(Overflowing.forward, model)  # type: ignore[method-assign]
     optimizer = SGD(model.parameters(), lr=0.125)
     xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
     model.chip, found = chip, []
