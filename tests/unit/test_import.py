@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import xamp
+from xamp.apex._modules import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TORCH = "import sys; sys.modules['torch'] = None; "
@@ -167,6 +168,30 @@ def test_without_torch_apexs_amp_says_what_to_install(code: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "xamp.apex.amp needs torch >= 2.13, but torch cannot be imported: it is not installed" in done.stdout
     assert PIP in done.stdout
+
+
+def _modules_of_apex() -> list[str]:
+    """The module of xamp for each module of Apex; a submodule is imported after its package."""
+    served = {name for name in MODULES.values() if name != "xamp.apex"}
+    return sorted(name for name in served if name.rpartition(".")[0] in ("xamp.apex", "xamp.apex.contrib"))
+
+
+def test_without_torch_every_module_of_apex_says_what_to_install() -> None:
+    names = [name for name in _modules_of_apex() if not name.rpartition(".")[2].startswith("_")]
+    assert len(names) >= 12
+    code = (
+        f"import importlib\nfor name in {names!r}:\n    try:\n        importlib.import_module(name)\n"
+        "    except Exception as error:\n        print(type(error).__name__, '|'.join(str(error).splitlines()))\n"
+        "    else:\n        print('imported', name)\n"
+    )
+    done = run(NO_TORCH + "\n" + code)
+    assert done.returncode == 0, done.stderr
+    for name, line in zip(names, done.stdout.splitlines(), strict=True):
+        said = name if name.count(".") == 2 else "xamp.apex.contrib"  # the package of these is imported first
+        assert line.startswith(
+            f"BackendUnavailable {said} needs torch >= 2.13, but torch cannot be imported: it is not installed"
+        ), line
+        assert PIP in line
 
 
 def test_with_a_broken_torch_the_first_use_gives_its_error_every_time(broken_torch: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 from xamp.apex._scale_loss import master_params
 from xamp.apex._state import state as _amp_state
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 from xamp.apex._casts_handle import disable_casts
 from xamp.apex._frontend import initialize
 from xamp.apex._functions import (

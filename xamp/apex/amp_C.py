@@ -6,6 +6,10 @@ The functions, their arguments and what they do to the flag are Apex's. :mod:`xa
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 from xamp.apex._multi_tensor import (
     multi_tensor_axpby,
     multi_tensor_l2norm,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -6,6 +6,10 @@ import sys
 import warnings
 from typing import Any
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 __all__ = ["init", "nvtx", "wrap"]
 
 nvtx = sys.modules[__name__]

@@ -6,6 +6,9 @@ import importlib
 from typing import Any
 
 from xamp.apex._modules import LEFT_OUT
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
 
 __all__ = ["clip_grad", "optimizers", "xentropy"]
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 from xamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from xamp.apex.fp16_utils.fp16util import (
     BN_convert_float,

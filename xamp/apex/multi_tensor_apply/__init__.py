@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 __all__ = ["MultiTensorApply", "multi_tensor_applier"]
 
 

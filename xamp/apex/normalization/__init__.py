@@ -7,6 +7,10 @@ accepted; torch saves what it needs for the backward.
 
 from __future__ import annotations
 
+from xamp.registry.registry import require_torch
+
+require_torch(__name__)
+
 import numbers
 import warnings
 from collections.abc import Sequence

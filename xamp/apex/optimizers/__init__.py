@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from xamp.registry.registry import require_torch
+
 if TYPE_CHECKING:
     from xamp.apex.optimizers._older import FP16_Optimizer
     from xamp.apex.optimizers.fused_adagrad import FusedAdagrad
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
         NpuFusedLamb,
         NpuFusedRMSpropTF,
     )
+
+require_torch(__name__)
 
 _HOMES = {
     "optimizers._older": ("FP16_Optimizer",),
