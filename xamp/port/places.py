@@ -83,7 +83,8 @@ def _argument(work: Work, arg: Node) -> tuple[str, str]:
         return "other", kind(call)
     callee = work.path(call.func) or work.code(call.func)
     if arg.keyword is None:
-        return "call", callee
+        second = callee == "torch.load" and len(call.args) > 1 and call.args[1] is arg
+        return ("keyword", "map_location") if second else ("call", callee)
     name = str(arg.keyword.value)
     if name == "default" and callee.endswith(
         ("add_argument", "option", "DEFINE_string", "Option", "Argument", "field")

@@ -28,6 +28,7 @@ _SCALE = (
     "_amp_state for models "
     "that its own initialize made"
 )
+_DICT = "xamp loads its names when they are asked for, so __dict__ lacks them; ask hasattr(amp, 'state_dict')"
 _HINTS = (
     "combine_grad",
     "combine_ddp",
@@ -58,6 +59,7 @@ class Names(Rule):
     names = {
         "apex": Target(None, Grade.UNSUPPORTED, "xamp has no counterpart of this part of Apex", is_module=True),
         "apex.amp": Target("xamp", is_module=True, text="a part of Apex's amp that xamp does not have; " + _SCALE),
+        "apex.amp.__dict__": Target(None, Grade.UNSUPPORTED, _DICT),
         "apex.amp._amp_state": Target(None, Grade.UNSUPPORTED, _SCALE),
         "apex.amp.init": Target(
             None, Grade.UNSUPPORTED, "xamp has no amp.init; use xamp.initialize, or xamp.apex.amp.init"
@@ -97,6 +99,10 @@ class Names(Rule):
             "from apex import amp\nlog(amp._amp_state.loss_scalers[0].loss_scale())\n",
             f"import xamp as amp\n# TODO(xamp): {_SCALE}\nlog(amp._amp_state.loss_scalers[0].loss_scale())\n",
         ),
+        Example(
+            "from apex import amp\nif 'state_dict' in amp.__dict__:\n    pass\n",
+            f"import xamp as amp\n# TODO(xamp): {_DICT}\nif 'state_dict' in amp.__dict__:\n    pass\n",
+        ),
     )
     unchanged = (
         "def train(amp, model):\n    amp.initialize(model, opt_level='O1')\n",
@@ -124,6 +130,12 @@ class Initialize(Rule):
             "model, opt = amp.initialize(model, opt, opt_level=args.level, loss_scale=128.0, combine_grad=True)\n",
             "import xamp\nmodel, opt = xamp.initialize(model, opt, level=args.level, loss_scale=128.0)\n",
         ),
+        Example(
+            "from apex import amp\n"
+            "m, o = amp.initialize(m, o, combine_grad=True, combine_ddp=True, opt_level='O2',\n"
+            "                      user_cast_preferred=True, ddp_replica_count=4)\n",
+            "import xamp\nm, o = xamp.initialize(m, o, level='O2')\n",
+        ),
     )
     unchanged = ("import torch\nmodel = torch.initialize(model, opt_level='O1', combine_grad=True)\n",)
 
@@ -142,10 +154,10 @@ class Initialize(Rule):
             if name in _RENAMED:
                 work.replace(arg.keyword, _RENAMED[name])
                 work.say(self, arg, Grade.CERTAIN)
-            elif name in _HINTS:
-                self._leave_out(node, arg, work)
             elif name in ("patch_torch_functions", "cast_model_type"):
                 work.say(self, arg, Grade.NOTED, f"xamp.initialize has no {name}; the level and dtype= decide this")
+        for first, last in _runs([arg.keyword is not None and arg.keyword.value in _HINTS for arg in node.args]):
+            self._leave_out(node, first, last, work)
         if open_ended:
             text = "xamp.initialize takes opt_level= for level=; it must get a level, for its default is auto"
             work.say(self, node, Grade.NOTED, text, inline=False)
@@ -166,16 +178,24 @@ class Initialize(Rule):
             text = f"where {path.rpartition('.')[0]} was Apex, say level=\"O1\" here: Apex's default, and not xamp's"
             work.say(self, node, Grade.NOTED, text, inline=False)
 
-    def _leave_out(self, call: Any, arg: Any, work: Work) -> None:
-        start, end = work.source.span(arg)
-        place = next(number for number, each in enumerate(call.args) if each is arg)
-        if place + 1 < len(call.args):
-            end = work.source.span(call.args[place + 1])[0]
-        else:
-            start = _end_of_value(call.args[place - 1], work)
-            end = _end_of_value(arg, work)
+    def _leave_out(self, call: Any, first: int, last: int, work: Work) -> None:
+        """Take out the arguments from the place ``first`` up to ``last``, with the commas between them."""
+        start, end = work.source.span(call.args[first])[0], work.source.span(call.args[last])[1]
+        if last + 1 < len(call.args):
+            end = work.source.span(call.args[last + 1])[0]
+        elif first > 0:
+            start = _end_of_value(call.args[first - 1], work)
+            end = _end_of_value(call.args[last], work)
         work.splice(start, end, "")
-        work.say(self, arg, Grade.CERTAIN)
+        for arg in call.args[first : last + 1]:
+            work.say(self, arg, Grade.CERTAIN)
+
+
+def _runs(marked: list[bool]) -> list[tuple[int, int]]:
+    """The first and the last place of each row of marked places that follow each other."""
+    starts = [at for at, each in enumerate(marked) if each and (at == 0 or not marked[at - 1])]
+    ends = [at for at, each in enumerate(marked) if each and (at + 1 == len(marked) or not marked[at + 1])]
+    return list(zip(starts, ends, strict=True))
 
 
 def _end_of_value(arg: Any, work: Work) -> int:

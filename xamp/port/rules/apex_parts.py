@@ -18,6 +18,11 @@ _HALVES = (
     *("master_params_to_model_params", "to_python_float", "clip_grad_norm", "convert_module", "convert_network"),
     "FP16Model",
 )
+_DENSE = ("FusedDense", "FusedDenseGeluDense", "fused_dense_function", "fused_dense_gelu_dense_function")
+_FLAT = (
+    *("apply_flat_dist_call", "extract_tensors", "flat_dist_call", "flatten", "split_by_type"),
+    *("split_half_float_double", "unflatten"),
+)
 _FUSED = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "FusedMixedPrecisionLamb")
 _ASCEND = (
     *("NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamP", "NpuFusedAdamW", "NpuFusedBertAdam", "NpuFusedLamb"),
@@ -34,7 +39,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "multi_tensor_apply": ("MultiTensorApply", "multi_tensor_applier"),
     "fp16_utils": (*_HALVES, "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
     "mlp": ("MLP", "mlp_function"),
-    "fused_dense": ("FusedDense", "FusedDenseGeluDense", "fused_dense_function", "fused_dense_gelu_dense_function"),
+    "fused_dense": _DENSE,
     "pyprof": ("init", "nvtx", "wrap"),
     "contrib.clip_grad": ("clip_grad_norm_",),
     "contrib.xentropy": ("SoftmaxCrossEntropyLoss",),
@@ -43,7 +48,8 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 # Files of a module from which scripts import its names.
 _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "parallel": {
-        "distributed": ("DistributedDataParallel", "Reducer"),
+        "distributed": ("DistributedDataParallel", "Reducer", *_FLAT),
+        "multiproc": ("main",),
         "LARC": ("LARC",),
         "sync_batchnorm": ("SyncBatchNorm",),
         "optimized_sync_batchnorm": ("SyncBatchNorm",),
@@ -61,9 +67,10 @@ _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "fp16_utils": {
         "fp16_optimizer": ("FP16_Optimizer",),
         "fp16util": _HALVES,
-        "loss_scaler": ("LossScaler", "DynamicLossScaler"),
+        "loss_scaler": ("LossScaler", "DynamicLossScaler", "to_python_float"),
     },
-    "mlp": {"mlp": ("MLP",)},
+    "mlp": {"mlp": ("MLP", "mlp_function")},
+    "fused_dense": {"fused_dense": _DENSE},
     "contrib.clip_grad": {"clip_grad": ("clip_grad_norm_",)},
     "contrib.xentropy": {"softmax_xentropy": ("SoftmaxCrossEntropyLoss",)},
     "contrib.optimizers": {
@@ -73,6 +80,8 @@ _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "fused_sgd": ("FusedSGD",),
     },
 }
+# Those of them that xamp.apex has as files too.
+_FILES_TOO = ("distributed", "multiproc")
 # What xamp.apex leaves out, and what takes its place.
 _LEFT_OUT = {
     "RNN": "use torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
@@ -97,9 +106,13 @@ def _table() -> dict[str, Target]:
         table[f"apex.{part}"] = Target(f"xamp.apex.{part}", is_module=True, text=missing)
         table.update({f"apex.{part}.{name}": Target(f"xamp.apex.{part}.{name}") for name in names})
         for file, inside in _FILES.get(part, {}).items():
+            here = f"xamp.apex.{part}.{file}" if file in _FILES_TOO else None
             if file not in names:
-                table[f"apex.{part}.{file}"] = Target(None, Grade.UNSUPPORTED, missing, is_module=True)
-            table.update({f"apex.{part}.{file}.{name}": Target(f"xamp.apex.{part}.{name}") for name in inside})
+                grade = Grade.UNSUPPORTED if here is None else Grade.CERTAIN
+                table[f"apex.{part}.{file}"] = Target(here, grade, missing, is_module=True)
+            for name in inside:
+                home = f"xamp.apex.{part}" if name in names else here
+                table[f"apex.{part}.{file}.{name}"] = Target(f"{home}.{name}")
     for part, instead in _LEFT_OUT.items():
         text = f"xamp does not have apex.{part}: {instead}"
         table[f"apex.{part}"] = Target(None, Grade.UNSUPPORTED, text, is_module=True)
@@ -124,6 +137,11 @@ class Parts(Rule):
         Example(
             "import apex\nmodel = apex.parallel.convert_syncbn_model(model)\n",
             "import xamp.apex.parallel\nmodel = xamp.apex.parallel.convert_syncbn_model(model)\n",
+        ),
+        Example(
+            "from apex.parallel.distributed import flat_dist_call, Reducer\nfrom apex.parallel import distributed\n",
+            "from xamp.apex.parallel.distributed import flat_dist_call\nfrom xamp.apex.parallel import Reducer\n"
+            "from xamp.apex.parallel import distributed\n",
         ),
         Example("from apex.optimizers import NpuFusedSGD\n", "from xamp.apex.optimizers import NpuFusedSGD\n"),
         Example(

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from xamp.port.places import default_of, is_spoken, last_name, place_of, whole_text
-from xamp.port.rule import Example, Grade, Rule
+from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
@@ -14,6 +14,16 @@ __all__ = ["RULES"]
 
 _NAMES = ("nccl", "hccl")
 _SEVERAL = re.compile(r"(?=.*(nccl|hccl))\w*:?\w*(,\w*:?\w*)*")
+_QUESTIONS = (
+    "torch.distributed.is_nccl_available",
+    "torch.distributed.is_hccl_available",
+    "torch.distributed.distributed_c10d.is_nccl_available",
+    "torch.distributed.distributed_c10d.is_hccl_available",
+)
+_AVAILABLE = (
+    "asks for the library of one kind of device; xamp.distributed_backend() names the one of the device in use, "
+    "which is gloo on a CPU"
+)
 _EACH = "a backend for each kind of device; write xamp.distributed_backend(), which names the one of the device in use"
 _ASK = "does this text name the backend of torch.distributed? Then write xamp.distributed_backend()"
 
@@ -26,7 +36,8 @@ class Backend(Rule):
 
     name = "distributed-backend"
     met = 101
-    kinds = ("SimpleString", "ConcatenatedString", "FormattedString")
+    names = {name: Target(None, Grade.NOTED, _AVAILABLE) for name in _QUESTIONS}
+    kinds = ("SimpleString", "ConcatenatedString", "FormattedString", "IfExp")
     examples = (
         Example(
             "dist.init_process_group(backend='nccl', init_method='env://')\ndist.init_process_group('hccl')\n",
@@ -52,6 +63,15 @@ class Backend(Rule):
             "dist.init_process_group(backend='cpu:gloo,cuda:nccl')\n",
             f"# TODO(xamp): {_EACH}\ndist.init_process_group(backend='cpu:gloo,cuda:nccl')\n",
         ),
+        Example(
+            "import torch.distributed as dist\n"
+            "dist.init_process_group('nccl' if dist.is_nccl_available() else 'gloo')\n"
+            "if dist.is_nccl_available():\n    backend = 'nccl'\n",
+            "import torch.distributed as dist\nimport xamp\n"
+            "dist.init_process_group(xamp.distributed_backend())\n"
+            f"# TODO(xamp): {_AVAILABLE}\n"
+            "if dist.is_nccl_available():\n    backend = xamp.distributed_backend()\n",
+        ),
         Example("call('nccl')\n", f"# TODO(xamp): {_ASK}\ncall('nccl')\n"),
     )
     unchanged = (
@@ -63,6 +83,9 @@ class Backend(Rule):
         """See :meth:`Rule.look`."""
         if work.is_claimed(node) or work.is_taken(node) or work.is_kept(self, node):
             return
+        if kind(node) == "IfExp":
+            self._choice(node, work)
+            return
         if kind(node) != "SimpleString" or text_of(node) not in _NAMES:
             self._pieces(node, work)
             return
@@ -72,6 +95,14 @@ class Backend(Rule):
             work.say(self, node, Grade.CERTAIN)
         elif verdict:
             work.say(self, node, Grade.NOTED, str(verdict), once=True)
+
+    def _choice(self, node: Any, work: Work) -> None:
+        """``"nccl" if dist.is_nccl_available() else "gloo"``: the choice that `distributed_backend` makes."""
+        asks = kind(node.test) == "Call" and work.path(node.test.func) in _QUESTIONS
+        if asks and text_of(node.body) in _NAMES and text_of(node.orelse) == "gloo" and "#" not in work.code(node):
+            work.claim(node.body, node.test.func)
+            work.replace(node, f"{work.name('xamp.distributed_backend', node)}()")
+            work.say(self, node, Grade.CERTAIN)
 
     def _pieces(self, node: Node, work: Work) -> None:
         """A text that names several backends, or one that is put together."""

@@ -59,6 +59,11 @@ def is_index(work: Work, node: Node, seen: tuple[Node, ...] = ()) -> bool | None
         if kind(node.func) == "Attribute" and "rank" in node.func.attr.value:
             return True
         return False if path.endswith("device") else None
+    if what == "IfExp":
+        sides = [is_index(work, each, seen) for each in (node.body, node.orelse)]
+        return sides[0] if sides[0] is sides[1] else None
+    if what == "Attribute" and node.attr.value == "device" and not is_option(work, node.value):
+        return False  # a tensor's
     if what == "Subscript":
         return is_index(work, node.value, seen)
     if what == "Name":
@@ -85,6 +90,13 @@ def may_be_none(work: Work, node: Node) -> bool:
     return False
 
 
+def _whose_device(node: Any) -> Node | None:
+    """The tensor ``y`` of ``y.get_device()``, which is an index; else None."""
+    if kind(node) != "Call" or kind(node.func) != "Attribute" or node.args:
+        return None
+    return node.func.value if node.func.attr.value == "get_device" else None
+
+
 class Method(Rule):
     """`x.cuda()` becomes `x.to(xamp.device())`, an index goes along, and so do the other arguments.
 
@@ -107,6 +119,10 @@ class Method(Rule):
             "x = x.to(xamp.device(1), non_blocking=True)\n",
         ),
         Example("x = x.npu(non_blocking=True)\n", "import xamp\nx = x.to(xamp.device(), non_blocking=True)\n"),
+        Example(
+            "a = a.cuda(b.get_device())\nc = c.cuda(b.device)\nd = d.cuda(0 if small else args.gpu)\n",
+            "import xamp\na = a.to(b.device)\nc = c.to(b.device)\nd = d.to(xamp.device(0 if small else args.gpu))\n",
+        ),
         Example(
             "def f(x, device):\n    return x.cuda(device)\n",
             "def f(x, device):\n"
@@ -170,7 +186,9 @@ class Method(Rule):
             keyword = work.source.span(arg)[0]
             work.splice(keyword, keyword + work.source.data[keyword:start].index(b"=") + 1, "")
         index = index_of(arg.value)
-        if index is not None:
+        if (other := _whose_device(arg.value)) is not None:  # -1 where it is on a CPU
+            work.replace(arg.value, f"{work.code(other)}.device")
+        elif index is not None:
             work.claim(arg.value)
             work.replace(arg.value, f"{work.name('xamp.device', call)}({index})")
         elif kind(arg.value) in ("FormattedString", "ConcatenatedString") or is_index(work, arg.value) is False:

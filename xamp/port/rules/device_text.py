@@ -35,6 +35,10 @@ class Text(Rule):
             "def f(x, device=xamp.device_type()):\n    return x\n",
         ),
         Example(
+            "import torch\nc = torch.load(p, 'cuda')\n",
+            "import torch\nimport xamp\nc = torch.load(p, xamp.device())\n",
+        ),
+        Example(
             "import torch\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'\n",
             "import torch\nimport xamp\ndevice = xamp.device_type()\n",
         ),

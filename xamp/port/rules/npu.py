@@ -11,6 +11,7 @@ from xamp.port.work import Work
 __all__ = ["RULES"]
 
 _ONLY = "this setting of Ascend has no counterpart; call it only where xamp.device_type() is npu"
+_PROFILER = "an argument that only torch_npu adds; torch.profiler.profile takes the activities of the device in use"
 _SETTINGS = (
     "set_option",
     "set_compile_mode",
@@ -92,4 +93,27 @@ class Storage(Rule):
             work.say(self, node, Grade.UNSUPPORTED, _ONLY)
 
 
-RULES = (Names(), Storage())
+class Profiled(Rule):
+    """`use_npu=True` of a profiler, which only torch_npu's takes, gets a note."""
+
+    name = "npu-profile"
+    grade = Grade.NOTED
+    kinds = ("Arg",)
+    examples = (
+        Example(
+            "import torch\nwith torch.autograd.profiler.profile(use_npu=True) as prof:\n    pass\n",
+            f"import torch\n# TODO(xamp): {_PROFILER}\n"
+            "with torch.autograd.profiler.profile(use_npu=True) as prof:\n    pass\n",
+        ),
+    )
+    unchanged = ("train(use_npu=True)\nuse_npu = True\n",)
+
+    def look(self, node: Any, work: Work) -> None:
+        """See :meth:`Rule.look`."""
+        if node.keyword is None or node.keyword.value != "use_npu" or work.is_kept(self, node):
+            return
+        if "profile" in work.code(work.parent(node).func).lower():
+            work.say(self, node, Grade.NOTED, _PROFILER)
+
+
+RULES = (Names(), Storage(), Profiled())
