@@ -1,7 +1,8 @@
 """Answers ``import apex``, ``import amp_C`` and ``import apex_C`` of unmodified scripts with modules of xamp.
 
 :func:`install` puts a finder in front of Python's. It answers only the names in :data:`xamp.apex._modules.MODULES`,
-each with a module that hands every attribute over to the module of xamp. Whether it answers at all is decided when a
+each with a module that hands every attribute over to the module of xamp. For a compiled module of Apex that xamp does
+without it raises an error that says what to use. Whether it answers at all is decided when a
 script first imports one of the names: only then the script's own folder is on the path. This module needs no torch.
 """
 
@@ -89,9 +90,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in _TOP or not self._decide():
+        if name in _modules.EXTENSIONS:
+            if importlib.machinery.PathFinder.find_spec(name) is not None:
+                return None  # a module of the script has that name
+        elif name.partition(".")[0] not in _TOP:
             return None
-        if name in _modules.LEFT_OUT:
+        if not self._decide():
+            return None
+        if name in _modules.LEFT_OUT or name in _modules.EXTENSIONS:
             if sys._getframe(2).f_globals.get("__name__") == "importlib.util":
                 return None  # a script that asks whether it is there, by importlib.util.find_spec
             raise _modules.left_out(name)

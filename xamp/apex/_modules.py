@@ -5,7 +5,7 @@ Plain data: nothing is imported here, so a command can read it where torch is mi
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT", "MODULES", "left_out"]
+__all__ = ["EXTENSIONS", "LEFT_OUT", "MODULES", "left_out"]
 
 MODULES = {
     "apex": "xamp.apex",
@@ -82,12 +82,30 @@ LEFT_OUT = {
 """Module of Apex that xamp does not have: what to do in its place."""
 
 
+EXTENSIONS = {
+    "distributed_adam_cuda": LEFT_OUT["apex.contrib.optimizers.distributed_fused_adam"],
+    "fused_adam_cuda": "use apex.optimizers.FusedAdam",
+    "fused_dense_cuda": "use apex.fused_dense",
+    "fused_lamb_cuda": "use apex.optimizers.FusedLAMB",
+    "fused_layer_norm_cuda": "use apex.normalization",
+    "mlp_cuda": "use apex.mlp",
+    "scaled_masked_softmax_cuda": "use torch.softmax",
+    "scaled_upper_triang_masked_softmax_cuda": "use torch.softmax",
+    "syncbn": "use apex.parallel.SyncBatchNorm",
+    "xentropy_cuda": "use apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
+}
+"""Compiled module of Apex, beside ``amp_C`` and ``apex_C``: which module of Apex calls it, and runs here without."""
+
+
 def left_out(name: str) -> ImportError:
     """The error for ``import`` of what xamp does not have.
 
     Args:
-        name: as the script gives it, a key of ``LEFT_OUT``.
+        name: as the script gives it, a key of ``LEFT_OUT`` or of ``EXTENSIONS``.
     """
+    if name in EXTENSIONS:  # scripts guard these as what may not be installed
+        text = f"{name} is not part of xamp, which needs no compiled module: {EXTENSIONS[name]} instead. "
+        return ModuleNotFoundError(f"{text}docs/apex.md lists what there is.", name=name)
     return ImportError(
         f"{name} is not part of xamp: {LEFT_OUT[name]} instead. docs/apex.md lists what there is.", name=name
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -68,6 +69,24 @@ def test_what_is_left_out_says_what_to_use(name: str, installed: None) -> None:
     with pytest.raises(ImportError, match=r"not part of xamp: (use|write) ") as caught:
         importlib.import_module(name)
     assert caught.value.name == name
+
+
+@pytest.mark.parametrize("name", _modules.EXTENSIONS)
+def test_a_compiled_module_of_apex_is_missing_and_says_what_to_use(name: str, installed: None) -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"not part of xamp, which needs no compiled module: use ") as caught:
+        importlib.import_module(name)
+    assert caught.value.name == name
+    assert importlib.util.find_spec(name) is None
+
+
+def test_a_module_of_the_script_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: None
+) -> None:
+    (tmp_path / "syncbn.py").write_text("WHO = 'mine'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "syncbn", raising=False)
+    assert importlib.import_module("syncbn").WHO == "mine"
+    del sys.modules["syncbn"]
 
 
 def test_unknown_names_are_missing_modules(installed: None) -> None:

@@ -156,8 +156,8 @@ class Initialize(Rule):
                 work.say(self, arg, Grade.CERTAIN)
             elif name in ("patch_torch_functions", "cast_model_type"):
                 work.say(self, arg, Grade.NOTED, f"xamp.initialize has no {name}; the level and dtype= decide this")
-        for first, last in _runs([arg.keyword is not None and arg.keyword.value in _HINTS for arg in node.args]):
-            self._leave_out(node, first, last, work)
+        for start_at, end_at in _runs([arg.keyword is not None and arg.keyword.value in _HINTS for arg in node.args]):
+            self._leave_out(node, start_at, end_at, work)
         if open_ended:
             text = "xamp.initialize takes opt_level= for level=; it must get a level, for its default is auto"
             work.say(self, node, Grade.NOTED, text, inline=False)

@@ -59,6 +59,10 @@ class Compare(Rule):
             "if mode == 'cuda':\n    pass\n",
             f"# TODO(xamp): {ASK}\nif mode == 'cuda':\n    pass\n",
         ),
+        Example(
+            "if first.device.type == second == 'cuda':\n    pass\n",
+            f"# TODO(xamp): {ASK}\nif first.device.type == second == 'cuda':\n    pass\n",
+        ),
     )
     unchanged = (
         "if device.type != 'cpu':\n    pass\nif device == 'cpu':\n    pass\n",
@@ -88,7 +92,10 @@ class Compare(Rule):
             self._write(node, text, False, work)
 
     def _comparison(self, node: Any, work: Work) -> None:
-        if len(node.comparisons) != 1 or work.is_kept(self, node):
+        if work.is_kept(self, node):
+            return
+        if len(node.comparisons) != 1:
+            self._chain(node, work)
             return
         right, sign = node.comparisons[0].comparator, kind(node.comparisons[0].operator)
         left = node.left
@@ -115,6 +122,13 @@ class Compare(Rule):
             work.say(self, node, Grade.NOTED, _BOTH)
         else:
             self._write(node, text, negative, work)
+
+    def _chain(self, node: Any, work: Work) -> None:
+        """``a == b == "cuda"``: to be split by hand."""
+        for each in (node.left, *(part.comparator for part in node.comparisons)):
+            if is_device_text(text_of(each) or "") and not work.is_claimed(each):
+                work.claim(each)
+                work.say(self, node, Grade.NOTED, ASK)
 
     def _has_sibling(self, node: Node, device: str | None, work: Work) -> bool:
         """Whether another test of the same ``if`` and its ``elif`` names the other device: they would become equal."""
