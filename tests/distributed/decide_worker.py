@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import sys
@@ -61,8 +62,11 @@ def start(level: str, **options: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def train(model: Any, optimizer: Any, steps: int = 3) -> Result:
-    """Outcomes and scales of the steps, and how often ranks agreed on them."""
+def train(model: Any, optimizer: Any, steps: int = 3, in_part: bool = False) -> Result:
+    """Outcomes and scales of the steps, and how often ranks agreed on them.
+
+    ``in_part``: rank 1 overflows in its part of the gradients, which no other rank sees.
+    """
     outcomes, scales, calls, share = [], [], [0], distributed.share_overflow
 
     def counted(flags: torch.Tensor, group: Any) -> None:
@@ -74,14 +78,22 @@ def train(model: Any, optimizer: Any, steps: int = 3) -> Result:
         optimizer.zero_grad()
         loss = model(batch(step)).square().mean()
         spoilt = step == 1 and dist.get_rank() == 1
-        with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
+        with xamp.scale_loss(loss * float("inf") if spoilt and not in_part else loss, optimizer) as scaled:
             scaled.backward()
+            if spoilt and in_part:
+                next(part for p in model.parameters() if (part := local(p.grad)).numel()).flatten()[0] = float("inf")
         optimizer.step()
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     distributed.share_overflow = share
     finite = all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])
     return {"outcomes": outcomes, "scales": scales, "agreed": calls[0], "finite": finite}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
 
 
 # ------------------------------------------------------------------ which ranks decide
@@ -181,6 +193,18 @@ def idle_sharded(level: str) -> Result:
     return train(model, optimizer)
 
 
+def divided(level: str) -> Result:
+    """Parameters that all ranks have parts of, and a given group of this rank alone: no part is stepped alone."""
+    world = dist.get_world_size()
+    mine = [group(rank) for rank in range(world)][dist.get_rank()]
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(8, 4), mesh=DeviceMesh("cpu", list(range(world))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: dict[str, Any] = {"loss_scale": "dynamic", "init_scale": 1024.0, "verbosity": 0}
+    xamp.initialize(model, optimizer, level, process_group=mine, **told)
+    return train(model, optimizer, in_part=True)
+
+
 def idle_while_others_pass(level: str) -> Result:
     """One rank has a session of its own that neither scales nor shares, another is not enabled, others have none."""
     if dist.get_rank() == 0:
@@ -198,8 +222,66 @@ def idle_while_others_pass(level: str) -> Result:
 
 DECIDE = (
     *(ddp, given, halves_alone, halves_together, noop, own_hook, local_steps, averaged_over_halves, compressed),
-    *(built_in, idle, idle_sharded, idle_while_others_pass),
+    *(built_in, idle, idle_sharded, divided, idle_while_others_pass),
 )
+
+# ------------------------------------------------------------------ several sessions in one group
+
+BESIDE = {"O1": (1024.0, 1, 1), "O2": (256.0, 0, 2)}
+"""By level: the first scale, and the rank and the step of an overflow."""
+
+
+def beside(way: str) -> Result:
+    """O1 beside O2 in the default group, with models of the same names: what each becomes, and what alone."""
+    return {
+        "together": trained_beside(way, *BESIDE),
+        "alone": {**trained_beside(way, "O1"), **trained_beside(way, "O2")},
+    }
+
+
+def trained_beside(way: str, *levels: str) -> Result:
+    sessions = {level: shared(way, level, BESIDE[level][0]) for level in levels}
+    found: Result = {level: {"outcomes": [], "scales": []} for level in levels}
+    for step in range(4):
+        for level in levels if step % 2 else levels[::-1]:
+            model, optimizer = sessions[level]
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            spoilt = (dist.get_rank(), step) == BESIDE[level][1:]
+            with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
+                scaled.backward()
+        for level, (_, optimizer) in sessions.items():
+            optimizer.step()
+            found[level]["outcomes"].append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
+            found[level]["scales"].append(xamp.loss_scale(optimizer))
+    for level, (_, optimizer) in sessions.items():
+        parts = [local(p).numpy().tobytes() for p in optimizer.param_groups[0]["params"]]
+        found[level]["weights"] = hashlib.sha256(b"".join(parts)).hexdigest()
+    return found
+
+
+def shared(way: str, level: str, init_scale: float) -> tuple[Any, Any]:
+    """A model whose ranks decide together: in the default group, under a DDP over it, or as shards."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 4)
+    if way == "fsdp2":
+        fully_shard(model, mesh=DeviceMesh("cpu", list(range(dist.get_world_size()))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=init_scale, verbosity=0)
+    return DistributedDataParallel(model) if way == "ddp" else model, optimizer
+
+
+def crossed() -> Result:
+    """Each rank begins with another of its sessions: their flags would be mixed up."""
+    sessions = [start(level, process_group=everybody) for everybody in [group()] for level in BESIDE]
+    model, optimizer = sessions[dist.get_rank() % 2]
+    try:
+        with xamp.scale_loss(model(batch(0)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+    except xamp.PolicyError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
 
 # ------------------------------------------------------------------ ranks that differ
 
@@ -327,7 +409,8 @@ def raised(level: str, wrapper: str) -> Result:
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=LIMIT)
-    found: dict[str, Any] = {}
+    # First: later cases have sessions in the default group on some ranks alone.
+    found: dict[str, Any] = {f"beside {way}": beside(way) for way in ("none", "ddp", "fsdp2")}
     for case in DECIDE:
         for level in LEVELS:
             found[f"{case.__name__} {level}"] = case(level)
@@ -335,7 +418,7 @@ def main(folder: Path) -> None:
         for wrapper in ("ddp", "ddp before", "none"):
             if (name, wrapper) not in LEFT_OUT:
                 found[f"different {name}, {wrapper}"] = different(name, wrapper)
-    for other in (equal_after_load, stages, absent):
+    for other in (equal_after_load, stages, crossed, absent):
         found[other.__name__] = other()
         dist.barrier()
     for wrapper in ("ddp", "none", "no_sync"):

@@ -29,7 +29,7 @@ def static_graph(model: Any, level: str) -> Any:
 def unused(model: Any, level: str) -> Any:
     """DDP looks for parameters without a gradient, and finds one that no forward reaches."""
     model.spare = nn.Identity()
-    model.spare.weight = nn.Parameter(torch.ones(2))
+    model.spare.weight = nn.Parameter(torch.ones(2, device=engine_cases.device))
     return ddp(model, level, find_unused_parameters=True)
 
 
@@ -58,21 +58,21 @@ def halves(model: Any, level: str) -> Any:
     return ddp(model, level, process_group=made[dist.get_rank() // size])
 
 
+CASES = {
+    "plain": Case(ddp, late=True, spoil_loss=True),
+    "bucket_view": Case(bucket_view, late=True, spoil_loss=True),
+    "static_graph": Case(static_graph, late=True, spoil_loss=True),
+    "unused": Case(unused, late=True, spoil_loss=True),
+    "compressed": Case(compressed, late=True, spoil_loss=True),
+    "own_hook": Case(own_hook, late=True, spoil_loss=True),
+    "no_sync": Case(ddp, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()),
+    "halves": Case(
+        *(halves, True),
+        spoil_loss=True,
+        members=half_of,
+        options=lambda: {"process_group": dist.group.WORLD},
+    ),
+}
+
 if __name__ == "__main__":
-    engine_cases.work(
-        {
-            "plain": Case(ddp, late=True, spoil_loss=True),
-            "bucket_view": Case(bucket_view, late=True, spoil_loss=True),
-            "static_graph": Case(static_graph, late=True, spoil_loss=True),
-            "unused": Case(unused, late=True, spoil_loss=True),
-            "compressed": Case(compressed, late=True, spoil_loss=True),
-            "own_hook": Case(own_hook, late=True, spoil_loss=True),
-            "no_sync": Case(ddp, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()),
-            "halves": Case(
-                *(halves, True),
-                spoil_loss=True,
-                members=half_of,
-                options=lambda: {"process_group": dist.group.WORLD},
-            ),
-        }
-    )
+    engine_cases.work(CASES)

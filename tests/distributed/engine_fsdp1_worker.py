@@ -9,43 +9,42 @@ import torch
 from engine_cases import Case
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
-CPU = torch.device("cpu")
-
 
 def original(model: Any, _: str) -> Any:
-    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
+    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True)
 
 
 def flat(model: Any, _: str) -> Any:
-    return FullyShardedDataParallel(model, device_id=CPU)
+    return FullyShardedDataParallel(model, device_id=engine_cases.device)
 
 
 def nested(model: Any, _: str) -> Any:
-    model[2] = FullyShardedDataParallel(model[2], device_id=CPU, use_orig_params=True)
-    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True)
+    model[2] = FullyShardedDataParallel(model[2], device_id=engine_cases.device, use_orig_params=True)
+    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True)
 
 
 def own_precision(model: Any, level: str) -> Any:
     """The user has told FSDP already what the level means."""
     dtype = {"O2": torch.float16, "O5": torch.bfloat16}.get(level)
     told = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, mixed_precision=told)
+    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True, mixed_precision=told)
 
 
 def copied(model: Any, _: str) -> Any:
     strategy = ShardingStrategy.NO_SHARD
-    return FullyShardedDataParallel(model, device_id=CPU, use_orig_params=True, sharding_strategy=strategy)
+    return FullyShardedDataParallel(
+        model, device_id=engine_cases.device, use_orig_params=True, sharding_strategy=strategy
+    )
 
+
+CASES = {
+    "original": Case(original),
+    "flat": Case(flat),
+    "nested": Case(nested),
+    "own_precision": Case(own_precision),
+    "copied": Case(copied, spoil_loss=True),
+    "no_sync": Case(original, micro=2, postponed=lambda model: model.no_sync()),
+}
 
 if __name__ == "__main__":
-    engine_cases.work(
-        {
-            "original": Case(original),
-            "flat": Case(flat),
-            "nested": Case(nested),
-            "own_precision": Case(own_precision),
-            "copied": Case(copied, spoil_loss=True),
-            "no_sync": Case(original, micro=2, postponed=lambda model: model.no_sync()),
-        },
-        {"dtypes": lambda: engine_cases.dtypes(original)},
-    )
+    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(original)})

@@ -39,13 +39,12 @@ def postponed(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(True)
 
 
+CASES = {
+    "plain": Case(plain),
+    "blocks": Case(blocks),
+    "some": Case(some, seen=engine_cases.alone),
+    "no_sync": Case(plain, micro=2, postponed=postponed),
+}
+
 if __name__ == "__main__":
-    engine_cases.work(
-        {
-            "plain": Case(plain),
-            "blocks": Case(blocks),
-            "some": Case(some, seen=engine_cases.alone),
-            "no_sync": Case(plain, micro=2, postponed=postponed),
-        },
-        {"dtypes": lambda: engine_cases.dtypes(plain)},
-    )
+    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(plain)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import engine_cases
-import torch
 import torch.distributed as dist
 from engine_cases import Case
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,9 +30,11 @@ def fsdp2_of_copies(model: Any, _: str) -> Any:
 
 def fsdp1(model: Any, _: str) -> Any:
     hybrid = ShardingStrategy.HYBRID_SHARD
-    told: dict[str, Any] = {"device_id": torch.device("cpu"), "device_mesh": two_dimensions(), "use_orig_params": True}
+    told: dict[str, Any] = {"device_id": engine_cases.device, "device_mesh": two_dimensions(), "use_orig_params": True}
     return FullyShardedDataParallel(model, sharding_strategy=hybrid, **told)
 
 
+CASES = {"fsdp2": Case(fsdp2), "fsdp2 of copies": Case(fsdp2_of_copies), "fsdp1": Case(fsdp1)}
+
 if __name__ == "__main__":
-    engine_cases.work({"fsdp2": Case(fsdp2), "fsdp2 of copies": Case(fsdp2_of_copies), "fsdp1": Case(fsdp1)})
+    engine_cases.work(CASES)

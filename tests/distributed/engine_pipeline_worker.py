@@ -31,19 +31,20 @@ def stage_of(rank: int, world: int) -> tuple[Any, int, int]:
 def train(level: str) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, first, end = stage_of(rank, world)
+    model, device = model.to(engine_cases.device), engine_cases.device
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
     told: dict[str, Any] = {"loss_scale": "dynamic", "init_scale": 1024.0, "process_group": dist.group.WORLD}
     xamp.initialize(model, optimizer, level, verbosity=0, **told)
     factor: list[torch.Tensor] = []
-    into = torch.empty(2, WIDTHS[first], requires_grad=rank > 0)
-    shapes: dict[str, Any] = {"input_args": (into,), "output_args": (torch.empty(2, WIDTHS[end], requires_grad=True),)}
-    stage = PipelineStage(model, rank, world, torch.device("cpu"), **shapes)
+    into = torch.empty(2, WIDTHS[first], requires_grad=rank > 0, device=device)
+    out = torch.empty(2, WIDTHS[end], requires_grad=True, device=device)
+    stage = PipelineStage(model, rank, world, device, input_args=(into,), output_args=(out,))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: engine_cases.loss_of(output, target) * factor[-1])
     outcomes, scales = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, target = engine_cases.batch(step, 0, 0)
-        with xamp.scale_loss(torch.ones(()), optimizer) as scale:
+        x, target = (each.to(device) for each in engine_cases.batch(step, 0, 0))
+        with xamp.scale_loss(torch.ones((), device=device), optimizer) as scale:
             factor.append(scale)
             if rank == 0:
                 schedule.step(x)
@@ -55,7 +56,9 @@ def train(level: str) -> dict[str, Any]:
         optimizer.step()
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
-    found = {f"{int(name.split('.')[0]) + first}.{name.split('.')[1]}": p for name, p in model.state_dict().items()}
+    found = {
+        f"{int(name.split('.')[0]) + first}.{name.split('.')[1]}": p.cpu() for name, p in model.state_dict().items()
+    }
     compared = engine_cases.compared(found, engine_cases.reference([0], 1), optimizer)
     return {"outcomes": outcomes, "scales": scales, **compared}
 
@@ -63,7 +66,11 @@ def train(level: str) -> dict[str, Any]:
 def clip(optimizer: Any) -> None:
     """Clip by the norm over all stages, which no stage knows by itself."""
     grads = [p.grad for p in xamp.master_params(optimizer) if p.grad is not None]
-    total = torch.stack([grad.square().sum() for grad in grads]).sum() if grads else torch.zeros(())
+    total = (
+        torch.stack([grad.square().sum() for grad in grads]).sum()
+        if grads
+        else torch.zeros((), device=engine_cases.device)
+    )
     dist.all_reduce(total)
     for grad in grads:
         grad.mul_((MAX_NORM / (total.sqrt() + 1e-6)).clamp(max=1.0))

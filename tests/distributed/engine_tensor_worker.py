@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import engine_cases
+import torch
 import torch.distributed as dist
-from engine_cases import Case
+from engine_cases import LR, MOMENTUM, Case
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -43,12 +45,17 @@ def with_fsdp2(model: Any, _: str) -> Any:
     return fully_shard(model, mesh=found["data"])
 
 
+def one_by_one(params: Iterable[Any]) -> torch.optim.Optimizer:
+    """Some parameters are DTensors, others are not: torch's operators on lists refuse such."""
+    return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, foreach=False)
+
+
+CASES = {
+    "some": Case(some, seen=engine_cases.alone, optimizer=one_by_one),
+    "all": Case(all_of_them, seen=engine_cases.alone),
+    "two meshes": Case(two_meshes, seen=engine_cases.alone, optimizer=one_by_one),
+    "with fsdp2": Case(with_fsdp2, seen=lambda rank: rank // 2),
+}
+
 if __name__ == "__main__":
-    engine_cases.work(
-        {
-            "some": Case(some, seen=engine_cases.alone),
-            "all": Case(all_of_them, seen=engine_cases.alone),
-            "two meshes": Case(two_meshes, seen=engine_cases.alone),
-            "with fsdp2": Case(with_fsdp2, seen=lambda rank: rank // 2),
-        }
-    )
+    engine_cases.work(CASES)

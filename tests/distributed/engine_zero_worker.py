@@ -56,11 +56,10 @@ def consolidated() -> bool:
     return moments == [torch.float32] * len(list(model.parameters()))
 
 
+CASES = {
+    "plain": Case(ddp, late=True, spoil_loss=True, optimizer=zero),
+    "two groups": Case(ddp, late=True, spoil_loss=True, optimizer=two_groups),
+}
+
 if __name__ == "__main__":
-    engine_cases.work(
-        {
-            "plain": Case(ddp, late=True, spoil_loss=True, optimizer=zero),
-            "two groups": Case(ddp, late=True, spoil_loss=True, optimizer=two_groups),
-        },
-        {"buckets": buckets_are_refused, "consolidated": consolidated},
-    )
+    engine_cases.work(CASES, {"buckets": buckets_are_refused, "consolidated": consolidated})

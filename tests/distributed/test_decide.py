@@ -48,6 +48,32 @@ def test_all_ranks_of_the_group_skip_and_back_off(ranks: Found, case: str, agree
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_no_rank_steps_its_part_of_a_parameter_alone(ranks: Found, level: str) -> None:
+    """Whatever group was given."""
+    assert decided(ranks, f"divided {level}") == [SKIPPED] * len(ranks)
+
+
+@pytest.mark.parametrize("way", ["none", "ddp", "fsdp2"])
+def test_sessions_of_two_levels_in_one_group_do_not_meet(ranks: Found, way: str) -> None:
+    """Each skips by its own overflow, on all ranks, and has the very weights that it has alone."""
+    for rank in ranks:
+        found = rank[f"beside {way}"]
+        told = {level: (one["outcomes"], one["scales"]) for level, one in found["together"].items()}
+        assert told == {
+            "O1": (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0]),
+            "O2": (["APPLIED", "APPLIED", "SKIPPED", "APPLIED"], [256.0, 256.0, 128.0, 128.0]),
+        }
+        assert found["together"] == found["alone"]
+
+
+def test_ranks_that_enter_their_sessions_in_another_order_are_told(ranks: Found) -> None:
+    for found in ranks:
+        error = found["crossed"]["error"]
+        assert "level O1 on rank" in error
+        assert "in one order on every rank" in error
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_without_a_group_those_of_the_wrapper_decide(ranks: Found, level: str) -> None:
     half = len(ranks) // 2
     expected = [SKIPPED] * half + [CLEAN] * half if half > 1 else [CLEAN, SKIPPED]  # rank 1 overflows

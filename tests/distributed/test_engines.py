@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import DECIDED, ERROR
 from forked_ranks import Ranks
 
 HERE = Path(__file__).parent
@@ -24,8 +25,6 @@ ENGINES = {
     "tensor": ("some", "all", "two meshes", "with fsdp2"),
     "pipeline": ("gpipe",),
 }
-ERROR = {"O1": 3e-3, "O2": 3e-3, "O4": 1.5e-2, "O5": 1.5e-2}  # of the largest move of a weight: 3 and 2 eps
-DECIDED = (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0])
 
 Found = list[dict[str, Any]]
 

@@ -30,7 +30,11 @@ BOTH = (
 TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
 """What always runs of the conformance suite; the rest with --all."""
-SLOW = [(name, chip) for name in ("device tests", "whole conformance", "strict conformance") for chip in CHIPS]
+SLOW = [
+    (name, chip)
+    for name in ("device tests", "whole conformance", "strict conformance", "ranks_engines")
+    for chip in CHIPS
+]
 # The longest first, so that the two workers end together.
 RUNS = [
     *SLOW,
@@ -45,7 +49,7 @@ NAMES = [f"{file}-{chip}" for file, chip in RUNS]
 # The suite's own clauses are in "whole conformance".
 DEVICE_TESTS = ("unit", "distributed", "faults", "conformance")
 _SUITE = INSIDE.parent.parent / "conformance" / "test_conformance.py"
-_NO_FILES = {"conformance", *(name for name, _ in SLOW)}
+_NO_FILES = {"conformance", *(name for name, _ in SLOW if " " in name)}
 
 
 def run(file: str, chip: str) -> None:
@@ -68,7 +72,7 @@ def run(file: str, chip: str) -> None:
 
 def run_ranks(file: str, chip: str) -> None:
     words = ("torchrun", "--standalone", "--nproc-per-node=2", INSIDE / f"{file}.py")
-    done = emulate(chip, *words, devices=2, timeout=200)
+    done = emulate(chip, *words, devices=2, timeout=600)
     ended = {rank: (int(right), int(wrong)) for rank, right, wrong in re.findall(_RANK_ENDED, done.stdout)}
     counts.setdefault(chip, Counter()).update(passed=sum(right for right, _ in ended.values()))
     assert done.returncode == 0, f"on two emulated {chip}:\n{last(done)}"

@@ -1,7 +1,8 @@
 """What the workers of test_engines.py share: the model, the loop, and one process in fp64 that does it by hand.
 
 A worker file has the cases of one engine. Each trains the same small net at four levels; at one step rank 1 alone
-overflows. The reference is the same net, whole, in fp64, that sees the batches of all ranks.
+overflows. The reference is the same net, whole, in fp64 on the CPU, that sees the batches of all ranks. The workers run
+on the CPU; tests/emulated/inside/ranks_engines.py sets another ``device``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import xamp
+from xamp.registry import registry
 
 LEVELS = ("O1", "O2", "O4", "O5")
+ERROR = {"O1": 3e-3, "O2": 3e-3, "O4": 1.5e-2, "O5": 1.5e-2}
+"""By level: how far weights may be from the reference, as a share of the largest move of one: 3 and 2 eps."""
+DECIDED = (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0])
+"""Outcomes and scales of the steps, on every rank."""
+device = torch.device("cpu")
 STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 4, 1, 0.2, 0.9, 0.2
 
 
@@ -43,7 +50,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def alone(_: int) -> int:
@@ -85,7 +92,7 @@ class Case:
 def train(case: Case, level: str) -> dict[str, Any]:
     """Train, and tell how the steps went and how far the weights are from those of the reference."""
     rank = dist.get_rank()
-    inner = net()
+    inner = net().to(device)
     outer = inner if case.late else case.wrap(inner, level)
     optimizer = case.optimizer(outer.parameters())
     told = {"loss_scale": "dynamic", "init_scale": 1024.0, "verbosity": 0, **case.options()}
@@ -96,13 +103,14 @@ def train(case: Case, level: str) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(case.micro):
-            x, target = batch(step, micro, case.seen(rank))
+            x, target = (each.to(device) for each in batch(step, micro, case.seen(rank)))
             with contextlib.nullcontext() if micro == case.micro - 1 else case.postponed(outer):
                 loss = loss_of(outer(x), target) / case.micro
                 spoilt = step == SPOILT and rank == 1 and micro == case.micro - 1
-                with xamp.scale_loss(loss * float("inf") if spoilt and case.spoil_loss else loss, optimizer) as scaled:
+                in_loss = spoilt and case.spoil_loss and not saturates()
+                with xamp.scale_loss(loss * float("inf") if in_loss else loss, optimizer) as scaled:
                     scaled.backward()
-                    if spoilt and not case.spoil_loss:
+                    if spoilt and not in_loss:
                         spoil(outer)
         xamp.clip_grad_norm_(optimizer, MAX_NORM)
         optimizer.step()
@@ -117,7 +125,16 @@ def spoil(model: nn.Module) -> None:
     """Let this rank's part of a gradient overflow, and nobody else's."""
     grads: Any = (p.grad for p in model.parameters() if p.grad is not None)
     parts = (getattr(grad, "_local_tensor", grad) for grad in grads)
-    next(part for part in parts if part.numel()).flatten()[0] = float("inf")
+    part = next(part for part in parts if part.numel())
+    if device.type == "cpu":
+        part.flatten()[0] = float("inf")
+    else:
+        registry.resolve("auto", device.type).make_overflow_(part)
+
+
+def saturates() -> bool:
+    """Whether an overflow is a large number and a flag on the device, and no inf."""
+    return device.type != "cpu" and registry.resolve("auto", device.type).capabilities(device).overflow == "flag"
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -125,7 +142,7 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     assert all(value.dtype == torch.float32 for value in full.values()), {n: v.dtype for n, v in full.items()}
-    return {name.removeprefix("module."): value.detach().clone() for name, value in full.items()}
+    return {name.removeprefix("module."): value.detach().cpu().clone() for name, value in full.items()}
 
 
 def reference(seen: Sequence[int], micro: int) -> dict[str, torch.Tensor]:
@@ -163,7 +180,7 @@ def dtypes(wrap: Callable[[Any, str], Any]) -> dict[str, list[str]]:
     """By level: the dtype of a gathered weight in a forward, of the output, and of what the optimizer steps."""
     found: dict[str, list[str]] = {}
     for level in LEVELS:
-        inner = net()
+        inner = net().to(device)
         seen: list[torch.dtype] = []
         inner[2].register_forward_pre_hook(lambda module, _, seen=seen: seen.append(module.weight.dtype))
         outer = wrap(inner, level)

@@ -30,6 +30,7 @@ from xamp.scaling.shards import is_dtensor, local
 
 __all__ = [
     "Wrappers",
+    "groups_of_meshes",
     "groups_sharing",
     "is_running",
     "is_shard",
@@ -189,8 +190,9 @@ class Wrappers:
     def deciders(self, params: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return the groups whose ranks decide together on a step of ``params``; empty where this rank decides alone.
 
-        These are the group that ``initialize`` was given; else those of the wrappers that hold ``params``; else the
-        default group. A group whose ranks another one has too is left out.
+        These are the group that ``initialize`` was given, and those that divide a parameter between them; else those
+        of the wrappers that hold ``params``; else the default group. A group whose ranks another one has too is left
+        out.
         """
         return self._plan_for(params).groups
 
@@ -204,13 +206,18 @@ class Wrappers:
     def _make_plan(self, params: Sequence[torch.Tensor]) -> _Plan:
         if not is_running():
             return _Plan(params)
-        groups = widest([self._group] if self._group is not None else self.holders(params) or [None])
+        given = self._group is not None
+        groups = widest([self._group, *self._between(params)] if given else self.holders(params) or [None])
         if len(groups) != 1:
             return _Plan(params, groups)
         ranks = ranks_of(groups[0])
         spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == ranks]
         held: set[int] = set().union(*(self._held[ddp] for ddp in spanning))
         return _Plan(params, groups, spanning if all(id(p) in held for p in params) else ())
+
+    def _between(self, params: Iterable[torch.Tensor]) -> Iterator[Any]:
+        """Yield the groups between whose ranks elements of ``params`` are divided: a part is not stepped alone."""
+        return (group for p in params for group in self.layout(p).shards)
 
     def _holding(self, params: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
         """Return the DDPs that hold any of ``params``."""
@@ -291,8 +298,13 @@ def groups_sharing(params: Iterable[torch.Tensor]) -> list[Any]:
     ids = {id(p) for p in params}
     ddps: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
     found = [ddp.process_group for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
-    found += [group for p in params for group in layout_of(p, {}).holders]
-    return list(widest({id(group): group for group in found}.values()))
+    return list(widest({id(group): group for group in [*found, *groups_of_meshes(params)]}.values()))
+
+
+def groups_of_meshes(params: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the process groups of the meshes of all DTensors among ``params``, each once."""
+    found = (group for p in params for group in layout_of(p, {}).holders)
+    return list({id(group): group for group in found}.values())
 
 
 def is_sharded(module: nn.Module) -> bool:

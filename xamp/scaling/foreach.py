@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from xamp.scaling import shards
+
 __all__ = ["add_", "coalesce_half", "kind", "multiply_", "unscale_by_group_", "values", "zero_"]
 
 
@@ -46,8 +48,11 @@ def unscale_by_group_(
     inverse: torch.Tensor,
     unscale_: Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None],
 ) -> None:
-    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``."""
-    for group in _by_kind(grads):
+    """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``.
+
+    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.distributed.Wrappers.agree`.
+    """
+    for group in _by_kind(map(shards.local, grads)):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
         unscale_(group, found, inverse.to(device))
@@ -65,7 +70,7 @@ def coalesce_half(params: Iterable[torch.Tensor]) -> None:
 def kind(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype, object, object]:
     """Return what the tensors of one ``_foreach`` call must have in common: device, dtype, mesh and placements.
 
-    Of several DTensors torch's check for inf looks at the placements of the first to see which ranks must be asked.
+    Operators on DTensors of several meshes cannot be one.
     """
     return tensor.device, tensor.dtype, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 

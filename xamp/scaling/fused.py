@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.registry.causes import one_line
+from xamp.scaling.shards import is_dtensor
 
-__all__ = ["FusedForm", "honours_found_inf", "is_right"]
+__all__ = ["FusedForm", "honours_found_inf", "is_right", "list_refusal"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -238,6 +240,28 @@ def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool 
     except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
         return one_line(error)
     return ""
+
+
+def list_refusal(optimizer: Optimizer) -> str:
+    """Return why the optimizer's step on lists of tensors would fail: not all are DTensors; empty if it would not.
+
+    torch steps lists by itself on most devices, and on a CPU where it is told to.
+    """
+    for group in optimizer.param_groups:
+        count = sum(map(is_dtensor, group["params"]))
+        if 0 < count < len(group["params"]) and _steps_lists(group):
+            return (
+                f"steps lists of parameters, and {count} of {len(group['params'])} in one group are DTensors, which "
+                "torch's operators on lists refuse beside plain tensors. Make it with foreach=False, and not fused."
+            )
+    return ""
+
+
+def _steps_lists(group: dict[str, Any]) -> bool:
+    if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
+        return bool(group.get("fused") or group.get("foreach"))
+    choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
+    return bool(choose(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import foreach, masters
+from xamp.scaling import foreach, masters, shards
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
@@ -99,6 +99,7 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
+        in_parts: some of ``plain`` are DTensors, so this rank has parts of them.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
         mixed: the next check also sees gradients that an earlier check has seen already.
@@ -116,6 +117,7 @@ class Gradients:
         self.plain: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
+        self.in_parts = False
         self.ready = False
         self.used: dict[int, None] = {}
         self.mixed = False
@@ -144,6 +146,7 @@ class Gradients:
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self._uniform = len(set(map(foreach.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
+        self.in_parts = any(map(shards.is_dtensor, self.plain))
         before, self._witness = self._witness, self._new_witness()
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
@@ -299,6 +302,8 @@ class Gradients:
             foreach.multiply_(grads, scaler.inverse)
             return
         unscale_ = self._backend.unscale_
+        if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
+            grads = [*map(shards.local, grads)]
         if self._uniform and grads[0].device == found_inf.device:
             try:
                 unscale_(grads, found_inf, scaler.inverse)

@@ -50,7 +50,7 @@ class _Meeting:
     said = "scale_loss: ranks that share a model were given different settings: "
     cure = (
         "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
-        "decide together."
+        "decide together. Call scale_loss of several sessions in one order on every rank."
     )
 
     def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling.distributed import is_shard, is_sharded
 from xamp.scaling.engine import Engine
+from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero, state_of
 from xamp.scaling.shards import is_dtensor
@@ -312,10 +313,11 @@ def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy
 
     Raises:
         UnsupportedPolicy: the device's framework made the optimizer, and the level makes the copies wrong that it keeps
-            of its parameters; or the optimizer is fused, and its kernel does not take the parameters' storage format.
+            of its parameters; or the optimizer is fused, and its kernel does not take the parameters' storage format;
+            or it steps lists of parameters of which some are DTensors.
     """
     name = type(optimizer).__name__
-    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters):
+    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or list_refusal(optimizer):
         raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
     if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
         raise UnsupportedPolicy(

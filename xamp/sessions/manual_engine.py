@@ -23,6 +23,7 @@ from xamp.scaling import distributed
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm, honours_found_inf
 from xamp.scaling.optimizer import state_of
+from xamp.scaling.rank_groups import widest
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
@@ -150,8 +151,8 @@ class ManualEngine(Engine):
         try:
             state.gradients.ready = False
             state.gradients.unscale(self.scaler, state.sticky, False)
-            if distributed.world_size(self.process_group) > 1 and not self._overflow_travels(state):
-                distributed.share_overflow(state.sticky, self.process_group)
+            for group in self._deciders(state) if distributed.is_running() else ():
+                distributed.share_overflow(state.sticky, group)
             state.fresh = False
             if state.gradients.ready:
                 self.checked.add(state.index)
@@ -171,12 +172,16 @@ class ManualEngine(Engine):
         texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in told.items()}
         self._scaler_settings.compare(self._sharing, params, texts)
 
-    def _overflow_travels(self, state: OptimizerState) -> bool:
-        """Return whether an inf reaches the other ranks with the gradients.
+    def _deciders(self, state: OptimizerState) -> Sequence[Any]:
+        """Return the groups whose ranks an inf does not reach with the gradients.
 
         It does not from sharded parameters, nor on a chip that saturates.
         """
-        return not self._saturates and not any(map(distributed.is_shard, state.gradients.stepped))
+        params = state.gradients.stepped
+        found = distributed.groups_of_meshes(params) if state.gradients.in_parts else []
+        if self._saturates or any(map(distributed.is_shard, params)):
+            found = [self.process_group, *found] if distributed.world_size(self.process_group) > 1 else found
+        return widest(found) if found else ()
 
     def move(self) -> None:
         """Back off or grow the scale by the sticky flags of all optimizers, once until :meth:`finish` is done."""

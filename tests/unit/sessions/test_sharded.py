@@ -319,3 +319,27 @@ def test_a_ddp_of_another_model_that_outlived_its_group_does_no_harm(level: str)
         assert not same(weights(model), weights(whole))
     finally:
         dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().float()
+
+
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+def test_lists_of_dtensors_and_plain_tensors_are_refused_before_anything_trains(form: str) -> None:
+    """As torch refuses them in the first step; on most devices it steps lists by itself."""
+    model = net()
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **{form: True})  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedPolicy, match=r"2 of 4 in one group are DTensors.* foreach=False"):
+        xamp.initialize(model, optimizer, level="O2", verbosity=0)
+    model(torch.ones(4, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        optimizer.step()
+    assert all(torch.equal(whole(a), whole(b)) for a, b in zip(before, model.parameters(), strict=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    xamp.initialize(model, optimizer, level="O2", verbosity=0)
+    train(model, optimizer)
+    assert not any(torch.equal(whole(a), whole(b)) for a, b in zip(before, xamp.master_params(optimizer), strict=True))
