@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -21,10 +22,13 @@ from gpu_kernels import GPU_KERNELS
 from table_ops import BF16, FP16, FP32, LOWER, Calls, assert_equal, batch, gradients, many, noted, promised, start
 from table_ops import region as make_region
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.casting import registered
+from xamp.casting.ops import portable
 from xamp.casting.ops.observe import expected
 from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES
@@ -32,6 +36,7 @@ from xamp.errors import StateError
 
 FP64 = torch.float64
 ON_CPU = [name for name in HERE if name not in GPU_KERNELS]
+NAMED = _ExperimentalConfig(capture_overload_names=True)
 
 
 def _in_model(level: str, function: Callable[[], Any]) -> Any:
@@ -98,6 +103,26 @@ def test_values_and_gradients_are_near_those_of_fp32(overload: str, level: str) 
                 assert a is b
             else:
                 torch.testing.assert_close(a.float(), b, rtol=0.0 if exact else close, atol=0.0 if exact else close)
+
+
+def test_the_functions_that_entries_call_reach_the_very_overload() -> None:
+    """In torch's own record of calls; a function of ``torch._C`` stands for several overloads."""
+    named = [(name, function) for name in ON_CPU for function in [portable.python_function(name)] if function]
+    assert len(named) > 60
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=NAMED) as record:
+        for overload, function in named:
+            for sample in samples(overload):
+                with record_function(f"sample {overload}"):
+                    call = sample.call("cpu", FP32)
+                    with record_function("call"), contextlib.suppress(NotImplementedError):
+                        function(*call.args, **call.kwargs)
+    calls = [event for event in record.events() or () if event.name == "call"]
+    assert len(calls) > 100
+    for event in calls:
+        overload = event.cpu_parent.name.removeprefix("sample ")
+        packet, _, name = overload.partition(".")
+        seen = {(each.name, each.overload_name) for each in event.cpu_children}
+        assert seen <= {(f"aten::{packet}", name)}, overload
 
 
 @pytest.mark.parametrize("level", LOWER)
