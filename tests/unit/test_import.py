@@ -88,7 +88,7 @@ def test_no_public_name_is_that_of_a_submodule() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'xamp' has no attribute 'initialise'"):
-        _ = xamp.initialise
+        _ = xamp.initialise  # type: ignore[attr-defined]
     assert not hasattr(xamp, "initialise")
 
 

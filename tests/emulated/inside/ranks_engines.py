@@ -7,6 +7,7 @@ process in fp64 that leaves the step out. The cases are those of ``tests/distrib
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,14 +21,11 @@ from xamp.registry import registry
 TESTS = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(TESTS / "support"), str(TESTS / "distributed")]
 
-import engine_cases  # noqa: E402
-import engine_ddp_worker as ddp  # noqa: E402
-import engine_fsdp1_worker as fsdp1  # noqa: E402
-import engine_fsdp2_worker as fsdp2  # noqa: E402
-import engine_hsdp_worker as hsdp  # noqa: E402
-import engine_pipeline_worker as pipeline  # noqa: E402
-import engine_tensor_worker as tensor  # noqa: E402
-import engine_zero_worker as zero  # noqa: E402
+engine_cases: Any = importlib.import_module("engine_cases")
+ddp, fsdp1, fsdp2, hsdp, pipeline, tensor, zero = (
+    importlib.import_module(f"engine_{name}_worker")
+    for name in ("ddp", "fsdp1", "fsdp2", "hsdp", "pipeline", "tensor", "zero")
+)
 
 engine_cases.device = NPU
 

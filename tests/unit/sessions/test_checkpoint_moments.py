@@ -123,7 +123,7 @@ def on_the_floor(lane: Lane, **options: Any) -> Run:
 
 
 class Overflowing:
-    """A run of ``before`` overflows, its state then, and what 100 more made of it: the same for each order of a load."""
+    """A run of ``before`` overflows, its state then, and what 100 more made of it. No order of a load matters to it."""
 
     def __init__(self, lane: Lane, options: dict[str, float], before: int) -> None:
         run = on_the_floor(lane, **options)

@@ -332,7 +332,7 @@ def test_lists_of_dtensors_and_plain_tensors_are_refused_before_anything_trains(
     model = net()
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **{form: True})  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **{form: True})
     with pytest.raises(UnsupportedPolicy, match=r"2 of 4 in one group are DTensors.* foreach=False"):
         xamp.initialize(model, optimizer, level="O2", verbosity=0)
     model(torch.ones(4, 8)).sum().backward()
