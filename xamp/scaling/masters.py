@@ -61,6 +61,8 @@ _reconciled_versions: Any = WeakIdKeyDictionary()
 _originals: Any = WeakIdKeyDictionary()
 # Masters that no backward has used yet: they still follow what is written into their parameters.
 _unused: Any = WeakIdKeyDictionary()
+_SMALL = 2**15
+"""Elements, 128 KiB in fp32, below which a chunk of gradients is not worth its calls."""
 _copy: Callable[[Any, Any], None] = torch._foreach_copy_  # shards.copy as soon as a DTensor has a master
 
 
@@ -153,8 +155,8 @@ def transfer(
 ) -> bool:
     """Move each gradient of a lowered parameter into its master's ``.grad``, and add it to what is there.
 
-    The function works in chunks of a sixteenth of the whole. It frees the lowered gradients of a chunk before it copies
-    the next: Adam then takes 18 bytes a parameter, against 20 if all gradients are copied at once.
+    The function works in chunks of a sixteenth of the whole, but for small ones. It frees the lowered gradients of a
+    chunk before it copies the next: Adam then takes 18 bytes a parameter, against 20 if all are copied at once.
 
     Args:
         pairs: parameters and masters.
@@ -172,7 +174,7 @@ def transfer(
 
 
 def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    limit = sum(p.numel() for p, _ in pairs) / 16
+    limit = max(sum(p.numel() for p, _ in pairs) / 16, _SMALL)
     start, size = 0, 0
     for end, (param, _) in enumerate(pairs, 1):
         size += param.numel()

@@ -169,11 +169,6 @@ def test_a_compiled_model_compiles_once_for_100_steps_with_10_scales(level: str,
             found.append(float(backward(model, optimizer, batch(step, rows=3 + step % 5))))
             optimizer.step()
             frames.append(counter.frame_count)
-            print(
-                "FR",
-                counter.frame_count,
-                [[n.name for n in g.graph.nodes] for g in getattr(counter, "graphs", ())] if len(frames) < 2 else "",
-            )
             scales.add(xamp.loss_scale(optimizer))
         assert len(scales) >= (10 if level in DYNAMIC else 1)
         return found, frames

@@ -5,13 +5,15 @@ On the CPU: torch_npu's own part of an optimizer asks for the card's name in a w
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import xamp
 from xamp.policy import LEVELS, levels_where
@@ -23,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-4),
 }
 STEPS, SPOILT = 5, 2
+NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def train(level: str, optimizer: str, fused: Any, how: str) -> tuple[list[torch.Tensor], list[Any]]:
@@ -105,3 +108,52 @@ def test_whole_training_step(level: str, fused: Any) -> None:
     assert compiled == pytest.approx(eager, rel=1e-3, abs=1e-4)
     assert compiled[-1] < compiled[0]
     assert frames[6] == frames[-1] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("level", "fused"), [("O2", False), ("O5", "auto")])
+def test_a_whole_step_by_inductor(level: str, fused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager within the level's error, and an overflow is skipped; after the first steps nothing more is compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    dynamic = level in levels_where(lambda row: row.dynamic)
+    told: dict[str, Any] = {"growth_interval": 3, "init_scale": 2.0**8} if dynamic else {}
+
+    def trained(compiled: bool) -> tuple[list[Any], list[Any], list[torch.Tensor], list[int]]:
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        xamp.initialize(model, stepper, level=level, fused=fused, verbosity=0, **told)
+        counter = CompileCounterWithBackend("inductor")
+
+        def whole(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(x).square().mean()
+            with xamp.scale_loss(loss, stepper) as scaled:
+                scaled.backward()
+            stepper.step()
+            stepper.zero_grad()
+            return loss.detach()
+
+        run = torch.compile(whole, backend=counter) if compiled else whole
+        losses, outcomes, frames = [], [], []
+        for number in range(10):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+            found = run(x * float("inf") if dynamic and number == 4 else x)
+            losses.append(float(found) if number != 4 else 0.0)
+            outcomes.append(xamp.session(stepper).last_step)
+            frames.append(counter.frame_count)
+        return losses, outcomes, [p.detach().clone() for p in xamp.master_params(stepper)], frames
+
+    losses, outcomes, weights, _ = trained(compiled=False)
+    found, seen, stepped, frames = trained(compiled=True)
+    assert seen == outcomes
+    assert seen.count(xamp.StepOutcome.SKIPPED) == dynamic
+    assert frames[2] == frames[-1] > 0
+    near = {"float16": 4e-3, "bfloat16": 3e-2}[LEVELS[level].dtype or ""]
+    assert found == pytest.approx(losses, rel=near, abs=near)
+    for one, other in zip(weights, stepped, strict=True):
+        torch.testing.assert_close(other, one, rtol=0, atol=near)

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 import xamp
 from xamp.errors import StateError, UnsupportedPolicy
+from xamp.scaling import masters
 
 with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 
@@ -160,3 +161,21 @@ def test_parameters_written_after_a_load_and_before_training_are_what_trains_on(
     optimizer.step()
     plain_iterate(reference, SGD(reference.parameters(), lr=0.125), x)
     assert_follows(optimizer, reference)
+
+
+def test_small_gradients_move_at_once_and_large_ones_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    move = masters._transfer_chunk
+
+    def counted(chunk: Any, *rest: Any) -> None:
+        moved.append(len(chunk))
+        move(chunk, *rest)
+
+    monkeypatch.setattr(masters, "_transfer_chunk", counted)
+    for width in (8, 128):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(48)))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        xamp.initialize(model, optimizer, "O2", init_scale=64.0, verbosity=0)
+        with xamp.scale_loss(model(torch.ones(1, width)).sum(), optimizer) as scaled:
+            scaled.backward()
+    assert moved == [48] + [3] * 16
