@@ -109,6 +109,9 @@ class NonFinite:
             return f"All finite: no operator of {self.operators} made inf or nan."
         return str(self.first)
 
+    def __str__(self) -> str:
+        return self.report
+
     def __enter__(self) -> NonFinite:
         if self._stack is not None:
             raise StateError("find_nonfinite: this block is open already. Make a new one for each block.")

@@ -23,6 +23,7 @@ def found_in(model: nn.Module, run: Callable[[], object], *optimizers: Any, **se
         run()
     assert found.first is not None
     assert found.first.operator in found.report
+    assert str(found) == found.report
     return found.first
 
 

@@ -42,18 +42,19 @@ def interrupted(*_: object, **__: object) -> Any:
 # --- scale_loss
 
 
+@pytest.mark.parametrize("kind", ["line", "operator"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level: str) -> None:
+def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level: str, kind: str) -> None:
     """The object is alive, so that no later call can take the block for an abandoned one."""
     model, optimizer = made(level)
     block = xamp.scale_loss(model(X).square().mean(), optimizer)
-    with Fault("line") as fault:
+    with Fault(kind) as fault:
         block.__enter__()
     block.__exit__(None, None, None)
     kept = []
     for n in range(fault.points):
         kept.append(xamp.scale_loss(model(X).square().mean(), optimizer))
-        with Fault("line", n) as fault:
+        with Fault(kind, n) as fault:
             kept[-1].__enter__()
         if not fault.raised:  # a later entry reaches fewer lines
             kept[-1].__exit__(None, None, None)

@@ -304,3 +304,35 @@ def test_zero_grad_of_one_of_two_models_clears_its_gradients_only(level: str, wh
     moved = [(old - new.detach()) for old, new in zip(before, xamp.master_params(optimizer), strict=True)]
     assert_same(moved[which], torch.zeros(1, 3))
     torch.testing.assert_close(moved[1 - which], x)
+
+
+@each_level
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_overflow_of_either_optimizer_lowers_the_scale(level: str, which: int) -> None:
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    made = [SGD(model.parameters(), lr=0.1) for model in models]
+    initialize(models, made, level=level, init_scale=64.0)
+    factors = [torch.inf if index == which else 1.0 for index in range(2)]
+    loss = sum(model(torch.ones(2, 3)).sum() * factor for model, factor in zip(models, factors, strict=True))
+    run_backward(loss, made)
+    for optimizer in made:
+        optimizer.step()
+    assert [outcome(optimizer) for optimizer in made] == ["SKIPPED" if f == torch.inf else "APPLIED" for f in factors]
+    assert xamp.loss_scale(made[0]) == 32.0
+
+
+@each_level
+@pytest.mark.parametrize("shared", ["scale", "optimizer"])
+def test_a_block_inside_another_over_the_same_scale_or_optimizer_is_refused(level: str, shared: str) -> None:
+    models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+    made = [SGD(model.parameters(), lr=0.1) for model in models]
+    initialize(models, made, level=level, init_scale=64.0, num_losses=2)
+    inner, loss_id = (made[1], 0) if shared == "scale" else (made[0], 1)
+    losses = [model(torch.ones(2, 3)).sum() for model in models]
+    with xamp.scale_loss(losses[0], made[0], loss_id=0) as scaled:
+        with (
+            pytest.raises(StateError, match="another scale_loss over this optimizer or with this loss_id is open"),
+            xamp.scale_loss(losses[1], inner, loss_id=loss_id),
+        ):
+            pass
+        scaled.backward()
