@@ -189,8 +189,8 @@ _RULES = (
     ),
     _Rule(
         "SyntaxError",
-        r"invalid syntax",
-        "if the line has async=True: async is a word of the language since Python 3.7. Write non_blocking=True",
+        r"invalid syntax(?s:.*)\basync\b",
+        "async is a word of the language since Python 3.7. Write non_blocking=True for async=True",
     ),
     _Rule(
         "RuntimeError",
@@ -224,6 +224,12 @@ _NOT_REDIRECTED = (
         "this library works with CUDA only, and nothing answers for it",
     ),
     _Rule(
+        "(FileNotFoundError|CalledProcessError)",
+        r"(nvidia|npu|rocm)-smi",
+        "this program comes with the driver of another device, and nothing answers for it; torch.cuda's own functions "
+        "on memory are redirected",
+    ),
+    _Rule(
         "(RuntimeError|AssertionError)",
         r"Torch not compiled with CUDA enabled|Found no NVIDIA driver",
         "this way to CUDA is not redirected. docs/run.md lists what is",
@@ -234,6 +240,8 @@ _NOT_REDIRECTED = (
 def explain(error: BaseException) -> list[str]:
     """What may be behind ``error``, one line each; empty where nothing is known."""
     name, text = type(error).__name__, str(error)
+    if isinstance(error, SyntaxError):
+        text = f"{text}\n{error.text or ''}"
     found = [f"the script's age: {line}" for line in _removed(error, text)]
     found += [f"the script's age: {rule.text}." for rule in _RULES if rule.text and _fits(rule, name, text)]
     found += [f"not redirected: {rule.text}." for rule in _NOT_REDIRECTED if _fits(rule, name, text)]

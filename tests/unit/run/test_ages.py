@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib
 import io
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no rfft": (lambda: torch.rfft(torch.ones(2), 1), "torch.fft.rfft"),  # type: ignore[attr-defined]
     "no ffi": (lambda: importlib.import_module("torch.utils.ffi"), "cpp_extension"),
     "no Iterable": (lambda: collections.Iterable, "collections.abc.Iterable"),  # type: ignore[attr-defined]
+    "async statement": (lambda: compile("x = x.cuda(async=True)", "old.py", "exec"), "non_blocking=True"),
+    "nvidia-smi": (lambda: subprocess.run(["nvidia-smi-of-nobody"], check=True), "comes with the driver"),
     "async": (lambda: torch.nn.Linear(1, 1).cuda(**{"async": True}), "non_blocking=True"),
     "python 2": (lambda: compile("print 'x'", "x", "exec"), "Python 2"),
     "reduction": (lambda: functional.mse_loss(torch.ones(1), torch.ones(1), reduction="elementwise"), "reduction"),
@@ -62,6 +65,7 @@ def test_what_comes_from_age_is_told_as_that(case: str) -> None:
 
 
 OTHERS: dict[str, BaseException] = {
+    "a merge left open": SyntaxError("invalid syntax", ("a.py", 1, 1, "=======\n")),
     "shape": RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
     "key": KeyError("weight"),
     "attribute": AttributeError("module 'torch' has no attribute 'zeroes'"),
