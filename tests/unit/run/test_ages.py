@@ -7,6 +7,7 @@ import importlib
 import io
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +48,6 @@ AGED: dict[str, tuple[Callable[[], Any], str]] = {
     "no ffi": (lambda: importlib.import_module("torch.utils.ffi"), "cpp_extension"),
     "no Iterable": (lambda: collections.Iterable, "collections.abc.Iterable"),  # type: ignore[attr-defined]
     "async statement": (lambda: compile("x = x.cuda(async=True)", "old.py", "exec"), "non_blocking=True"),
-    "nvidia-smi": (lambda: subprocess.run(["nvidia-smi-of-nobody"], check=True), "comes with the driver"),
     "async": (lambda: torch.nn.Linear(1, 1).cuda(**{"async": True}), "non_blocking=True"),
     "python 2": (lambda: compile("print 'x'", "x", "exec"), "Python 2"),
     "reduction": (lambda: functional.mse_loss(torch.ones(1), torch.ones(1), reduction="elementwise"), "reduction"),
@@ -62,6 +62,13 @@ def test_what_comes_from_age_is_told_as_that(case: str) -> None:
         code()
     explained = ages.explain(caught.value)
     assert any(line.startswith("the script's age: ") and says in line for line in explained), (caught.value, explained)
+
+
+def test_a_program_of_the_driver_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        subprocess.run([tmp_path / "nvidia-smi"], check=True)
+    (line,) = ages.explain(caught.value)
+    assert line.startswith("not redirected: this program comes with the driver of another device")
 
 
 OTHERS: dict[str, BaseException] = {
