@@ -311,6 +311,26 @@ def test_the_state_of_the_real_adam_loads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(own, resumed, strict=True))
 
 
+def test_the_state_of_the_real_lamb_loads() -> None:
+    """Its keys, and no other: the resumed run is that of the loop in fp64."""
+    params, steps = make_case(6)
+    own = [torch.nn.Parameter(param.clone()) for param in params]
+    first = optimizers.FusedLAMB(own)
+    for grads in steps[:3]:
+        _step(first, own, grads)
+    moments = {i: {k: first.state[p][k].clone() for k in ("exp_avg", "exp_avg_sq")} for i, p in enumerate(own)}
+    group = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01}
+    group |= {"grad_averaging": True, "max_grad_norm": 1.0, "step": 3}
+    saved = {"state": moments, "param_groups": [{**group, "params": [0, 1, 2, 3]}]}
+    resumed = [torch.nn.Parameter(param.detach().clone()) for param in own]
+    optimizer = optimizers.FusedLAMB(resumed, lr=0.5)
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    for grads in steps[3:]:
+        _step(optimizer, resumed, grads)
+    for mine, theirs in zip(resumed, ORACLES["FusedLAMB"](params, steps), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=0, atol=1e-6, check_dtype=False)
+
+
 def test_a_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     optimizer = optimizers.FusedLAMB([param], lr=0.5)
