@@ -327,6 +327,7 @@ def test_the_state_of_the_real_lamb_loads() -> None:
     optimizer.load_state_dict(pickle.loads(pickle.dumps(saved)))
     for grads in steps[3:]:
         _step(optimizer, resumed, grads)
+    assert optimizer.param_groups[0]["step"] == 6
     for mine, theirs in zip(resumed, ORACLES["FusedLAMB"](params, steps), strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=0, atol=1e-6, check_dtype=False)
 
