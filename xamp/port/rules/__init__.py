@@ -13,6 +13,7 @@ __all__ = ["GROUP", "built_in", "load"]
 GROUP = "xamp.port_rules"
 _MODULES = (
     "guards",
+    "annotations",
     "apex_amp",
     "apex_parts",
     "torch_cuda_amp",
