@@ -22,23 +22,27 @@ WIDTHS = {"MLP, 6 layers of 256, batch 64": (256, 6, 64), "MLP, 3 layers of 64, 
 
 
 class _Loop:
-    def __init__(self, device: torch.device, width: int, depth: int, batch: int, path: Path | None) -> None:
+    """One training loop; the same model and memory with a recorder and without, so that only the recorder differs."""
+
+    def __init__(self, device: torch.device, width: int, depth: int, batch: int, path: Path) -> None:
         torch.manual_seed(0)
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.model = nn.Sequential(*layers).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-5)
         xamp.initialize(self.model, self.optimizer, level="O0", verbosity=0)
         self.x = torch.randn(batch, width, device=device)
-        self.recorder = None if path is None else xamp.trace(path, self.model, self.optimizer)
+        self.recorder = xamp.trace(path, self.model, self.optimizer)
 
-    def __call__(self) -> None:
+    def bare(self) -> torch.Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(self.x).square().mean()
+        loss: torch.Tensor = self.model(self.x).square().mean()
         with xamp.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
         self.optimizer.step()
-        if self.recorder is not None:
-            self.recorder.step(loss)
+        return loss
+
+    def recorded(self) -> None:
+        self.recorder.step(self.bare())
 
 
 def run(device: torch.device, rounds: int) -> list[Figure]:
@@ -46,11 +50,10 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
     figures = []
     with tempfile.TemporaryDirectory() as folder:
         for index, (name, sizes) in enumerate(WIDTHS.items()):
-            ours, bare = _Loop(device, *sizes, Path(folder) / f"{index}.trace"), _Loop(device, *sizes, None)
+            loop = _Loop(device, *sizes, Path(folder) / f"{index}.trace")
             for _ in range(10):
-                ours()
-            pair = compare(ours, bare, device, calls=EVERY, rounds=max(5, rounds // 15))
+                loop.recorded()
+            pair = compare(loop.recorded, loop.bare, device, calls=EVERY, rounds=max(10, rounds // 4), warm_up=EVERY)
             figures.append(of_ratio(name, pair, None if index else bounds.TRACE_RATIO))
-            assert ours.recorder is not None
-            ours.recorder.close()
+            loop.recorder.close()
     return figures
