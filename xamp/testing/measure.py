@@ -8,13 +8,14 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from xamp.testing.lane import Lane
+if TYPE_CHECKING:  # with pytest, which who only measures need not have
+    from xamp.testing.lane import Lane
 
 __all__ = ["Pair", "Storages", "best_ratio", "compare", "quartiles"]
 
