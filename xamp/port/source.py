@@ -1,7 +1,7 @@
 """A source file: its bytes, its syntax tree, and where each node stands.
 
 Everything works on the file's text as UTF-8 bytes. Nodes are LibCST's. Code asks for their class by name
-(:func:`kind`), so that only this module imports LibCST, and only when a file is parsed.
+(:func:`kind`), so that only this module uses LibCST, and only when a file is parsed.
 """
 
 from __future__ import annotations

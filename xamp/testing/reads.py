@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xamp.registry import registry
 from xamp.scaling import outcomes
 from xamp.scaling.scale import DeviceState, History
+
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
 
