@@ -33,5 +33,7 @@ say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "docs/report.md and docs/report.html"
 "$py" ci/report.py --check
+say "the workflow files"
+ci/workflows.sh
 say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"
 "$py" ci/devices.py pages --check
