@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from xamp.casting.forward import Cast, Region, enter_policy
+from xamp.casting.forward import enter_policy
+from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
