@@ -283,7 +283,22 @@ def _grad(results: int) -> Callable[..., Any]:
     return kernel
 
 
+_PROMPT = {"num_heads", "input_layout", "num_key_value_heads"}
+_PROMPT_SERVED = {"atten_mask", "scale_value", "pre_tokens", "next_tokens", "sparse_mode"}
+
+
+def _prompt_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+    """The forward alone, as inference asks for it, without quantized tensors and sequences of other lengths."""
+    options = {name: given for name, given in kwargs.items() if given is not None and name not in _PROMPT}
+    for name in options.keys() - _PROMPT_SERVED:
+        raise NotImplementedError(f"npu::npu_prompt_flash_attention with {name} is not served on an emulated card")
+    layout = kwargs.get("input_layout", "BSH")
+    args = (query, key, value, kwargs.get("num_heads", 1), layout, 0)
+    return _crossed(_computed_forward, args, options)[0]
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "npu::npu_prompt_flash_attention": _prompt_attention,
     "npu::npu_fusion_attention": _fusion_attention,
     "npu::npu_fusion_attention_v2": _fusion_attention,
     "npu::npu_fusion_attention_v3": _fusion_attention_v3,
