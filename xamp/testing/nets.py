@@ -15,7 +15,7 @@ from torch import nn
 
 from xamp.registry.registry import HOST
 
-__all__ = ["COPIES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "pickles", "ran_in"]
+__all__ = ["COPIES", "Distilled", "Dtypes", "Mixed", "Nested", "Result", "ran_in"]
 
 
 def ran_in(values: torch.Tensor) -> torch.dtype:
@@ -73,15 +73,6 @@ def _saved(model: nn.Module) -> nn.Module:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
-
-
-def pickles(device: torch.device) -> bool:
-    """Whether plain pickle takes tensors of ``device``. Where it does not, ``torch.save`` still may."""
-    try:
-        pickle.dumps(torch.ones(1, device=device))
-    except RuntimeError:
-        return False
-    return True
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -50,10 +50,6 @@ LIMITS = (
         "a collective on a tensor in a private format that does not begin at its storage's begin",
         "torch_npu, ProcessGroupHCCL.cpp: check_npu_tensors_same_device",
     ),
-    Limit(
-        "a copy of memory over which torch has put a storage of its own: plain pickle and files in torch's old format",
-        "torch_npu, NPUBridge.cpp: GetNpuStorageImplDesc, and FormatHelper.cpp: IsBaseFormatType",
-    ),
     Limit("reductions of bits between cards", "torch_npu, ProcessGroupHCCL.cpp: getHcclReduceOp"),
     Limit("attention as one operator on chips before Atlas A2", "op-plugin, torch_npu-npu_fusion_attention.md"),
     Limit("more memory than the chip has", "the chips' data sheets; chips.py has the numbers"),

@@ -17,23 +17,13 @@ from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed,
 __all__ = ["ADDED", "KERNELS"]
 
 _aten = torch.ops.aten
-_get_npu_format: Any = torch.ops.npu.get_npu_format.default
-_NO_RECORD = "The npu storage desc is unavailable: the tensor's storage is not an NPUStorageImpl. (emulated Ascend)"
 
 
 # ---- between card and host ----
 
 
 def _read(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as the CPU sees it. A card copies only memory of which torch_npu has a record."""
-    if tensor.get_device() < 0:
-        return tensor
-    if tensor.layout is torch.strided:
-        try:
-            _get_npu_format(tensor)
-        except RuntimeError:
-            raise RuntimeError(_NO_RECORD) from None
-    return over(tensor)
+    return over(tensor) if tensor.get_device() >= 0 else tensor
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -19,7 +19,6 @@ from torch import nn
 
 import xamp
 from xamp.errors import PolicyError
-from xamp.testing.nets import pickles
 
 
 def initialized(level: str, lane: Lane, **options: Any) -> tuple[Net, torch.optim.Optimizer]:
@@ -139,8 +138,6 @@ def through_torch(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("through", [through_pickle, through_torch], ids=["pickle", "torch.save"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_whole_model_comes_back_from_a_file(level: str, through: Callable[[Any], Any], lane: Lane) -> None:
-    if through is through_pickle and not pickles(lane.device):
-        pytest.skip("plain pickle does not take tensors of this device")
     model, optimizer = initialized(level, lane)
     train(model, optimizer, batch(lane))
     made = through(model.eval())
