@@ -126,6 +126,10 @@ def test_attention_of_inference_is_the_forward(masked: bool) -> None:
     assert made.dtype == torch.float16
     wanted = in_layout(reference(q, k, v, hidden, None), "BSH")
     torch.testing.assert_close(made.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
+    moved = [(16 * x).half().to(NPU) for x in (q, k, v)]
+    made = torch_npu.npu_prompt_flash_attention(*moved, num_heads=HEADS, input_layout="BNSD", scale_value=8.0)
+    scores = (moved[0] @ moved[1].mT).float() * 8.0
+    torch.testing.assert_close(made, scores.softmax(-1).half() @ moved[2], rtol=1e-3, atol=1e-3)
     with pytest.raises(NotImplementedError, match="npu_prompt_flash_attention with padding_mask is not served"):
         torch_npu.npu_prompt_flash_attention(*[torch.ones(1, 4, 8, device=NPU)] * 3, padding_mask=made)
 
