@@ -6,6 +6,7 @@ multiplication, in place. Reductions of bits are refused. Gloo, which moves the 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,10 @@ __all__ = ["install"]
 
 _Operation: Any = dist.ReduceOp
 _REDUCE = ("allreduce", "allreduce_coalesced", "reduce")
-_SCATTER = ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+_SCATTER = (
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+)
 _NOT_SERVED = ("BAND", "BOR", "BXOR")
 
 
@@ -25,7 +29,8 @@ def install() -> None:
     """Put these in the place of the reductions of every process group; those of CPU tensors stay what they are."""
     group: Any = dist.ProcessGroup
     for name in _REDUCE + _SCATTER:
-        setattr(group, name, _as_on_cards(getattr(group, name), name in _SCATTER))
+        if hasattr(group, name):  # the names differ between versions of torch
+            setattr(group, name, _as_on_cards(getattr(group, name), name in _SCATTER))
 
 
 def _as_on_cards(reduce: Callable[..., Any], scatters: bool) -> Callable[..., Any]:
@@ -35,7 +40,7 @@ def _as_on_cards(reduce: Callable[..., Any], scatters: bool) -> Callable[..., An
         outputs = tensors_of(args[0]) if args else []
         if not outputs or outputs[0].device.type != "npu" or not hasattr(options, "reduceOp"):
             return reduce(group, *args, **kwargs)
-        operation = options.reduceOp
+        operation = copy.copy(options.reduceOp)  # what it gives changes with it
         _refuse_bits(operation)
         if operation == _Operation.PREMUL_SUM:
             _multiply(tensors_of(args[1]) if scatters else outputs, operation)
