@@ -63,8 +63,8 @@ def prepare(
         "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders(wheels))),
         "XAMP_EMULATED_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "XAMP_EMULATED_XAMP": str(Path(xamp.__file__).parent),
-        # With torch_npu's queue a later operator reports a failure, and the operators in between return zeros.
-        "TASK_QUEUE_ENABLE": "0",
+        # With torch_npu's queue a later operator reports a failure. So only a script that asks for it gets it.
+        "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "0"),
     }
 
 

@@ -127,7 +127,7 @@ class _Call:
 
     def weights(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The softmax, and the maximum and the sum of each row; a row that sees nothing is 0."""
-        scores = query @ _repeated(key, query).transpose(2, 3)
+        scores = self.rounded(query @ _repeated(key, query).transpose(2, 3))
         if (pse := self.options.get("pse")) is not None:
             scores = scores + pse.float()[..., -scores.size(2) :, :]
         scores = scores * self.scale
@@ -137,7 +137,12 @@ class _Call:
         largest = scores.amax(3, keepdim=True)
         powers = (scores - largest.nan_to_num(neginf=0.0)).exp()
         total = powers.sum(3, keepdim=True)
-        return torch.where(total > 0, powers / total, torch.zeros_like(powers)), largest, total
+        return self.rounded(torch.where(total > 0, powers / total, torch.zeros_like(powers))), largest, total
+
+    def rounded(self, made: Tensor) -> Tensor:
+        """What the kernel keeps of ``made``, a part of its results, in the meantime."""
+        narrow = self.options.get("between")
+        return made if narrow is None else made.to(narrow).float()
 
     @property
     def scale(self) -> float:
@@ -283,7 +288,26 @@ def _grad(results: int) -> Callable[..., Any]:
     return kernel
 
 
+_PROMPT = {"num_heads", "input_layout", "num_key_value_heads"}
+_PROMPT_SERVED = {"atten_mask", "scale_value", "pre_tokens", "next_tokens", "sparse_mode"}
+
+
+def _prompt_attention(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+    """The forward alone, as inference asks for it, without quantized tensors and sequences of other lengths.
+
+    It is made for speed: scores and weights of float16 are float16 between its two products.
+    """
+    options = {name: given for name, given in kwargs.items() if given is not None and name not in _PROMPT}
+    for name in options.keys() - _PROMPT_SERVED:
+        raise NotImplementedError(f"npu::npu_prompt_flash_attention with {name} is not served on an emulated card")
+    options["between"] = torch.float16 if query.dtype is torch.float16 else None
+    layout = kwargs.get("input_layout", "BSH")
+    args = (query, key, value, kwargs.get("num_heads", 1), layout, 0)
+    return _crossed(_computed_forward, args, options)[0]
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "npu::npu_prompt_flash_attention": _prompt_attention,
     "npu::npu_fusion_attention": _fusion_attention,
     "npu::npu_fusion_attention_v2": _fusion_attention,
     "npu::npu_fusion_attention_v3": _fusion_attention_v3,

@@ -32,6 +32,7 @@ enum {
     MAX_DEVICES = 64,
     MAX_OPTIONS = 64,
     ALIGNMENT = 512,
+    PAGE = 4096, /* where host memory begins: torch_npu registers whole pages */
     SPARE_BYTES = 32 /* what torch_npu expects beyond the end of a buffer; its last word says which device's it is */
 };
 
@@ -206,13 +207,66 @@ int aclrtFree(void *pointer) {
 }
 
 int aclrtMallocHost(void **pointer, size_t bytes) {
-    *pointer = aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    size_t whole = (bytes + SPARE_BYTES + PAGE - 1) / PAGE * PAGE; /* a card may use it too, when it is registered */
+    *pointer = aligned_alloc(PAGE, whole);
     return *pointer ? SUCCESS : fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
 }
 
 int aclrtFreeHost(void *pointer) {
     free(pointer);
     return SUCCESS;
+}
+
+/* Host memory that a card may use. Here a card sees all of it, at the address that the host uses. */
+typedef struct Registered {
+    void *pointer;
+    struct Registered *next;
+} Registered;
+
+static Registered *registered;
+static pthread_mutex_t registering = PTHREAD_MUTEX_INITIALIZER;
+
+static Registered **find_registered(void *pointer) {
+    Registered **found = &registered;
+    while (*found && (*found)->pointer != pointer) found = &(*found)->next;
+    return found;
+}
+
+static int register_host(void *pointer) {
+    int code = SUCCESS;
+    if (!pointer) return fail(ERROR_INVALID_PARAM, "no host memory to register", "");
+    pthread_mutex_lock(&registering);
+    Registered **found = find_registered(pointer);
+    if (*found) {
+        code = fail(ERROR_INVALID_PARAM, "this host memory is registered already", "");
+    } else if (!(*found = calloc(1, sizeof **found))) {
+        code = fail(ERROR_OUT_OF_MEMORY, "out of host memory", "");
+    } else {
+        (*found)->pointer = pointer;
+    }
+    pthread_mutex_unlock(&registering);
+    return code;
+}
+
+int aclrtHostRegister(void *pointer, uint64_t bytes, int type, void **on_device) {
+    (void)bytes, (void)type;
+    int code = register_host(pointer);
+    if (code == SUCCESS) *on_device = pointer;
+    return code;
+}
+
+int aclrtHostRegisterV2(void *pointer, uint64_t bytes, uint32_t flag) {
+    (void)bytes, (void)flag;
+    return register_host(pointer);
+}
+
+int aclrtHostUnregister(void *pointer) {
+    pthread_mutex_lock(&registering);
+    Registered **found = find_registered(pointer), *gone = *found;
+    if (gone) *found = gone->next;
+    pthread_mutex_unlock(&registering);
+    free(gone);
+    return gone ? SUCCESS : fail(ERROR_INVALID_PARAM, "this host memory is not registered", "");
 }
 
 int aclrtMemcpy(void *target, size_t room, const void *source, size_t bytes, int kind) {

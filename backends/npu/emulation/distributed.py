@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xamp.backends.npu.emulation import arithmetic, deviations
+from xamp.backends.npu.emulation import arithmetic, deviations, reductions, strided
 from xamp.backends.npu.emulation.crossing import Crossing, aside, over
+from xamp.backends.npu.emulation.reductions import tensors_of
 
 __all__ = ["KERNELS", "install"]
 
@@ -107,6 +108,7 @@ def install() -> None:
 
     _Group._start_coalescing = start_coalescing
     _Group._end_coalescing = end_coalescing
+    reductions.install()
 
 
 def _finish_batch() -> Any:
@@ -130,13 +132,7 @@ def _waited(name: str, call: Callable[..., Any], *args: Any) -> Any:
     with aside():
         crossing = Crossing(f"hccl {name}")
         call(*(crossing.over(arg) for arg in args)).wait()
-    return _finished(_flat(args[:1]))
-
-
-def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for each in value for tensor in _flat(each)] if isinstance(value, (list, tuple)) else []
+    return _finished(tensors_of(args[:1]))
 
 
 def _shadowed(group: Any) -> Any:
@@ -153,7 +149,7 @@ def _refuse_offsets(tensors: list[torch.Tensor]) -> None:
 
 def _crossed(name: str, args: Any) -> tuple[int, list[Any]]:
     if deviations.has_private():
-        _refuse_offsets(_flat(args))
+        _refuse_offsets(tensors_of(args))
     crossing = Crossing(name)
     crossed = [
         _shadowed(arg) if isinstance(arg, torch.ScriptObject) and _is_group(arg) else crossing.over(arg) for arg in args
@@ -177,7 +173,7 @@ def _collective(name: str) -> Callable[..., Any]:
             made = operator(*crossed)
             _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
             arithmetic.settle(crossed[0], index)
-        work = _finished(_flat(args[0])).boxed()
+        work = _finished(tensors_of(args[0])).boxed()
         return (args[0], work) if returns > 1 else work
 
     return kernel
@@ -214,6 +210,8 @@ def _holding(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return over(tensor)
+    if strided.QUEUED:
+        strided.finish_queue(tensor.get_device())
     kind: Any = type("_HeldBytes", (_Held,), {"_length_": storage.nbytes(), "_type_": ctypes.c_char})
     memory = kind.from_address(storage.data_ptr())
     memory.tensor = tensor

@@ -32,7 +32,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().__init__(real.name, real.path)
 
     def exec_module(self, module: ModuleType) -> None:
-        os.environ["TASK_QUEUE_ENABLE"] = "0"  # overrides the user's setting; prepare says why
+        os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # prepare says why
         load_cann(Path(os.environ["XAMP_EMULATED_CANN"]))
         with _installed_cann():
             try:

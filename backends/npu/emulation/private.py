@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,9 +43,27 @@ def _format_cast(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, *
         relabelled: torch.Tensor = _npu._npu_format_cast.input_dtype(tensor, wanted, 0, 0)
         return relabelled
     options = {"dtype": tensor.dtype, "layout": tensor.layout, "device": tensor.device}
-    made: torch.Tensor = _npu.unsafe_empty_with_format(tensor.size(), **options, acl_format=wanted, keep_format=False)
+    size = _recorded_size(tensor)
+    made: torch.Tensor = _npu.unsafe_empty_with_format(size, **options, acl_format=wanted, keep_format=False)
     deviations.formats.add(_npu.get_npu_format(made))
+    if size != tuple(tensor.size()):
+        # A view: its memory gets the other format as a whole, and the result is the same view of it.
+        whole = tensor.as_strided(made.size(), made.stride(), 0)
+        made.copy_(whole)
+        return made.set_(made.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
     return made.copy_(tensor)
+
+
+def _recorded_size(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The size of the tensor for which the memory of ``tensor`` was made, by torch_npu's record."""
+    records: dict[str, bool] = torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
+    for record in records:
+        name, *sizes = record.strip("/").split("/")
+        if name == "base_sizes_":
+            size = tuple(map(int, sizes))
+            fits = math.prod(size) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+            return size if fits else tuple(tensor.size())
+    return tuple(tensor.size())
 
 
 def _format_cast_(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:

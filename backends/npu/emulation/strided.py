@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 
 import torch
 
-__all__ = ["CPU", "dense", "give", "over"]
+__all__ = ["CPU", "QUEUED", "dense", "finish_queue", "give", "over"]
 
 CPU = torch.device("cpu")
 _DEVICES = tuple(torch.device("npu", index) for index in range(64))
 _BLOCK = 512
 _storage_over = torch._C._construct_storage_from_data_pointer
+QUEUED = os.environ.get("TASK_QUEUE_ENABLE", "0") != "0"
+"""Whether torch_npu queues the copies that its own kernels start, as a script may ask it to."""
+
+
+def finish_queue(index: int) -> None:
+    """Wait for what torch_npu has queued for card ``index``: Python kernels do not queue, so they would come first."""
+    sys.modules["torch_npu"]._C._npu_getCurrentRawStream(index)  # torch_npu waits where a stream is asked for
 
 
 def over(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor over the memory of ``tensor``, valid as long as ``tensor`` lives."""
+    if QUEUED:
+        finish_queue(tensor.get_device())
     storage = tensor.untyped_storage()
     shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
     shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -37,6 +48,8 @@ def give(made: torch.Tensor, index: int) -> torch.Tensor:
     if not dense(made):
         made = made.contiguous()
     given = torch.empty_strided(made.size(), made.stride(), dtype=made.dtype, device=_DEVICES[index])
+    if QUEUED:
+        finish_queue(index)
     if bytes_ := made.numel() * made.element_size():
         ctypes.memmove(given.data_ptr(), made.data_ptr(), bytes_)
     return given

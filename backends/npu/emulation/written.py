@@ -223,6 +223,18 @@ def _with_indices(name: str, position: int) -> Callable[..., Any]:
     return loss
 
 
+def _bce_with_logits(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    positive: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> torch.Tensor:
+    wide = map(_wide, (logits, target, weight, positive))
+    made: torch.Tensor = _aten.binary_cross_entropy_with_logits(*wide, reduction)
+    return made.to(logits.dtype)
+
+
 _UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 
 
@@ -267,6 +279,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::_thnn_fused_lstm_cell": _lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
     "aten::_thnn_fused_gru_cell": _gru_cell,
+    "aten::binary_cross_entropy_with_logits": _bce_with_logits,
     "aten::nll_loss_forward": _with_indices("nll_loss_forward", 1),
     "aten::nll_loss_backward": _with_indices("nll_loss_backward", 2),
     "aten::nll_loss2d_forward": _with_indices("nll_loss2d_forward", 1),

@@ -88,6 +88,23 @@ def reductions() -> None:
         assert x[0].item() == total, dtype
 
 
+def reductions_that_torch_npu_makes_of_sums() -> None:
+    total = sum(range(1, WORLD + 1))
+    for dtype in (torch.int32, torch.uint8):
+        x, part = full(RANK + 1).to(dtype), torch.empty(4, dtype=dtype, device=NPU)
+        dist.all_reduce(x, dist.ReduceOp.AVG)
+        assert x.tolist() == [total // WORLD] * 4, dtype
+        dist.reduce_scatter_tensor(part, full(RANK + 1).to(dtype).repeat(WORLD), dist.ReduceOp.AVG)
+        assert part.tolist() == [total // WORLD] * 4, dtype
+    doubled: Any = sys.modules["torch_npu"].distributed._make_hccl_premul_sum(2.0)
+    x = full(RANK + 1)
+    dist.all_reduce(x, doubled)
+    assert x.tolist() == [2 * total] * 4
+    for operation in (dist.ReduceOp.BAND, dist.ReduceOp.BXOR):
+        with pytest.raises(RuntimeError, match=r"Cannot use ReduceOp\..* with HCCL"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int32, device=NPU), operation)
+
+
 def tensors_of_the_cpu_are_refused() -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(2))
@@ -260,6 +277,7 @@ def torch_npus_scaler_under_ddp() -> None:
 
 CASES: tuple[Callable[[], None], ...] = (
     reductions,
+    reductions_that_torch_npu_makes_of_sums,
     tensors_of_the_cpu_are_refused,
     gathers_and_scatters,
     between_two,

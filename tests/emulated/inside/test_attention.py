@@ -115,6 +115,25 @@ def test_attentions_dropout_is_the_same_in_the_backward_and_random() -> None:
     assert 0.4 < float((outs[0] == 0).float().mean()) < 0.6
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_inference_is_the_forward(masked: bool) -> None:
+    q, k, v = (seeded(1, HEADS, ROWS, CHANNELS) * (1 + i / 4) for i in range(3))
+    hidden = band(ROWS, ROWS, 1) if masked else None
+    options: dict[str, Any] = {"num_heads": HEADS, "input_layout": "BSH", "scale_value": SCALE}
+    if hidden is not None:
+        options["atten_mask"] = hidden.to(NPU)
+    made = torch_npu.npu_prompt_flash_attention(*(in_layout(x, "BSH").half().to(NPU) for x in (q, k, v)), **options)
+    assert made.dtype == torch.float16
+    wanted = in_layout(reference(q, k, v, hidden, None), "BSH")
+    torch.testing.assert_close(made.cpu().double(), wanted, rtol=1e-2, atol=1e-2)
+    moved = [(16 * x).half().to(NPU) for x in (q, k, v)]
+    made = torch_npu.npu_prompt_flash_attention(*moved, num_heads=HEADS, input_layout="BNSD", scale_value=8.0)
+    scores = (moved[0] @ moved[1].mT).float() * 8.0
+    torch.testing.assert_close(made, scores.softmax(-1).half() @ moved[2], rtol=1e-3, atol=1e-3)
+    with pytest.raises(NotImplementedError, match="npu_prompt_flash_attention with padding_mask is not served"):
+        torch_npu.npu_prompt_flash_attention(*[torch.ones(1, 4, 8, device=NPU)] * 3, padding_mask=made)
+
+
 @pytest.mark.parametrize("option", ["prefix", "sink", "padding_mask"])
 def test_what_attention_does_not_serve_is_refused(option: str) -> None:
     given: Any = [3] if option == "prefix" else torch.zeros(1, device=NPU)

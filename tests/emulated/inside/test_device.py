@@ -190,3 +190,22 @@ def test_memory_is_counted_bounded_and_given_back() -> None:
     assert npu.memory_allocated() == before
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1 << 38, device="npu")
+
+
+def test_memory_of_the_host_serves_as_a_cards() -> None:
+    before = npu.memory_allocated()
+    x = torch.ops.npu.empty_with_swapped_memory([1000], dtype=torch.float32, device=torch.device("npu:0"))
+    assert x.device.type == "npu"
+    x.copy_(torch.arange(1000.0))
+    assert (x * 2 + 1).cpu().tolist() == [2 * i + 1.0 for i in range(1000)]
+    assert npu.memory_allocated() - before < 4096, "it takes no memory of the card"
+    del x
+
+
+def test_memory_of_the_host_is_registered_once() -> None:
+    memory = torch.empty(4096, dtype=torch.uint8)
+    runtime = npu.npurt()
+    assert runtime.npuHostRegister(memory.data_ptr(), 4096, 0) == 0
+    assert runtime.npuHostRegister(memory.data_ptr(), 4096, 0) != 0
+    assert runtime.npuHostUnregister(memory.data_ptr()) == 0
+    assert runtime.npuHostUnregister(memory.data_ptr()) != 0

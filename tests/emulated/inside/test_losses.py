@@ -47,6 +47,21 @@ def test_a_loss_and_its_gradient_are_the_cpus(name: str) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_cross_entropy_of_logits_rounds_once(reduction: str) -> None:
+    """On a card it is one kernel, which computes in float32."""
+    generator = torch.Generator().manual_seed(3)
+    logits, positive = (10 * torch.rand(10, 64, generator=generator).half() for _ in range(2))
+    target = torch.randint(2, (10, 64), generator=generator).half()
+    found = F.binary_cross_entropy_with_logits(
+        logits.to("npu"), target.to("npu"), pos_weight=positive.to("npu"), reduction=reduction
+    )
+    wanted = F.binary_cross_entropy_with_logits(
+        logits.float(), target.float(), pos_weight=positive.float(), reduction=reduction
+    )
+    assert torch.equal(found.cpu(), wanted.half())
+
+
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 4, 4)], ids=["rows", "images"])
 def test_labels_in_int32_are_those_in_int64(shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape)

@@ -326,7 +326,7 @@ def test_moving_a_model_makes_private_formats_where_they_are_allowed(chip: Chip)
 
 @pytest.mark.usefixtures("_private_formats")
 def test_a_format_is_what_was_cast_to() -> None:
-    x = torch.arange(15.0, device=NPU).reshape(3, 5)
+    x = torch.arange(15.0, device=NPU).reshape(3, 5).clone()
     y = torch_npu.npu_format_cast(x, FRACTAL_NZ)
     assert (torch_npu.get_npu_format(x), torch_npu.get_npu_format(y)) == (ND, FRACTAL_NZ)
     assert torch_npu.get_storage_size(y) == 256, "16 x 16, with what fills it up"
@@ -335,6 +335,17 @@ def test_a_format_is_what_was_cast_to() -> None:
     assert torch_npu.get_npu_format(x) == FRACTAL_NZ
     with pytest.raises(RuntimeError, match="operator _foreach_copy_ do not support internal format"):
         torch._foreach_copy_([x], [x])
+
+
+@pytest.mark.usefixtures("_private_formats")
+@pytest.mark.parametrize("view", [torch.Tensor.flatten, torch.t, lambda x: x[1:, 2:5]], ids=["flat", "turned", "part"])
+def test_the_format_of_a_view_is_that_of_all_its_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = view(torch.rand(32, 64, device=NPU))
+    y = torch_npu.npu_format_cast(x, FRACTAL_NZ)
+    assert torch_npu.get_npu_format(y) == FRACTAL_NZ
+    assert (y.stride(), y.storage_offset()) == (x.stride(), x.storage_offset())
+    back = torch_npu.npu_format_cast(y, ND)
+    assert (torch_npu.get_npu_format(back), back.tolist(), y.tolist()) == (ND, x.tolist(), x.tolist())
 
 
 def run_cnn(model: nn.Module, level: str, backend: Backend) -> list[torch.Tensor]:

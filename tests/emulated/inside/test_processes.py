@@ -172,6 +172,25 @@ def test_a_child_process_sees_the_card(variables: dict[str, str]) -> None:
     assert done.stdout.split()[-1] == "6.0"
 
 
+def test_a_script_may_ask_for_the_queue_and_reads_what_it_has_written() -> None:
+    """torch_npu queues the copy that a tensor's growth takes; the operators after it do not wait in the queue."""
+    code = """
+import ctypes, torch, torch_npu
+for turn in range(50):
+    x = torch.full((1 << 16,), float(turn), device="npu")
+    x.untyped_storage().resize_(1 << 20)
+    assert x.sum().item() == turn * (1 << 16), turn
+stream = ctypes.c_void_p(0)
+assert torch.npu.npurt().npuStreamCreate(ctypes.addressof(stream)) == 0
+torch.npu.ExternalStream(stream.value).npu_stream
+"""
+    variables = {"TASK_QUEUE_ENABLE": "1", "PER_STREAM_QUEUE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, **variables}
+    )
+    assert "External NPU stream is not supported" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("first", ["transfer_to_npu", "xamp"])
 def test_a_compiled_model_is_one_graph_after_transfer_to_npu(first: str) -> None:
     """It replaces the functions that ask for the state of autocast."""
