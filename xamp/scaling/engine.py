@@ -233,11 +233,20 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def enter(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState] | None = None
+        self,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        entered: list[OptimizerState] | None = None,
+        *,
+        unscales: bool = False,
     ) -> None:
         """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
 
-        ``entered`` gets those of ``states`` whose gradients were touched.
+        Args:
+            states: the optimizers that get gradients.
+            scaler: the scale of the loss.
+            entered: gets those of ``states`` whose gradients were touched.
+            unscales: the gradients are unscaled on leaving, not later.
         """
         self._begin_backward()
         self._alone = self._wrappers.absent()
@@ -248,6 +257,13 @@ class Engine:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
+            if self._pairs and unscales and state.gradients.ready:
+                self._move_early(state, scaler)
+
+    def _move_early(self, state: OptimizerState, scaler: LossScaler) -> None:
+        """Let gradients move during the backward, where no other process and no flag of the chip has a part in it."""
+        if self._alone and not self._saturates and not torch.compiler.is_compiling():
+            state.gradients.move_early(scaler)
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
