@@ -253,17 +253,17 @@ class Engine:
         fresh = () if self._alone else self._find_wrappers(states)
         if self._pairs:
             self._settle_masters(fresh)
+        early = self._pairs and unscales and self._may_move_early()
         for state in states:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
-            if self._pairs and unscales and state.gradients.ready:
-                self._move_early(state, scaler)
+            if early and state.gradients.ready:
+                state.gradients.move_early(scaler)
 
-    def _move_early(self, state: OptimizerState, scaler: LossScaler) -> None:
-        """Let gradients move during the backward, where no other process and no flag of the chip has a part in it."""
-        if self._alone and not self._saturates and not torch.compiler.is_compiling():
-            state.gradients.move_early(scaler)
+    def _may_move_early(self) -> bool:
+        """Return whether no other process, no flag of the chip and no compiler has a part in the backward."""
+        return self._alone and not self._saturates and not torch.compiler.is_compiling()
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
