@@ -3,7 +3,7 @@
 The life of a gradient, with every value on the device::
 
     enter   gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled
-    (the body runs backward)
+    (the body runs backward; where micro-batches accumulate, gradients move into masters already: see early_moves)
     leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
 
 From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
