@@ -23,6 +23,9 @@ __all__ = ["EarlyMoves", "is_worth_it"]
 _LEAST = 2**18
 """Elements of all lowered parameters, 512 KiB of gradients, below which early moves save nothing to speak of."""
 
+_SMALLER = 16
+"""A parameter this many times smaller than the mean gets no hook, which would take 8 us: biases, norms."""
+
 
 def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
     """Return whether ``pairs`` are large, on one device, and whole."""
@@ -61,7 +64,8 @@ class EarlyMoves:
         self._limit = masters.chunk_limit(pairs)
         self._waiting: dict[nn.Parameter, nn.Parameter] = {}  # those that have a gradient -> their masters
         self._size = 0  # elements of what is waiting
-        self._master_of = {p: m for p, m in pairs if p.requires_grad}
+        least = sum(p.numel() for p, _ in pairs) / len(pairs) / _SMALLER
+        self._master_of = {p: m for p, m in pairs if p.requires_grad and p.numel() >= least}
         self._thread: int | None = None
         self._stream = _current_stream(pairs[0][0].device)
         self._hook = _hook_of(weakref.ref(self))

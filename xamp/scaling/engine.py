@@ -237,8 +237,7 @@ class Engine:
         states: Sequence[OptimizerState],
         scaler: LossScaler,
         entered: list[OptimizerState] | None = None,
-        *,
-        unscales: bool = False,
+        delay_unscale: bool = True,
     ) -> None:
         """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
 
@@ -246,24 +245,25 @@ class Engine:
             states: the optimizers that get gradients.
             scaler: the scale of the loss.
             entered: gets those of ``states`` whose gradients were touched.
-            unscales: the gradients are unscaled on leaving, not later.
+            delay_unscale: the gradients are not unscaled on leaving, but later.
         """
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh = () if self._alone else self._find_wrappers(states)
         if self._pairs:
             self._settle_masters(fresh)
-        early = self._pairs and unscales and self._may_move_early()
         for state in states:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
-            if early and state.gradients.ready:
-                state.gradients.move_early(scaler)
+        if self._pairs and not delay_unscale:
+            self._move_early(states, scaler)
 
-    def _may_move_early(self) -> bool:
-        """Return whether no other process, no flag of the chip and no compiler has a part in the backward."""
-        return self._alone and not self._saturates and not torch.compiler.is_compiling()
+    def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
+        """Let gradients move during the backward, where no other process, chip's flag or compiler has a part in it."""
+        if self._alone and not self._saturates and not torch.compiler.is_compiling():
+            for state in states:
+                state.gradients.move_early(scaler)
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""

@@ -218,8 +218,9 @@ class Gradients:
 
         Only for a block that unscales on leaving, and for gradients that nobody shares.
         """
-        held = any(m.grad is not None for _, m in self.pairs)
-        if held and self._may_move_early and self._pending is None:
+        if not self.ready or not self._may_move_early or self._pending is not None:
+            return
+        if any(m.grad is not None for _, m in self.pairs):
             found = torch.zeros_like(scaler.scale) if self._checks else None
             self._early = early_moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
             self._early.start()
@@ -447,9 +448,10 @@ class Gradients:
         """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
         self._pending = None
-        self.drop_lowered()
-        if self._early is not None:
-            self._early.clear()
+        if self.pairs:
+            self.drop_lowered()
+            if self._early is not None:
+                self._early.clear()
         if self._entry.stash is not None:
             self._entry = _NOTHING
 

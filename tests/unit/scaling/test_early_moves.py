@@ -684,6 +684,16 @@ def test_another_stream_moves_nothing(moved: Moved, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
 
 
+def test_parameters_much_smaller_than_others_are_left_to_the_end() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64 * WIDTH, bias=False))
+    model, optimizer = made("O2", layers)
+    backward(model, optimizer)
+    with xamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        assert [bool(p._post_accumulate_grad_hooks) for p in model.parameters()] == [False, False, True]
+        scaled.backward()
+    assert hooks(model) == 0
+
+
 def test_frozen_parameters_are_left_alone() -> None:
     model, optimizer = after_two("O2")
     model[0].weight.requires_grad_(False)
