@@ -216,11 +216,13 @@ class Gradients:
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
 
-        Only for a block that unscales on leaving, and for gradients that nobody shares.
+        Only for a block that unscales on leaving, for gradients that nobody shares, on the device of the scale: its
+        current stream is the one that a hook compares.
         """
         if not self.ready or not self._may_move_early or self._pending is not None:
             return
-        if any(m.grad is not None for _, m in self.pairs):
+        here = self.pairs[0][0].device == scaler.scale.device
+        if here and any(m.grad is not None for _, m in self.pairs):
             found = torch.zeros_like(scaler.scale) if self._checks else None
             self._early = early_moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
             self._early.start()

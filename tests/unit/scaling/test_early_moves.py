@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -329,6 +330,14 @@ def test_gradients_stay_where_the_engine_keeps_them() -> None:
             assert hooks(model) == 0
             scaled.backward()
             assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradients_stay_on_another_device_than_the_scale() -> None:
+    model, optimizer = after_two("O2")
+    gradients = xamp.session(optimizer).engine.states[0].gradients
+    elsewhere: Any = types.SimpleNamespace(scale=torch.ones((), device="meta"))
+    gradients.move_early(elsewhere)
+    assert hooks(model) == 0
 
 
 def test_parameters_on_two_devices_or_in_parts_stay() -> None:
