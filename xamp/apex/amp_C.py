@@ -1,7 +1,7 @@
 """Apex's extension module ``amp_C`` in torch's own operators, for any device.
 
-The functions, their arguments and what they do to the flag are Apex's. :mod:`xamp.apex._multi_tensor` and
-:mod:`xamp.apex._multi_tensor_steps` say what differs.
+The functions, their arguments and what they do to the flag are Apex's. :mod:`xamp.apex._multi_tensor`,
+:mod:`xamp.apex._multi_tensor_steps` and :mod:`xamp.apex._multi_tensor_lamb` say what differs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from xamp.apex._multi_tensor import (
     multi_tensor_unscale_l2norm,
     update_scale_hysteresis,
 )
+from xamp.apex._multi_tensor_lamb import (
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+)
 from xamp.apex._multi_tensor_steps import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
-    multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
     multi_tensor_novograd,
     multi_tensor_sgd,
 )

@@ -31,7 +31,7 @@ _ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|
 _NAMES = {torch.float16: ("Half", "half", "float16"), torch.bfloat16: ("BFloat16", "bfloat16")}
 """How torch's errors name the lower dtypes."""
 
-_EXPLAINING = (__name__, "xamp.casting.forward")
+_EXPLAINING = (__name__, "xamp.casting.forward", "xamp.casting.region")
 """The modules whose functions ``method`` explain errors."""
 
 

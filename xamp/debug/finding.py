@@ -12,6 +12,8 @@ from xamp.debug.ranges import Range
 
 __all__ = ["Finding", "Step"]
 
+_CASTS = ("aten._to_copy.default", "aten.copy_.default")
+
 Kind = Literal["operator", "loss scale", "input", "parameter", "buffer", "gradient"]
 
 
@@ -103,11 +105,19 @@ class Finding:
         if self.kind == "input":
             return "look at the batch: a missing value, a division by zero or a logarithm where the data is prepared."
         if self.kind in ("parameter", "buffer", "gradient"):
-            return "find the step that wrote it: run the steps before in find_nonfinite, or lower the learning rate."
-        if self.wide is not None and self.result.dtype in ("float16", "bfloat16"):
+            cast = f", or it did not fit when it was cast to {self.result.dtype}" if self._is_lower else ""
+            steps = "run the steps before in find_nonfinite, or lower the learning rate"
+            return f"find the step that wrote it: {steps}{cast}."
+        if self.wide is not None and self._is_lower:
             kept = f"keep_fp32=[{self.module!r}]" if self.module else "float32 for this operator"
+            if self.module and self.operator in _CASTS:
+                kept += " (not where it is there already: the result of such a module is cast after it)"
             return f"{self._reach()}: {kept}, a level with bf16, or smaller values."
         return "the operator gives inf or nan in a wider dtype too: look for a division, log, exp or square root of 0."
+
+    @property
+    def _is_lower(self) -> bool:
+        return self.result.dtype in ("float16", "bfloat16")
 
     def _reach(self) -> str:
         limit = torch.finfo(getattr(torch, self.result.dtype)).max

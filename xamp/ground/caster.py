@@ -34,7 +34,7 @@ _OF_COPIES = ("__copy__", "__setstate__", "__reduce__", "__reduce_ex__", "__gets
 
 def caster(dtype: torch.dtype) -> _Cast:
     """Return a function of one value that does what ``cast_floats(value, dtype)`` does."""
-    tensor, others, to = torch.Tensor, CASTABLE - {dtype}, TO[dtype]
+    tensor, others, to = _of_tensors(dtype)
     by_type: dict[type, _Cast] = {}
 
     def cast(value: Any) -> Any:
@@ -51,16 +51,24 @@ def caster(dtype: torch.dtype) -> _Cast:
     return cast
 
 
+def _of_tensors(dtype: torch.dtype) -> tuple[type[torch.Tensor], frozenset[torch.dtype], _Cast]:
+    """Return the type of a plain tensor, the dtypes that are cast to ``dtype``, and what casts.
+
+    Each caster of a container asks these of its items itself: a call of ``cast`` for each takes 0.2 us.
+    """
+    return torch.Tensor, frozenset(CASTABLE - {dtype}), TO[dtype]
+
+
 def _cast_of(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
     """Return the function that casts values of exactly the type ``kind``; ``cast`` casts what is in them."""
     if issubclass(kind, ATOMS):
         return _same
     if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
-        return _of_sequence(getattr(kind, "_make", kind), cast)
+        return _of_sequence(getattr(kind, "_make", kind), dtype, cast)
     if kind is dict:
-        return _of_dict(cast)
+        return _of_dict(dtype, cast)
     if not issubclass(kind, (torch.Tensor, tuple, list, dict, collections.UserDict)) and _is_plain_dataclass(kind):
-        return _of_dataclass(kind, cast)
+        return _of_dataclass(kind, dtype, cast)
     return lambda value: cast_floats(value, dtype)
 
 
@@ -68,11 +76,13 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _of_sequence(make: Callable[[list[Any]], Any], cast: _Cast) -> _Cast:
+def _of_sequence(make: Callable[[list[Any]], Any], dtype: torch.dtype, cast: _Cast) -> _Cast:
+    tensor, others, to = _of_tensors(dtype)
+
     def cast_sequence(value: Any) -> Any:
         items = None
         for place, item in enumerate(value):
-            new = cast(item)
+            new = (to(item) if item.dtype in others else item) if type(item) is tensor else cast(item)
             if new is not item:
                 if items is None:
                     items = list(value)
@@ -82,11 +92,13 @@ def _of_sequence(make: Callable[[list[Any]], Any], cast: _Cast) -> _Cast:
     return cast_sequence
 
 
-def _of_dict(cast: _Cast) -> _Cast:
+def _of_dict(dtype: torch.dtype, cast: _Cast) -> _Cast:
+    tensor, others, to = _of_tensors(dtype)
+
     def cast_dict(value: dict[Any, Any]) -> dict[Any, Any]:
         made = value
         for key, item in value.items():
-            new = cast(item)
+            new = (to(item) if item.dtype in others else item) if type(item) is tensor else cast(item)
             if new is not item:
                 if made is value:
                     made = value.copy()
@@ -98,24 +110,33 @@ def _of_dict(cast: _Cast) -> _Cast:
 
 def _is_plain_dataclass(kind: type) -> bool:
     """Whether objects of ``kind`` keep all their values in ``__dict__``, and copies are made as Python makes them."""
+    if not dataclasses.is_dataclass(kind):
+        return False
     own = [each for each in kind.__mro__ if each is not object]
-    return dataclasses.is_dataclass(kind) and not any(name in vars(each) for each in own for name in _OF_COPIES)
+    if any(name in vars(each) for each in own for name in _OF_COPIES):
+        return False
+    found = [vars(each).get(field.name) for each in own for field in dataclasses.fields(kind)]
+    return not any(hasattr(value, "__set__") for value in found)
 
 
-def _of_dataclass(kind: type, cast: _Cast) -> _Cast:
+def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
+    tensor, others, to = _of_tensors(dtype)
     names = tuple(field.name for field in dataclasses.fields(kind))
     missing = object()
 
     def cast_dataclass(value: Any) -> Any:
-        made = value
+        made, fields = value, value.__dict__
         for name in names:
-            item = getattr(value, name, missing)
-            new = cast(item)
+            item = fields.get(name, missing)
+            if item is missing:  # a default that only the class has
+                item = getattr(value, name, None)
+            new = (to(item) if item.dtype in others else item) if type(item) is tensor else cast(item)
             if new is not item:
                 if made is value:
                     made = object.__new__(kind)  # no __post_init__: its checks ran when the value was made
-                    made.__dict__.update(value.__dict__)
-                object.__setattr__(made, name, new)  # frozen ones too
+                    fields = made.__dict__
+                    fields.update(value.__dict__)
+                fields[name] = new  # frozen ones too
         return made
 
     return cast_dataclass

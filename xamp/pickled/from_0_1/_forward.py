@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xamp.casting.forward import InstanceMethod as _InstanceMethod
-from xamp.casting.forward import Region
 from xamp.casting.forward import rebuild as _rebuild
+from xamp.casting.region import Region
 
 __all__ = ["Region", "_InstanceMethod", "_rebuild"]

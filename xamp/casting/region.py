@@ -1,0 +1,169 @@
+"""A region: the dtypes and the autocast state with which a method runs, and the method that runs in it.
+
+``initialize`` compiles a policy into one :class:`Region`, a value that is compared, pickled and shared by all methods
+of a model. :func:`in_region` wraps a method once; what it returns is the hot path of every forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp.casting import active, ops
+from xamp.casting.autocast import Casts
+from xamp.casting.explain import explain_forward
+from xamp.casting.inputs import cast_some
+from xamp.casting.mark import Mark, mark_of
+from xamp.casting.needs import needs
+from xamp.errors import BackendUnavailable
+from xamp.ground.caster import caster
+from xamp.ground.containers import cast_floats
+from xamp.ground.pickle_names import pickled_as
+from xamp.registry import registry
+from xamp.scaling import distributed, masters
+from xamp.scaling.overflow_flag import watched
+
+__all__ = ["Cast", "Region", "in_region", "make_region"]
+
+Cast = Callable[[Any, torch.dtype], Any]
+"""Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The dtypes and the autocast state with which a method runs.
+
+    Attributes:
+        device_type: the device type whose autocast state is set.
+        autocast_dtype: the dtype to which operators are cast; None switches autocast off inside.
+        input_dtype: the dtype to which floating arguments are cast; None leaves them as they are.
+        output_dtype: the dtype to which floating results are cast; None leaves them as they are.
+        methods: the names of the methods that run in the region.
+        op_policy: the name of the policy by which operators are cast.
+        watched: whether each forward asks the device for an overflow, because the device saturates and shows no inf.
+        cast: the function that casts arguments and results.
+        apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
+            False: the method runs in the autocast state of its caller; only arguments and results are cast.
+        follows: the model has masters, and follows what else than a step changed in them, before each call.
+        spared: names of arguments, and types, that are not cast.
+        lowers: the parameters are cast, and the state dict is fp32: an error about dtypes says what to do, and a method
+            that writes out the model notes the dtype.
+    """
+
+    device_type: str
+    autocast_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    methods: tuple[str, ...] = ("forward",)
+    op_policy: str = "native"
+    watched: bool = False
+    cast: Cast = cast_floats
+    apart: bool = True
+    follows: bool = False
+    spared: tuple[type | str, ...] = ()
+    lowers: bool = False
+
+    def __reduce__(self) -> Any:
+        """Pickle the fields by name."""
+        return make_region, (vars(self),)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the fields and install the op policy, which this process may not have installed yet."""
+        self.__dict__.update(state)
+        with contextlib.suppress(BackendUnavailable):  # without a backend, nothing runs on that device
+            ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))
+
+    def autocast(self) -> Casts:
+        """Return the region as a context manager, for code that is not a method of a module."""
+        return Casts(self.mark)
+
+    @property
+    def does_something(self) -> bool:
+        """Whether the region changes how a method runs."""
+        dtypes = (self.autocast_dtype, self.input_dtype, self.output_dtype)
+        return self.watched or self.lowers or any(dtype is not None for dtype in dtypes)
+
+    @property
+    def mark(self) -> Mark:
+        """The mark that the region leaves on its thread."""
+        device, dtype = self.device_type, self.autocast_dtype
+        return mark_of(device, dtype, self.op_policy == "portable", ops.casting(self.op_policy, device, dtype))
+
+
+@pickled_as("region")
+def make_region(fields: dict[str, Any]) -> Region:
+    """Make the region with these fields, from a pickle."""
+    made = Region.__new__(Region)
+    made.__setstate__(fields)
+    return made
+
+
+def _caster(cast: Cast, dtype: torch.dtype | None) -> Callable[[Any], Any]:
+    """Return ``cast`` to ``dtype`` as a function of the value alone; None stands for no cast."""
+    if dtype is None:
+        return lambda value: value
+    return caster(dtype) if cast is cast_floats else lambda value: cast(value, dtype)
+
+
+def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward."""
+    device, on = region.device_type, region.autocast_dtype is not None
+    mark = region.mark
+    into, out_of = region.input_dtype, region.output_dtype
+    ddp = nn.parallel.DistributedDataParallel
+    is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
+    enter, leave, number = active.enter, active.leave, active.next_number
+    cast, apart, lowers = region.cast, region.apart, region.lowers
+    spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
+
+    take, finish = _caster(cast, into), _caster(cast, out_of)
+
+    def traced(self: Any, args: Any, kwargs: Any) -> Any:
+        if spare is None and into is not None:
+            args, kwargs = cast(args, into), cast(kwargs, into)
+        distributed.note_wrapper_while_tracing()
+        if apart and (on or is_enabled(device) or needs.replaced_outside):
+            result = active.run_traced(mark, function, self, *args, **kwargs)
+        else:
+            result = function(self, *args, **kwargs)
+        return result if out_of is None else cast(result, out_of)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if spare is not None:
+            args, kwargs = spare(args, kwargs)
+        if is_compiling():
+            return traced(self, args, kwargs)
+        if into is not None and spare is None:
+            args, kwargs = take(args), take(kwargs)
+        if ddp._active_ddp_module is not None:
+            distributed.note_wrapper()
+        if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
+            try:
+                return finish(function(self, *args, **kwargs))
+            except RuntimeError as error:
+                if lowers:
+                    explain_forward(error, self, (*args, *kwargs.values()))
+                raise
+        entered = None
+        try:
+            entered = enter(mark, number())
+            return finish(function(self, *args, **kwargs))
+        except RuntimeError as error:
+            if lowers:
+                explain_forward(error, self, (*args, *kwargs.values()))
+            raise
+        finally:
+            if entered is not None:
+                leave(entered)
+
+    with contextlib.suppress(AttributeError):  # a callable object has no __name__
+        functools.update_wrapper(method, function)
+    if region.watched:
+        method = watched(method)
+    return masters.following(method) if region.follows else method
