@@ -17,6 +17,9 @@ SYNCS = {"fused": 0, "other": 1, "pass-through": 0}
 O2_ADAM_BYTES = 18.5
 """Peak bytes for each parameter at O2 with Adam and ``fused="auto"``, if gradients are cleared before each step."""
 
+O2_ADAM_ACCUMULATION_BYTES = 19.0
+"""The same where two micro-batches make a step."""
+
 IMPORT_MS = 50.0
 """Milliseconds for ``import xamp`` and access to every public name, after ``import torch``."""
 

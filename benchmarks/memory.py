@@ -35,12 +35,12 @@ def run(device: torch.device) -> list[Figure]:
     for level in (*with_masters, best_level(("float16",)).name, None):
         for form, (make, fused) in FORMS.items():
             for accumulate in (1, 2):
-                bounded = level in with_masters and form == "auto" and accumulate == 1
+                bounded = level in with_masters and form == "auto"
                 peaks = _peaks(level, make, fused, accumulate, device)
                 case = f"{level or 'torch fp32'} {form}" + (", 2 micro-batches" if accumulate > 1 else "")
                 detail = "  ".join(f"{phase} {value:.2f}" for phase, value in peaks.items())
-                bound = bounds.O2_ADAM_BYTES if bounded else None
-                figures.append(Figure(case, max(peaks.values()), "bytes", bound, detail))
+                bound = bounds.O2_ADAM_BYTES if accumulate == 1 else bounds.O2_ADAM_ACCUMULATION_BYTES
+                figures.append(Figure(case, max(peaks.values()), "bytes", bound if bounded else None, detail))
     return figures
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import xamp
 from xamp.errors import StateError
+from xamp.scaling import early_moves, masters
 
 LEVELS = ("O1", "O2", "O5")
 SCALING = ("O1", "O2")  # at O5 no gradient is checked
@@ -49,9 +50,21 @@ class Run:
         loss: torch.Tensor = nn.functional.mse_loss(self.model(X), Y)
         return loss
 
-    def iterate(self) -> None:
-        with xamp.scale_loss(self.loss(), self.optimizer) as scaled:
+    def backward(self, loss: torch.Tensor) -> None:
+        with xamp.scale_loss(loss, self.optimizer) as scaled:
             scaled.backward()
+
+    def window(self, micro: int) -> None:
+        """Clear the gradients and run some micro-batches."""
+        self.backward(self.loss())
+        for _ in range(micro - 1):
+            self.backward(nn.functional.mse_loss(self.model(X), Y))
+
+    def gradients(self) -> list[Any]:
+        return [None if p.grad is None else p.grad.tolist() for p in xamp.master_params(self.optimizer)]
+
+    def iterate(self) -> None:
+        self.backward(self.loss())
         self.optimizer.step()
 
     def numbers(self) -> list[torch.Tensor]:
@@ -112,6 +125,26 @@ def scale_loss(level: str, fault: Callable[[], Fault]) -> Fault:
             scaled.backward()
     run.optimizer.step()
     finish(run, reference(level, 2))
+    return put_in
+
+
+def accumulate(level: str, fault: Callable[[], Fault]) -> Fault:
+    """The second of two micro-batches, whose gradients move to the masters during the backward."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(early_moves, "_LEAST", 0)
+        patched.setattr(masters, "chunk_limit", lambda _: 1)
+        run, twin = Run(level, steps=1), Run(level, steps=1)
+        run.window(1)
+        twin.window(2)
+        first, loss = run.gradients(), nn.functional.mse_loss(run.model(X), Y)
+        with fault() as put_in, xamp.scale_loss(loss, run.optimizer) as scaled:
+            scaled.backward()
+        if put_in.raised:  # the user runs the window again
+            assert run.gradients() in (first, twin.gradients(), [None] * len(first)), "half a gradient"
+            run.window(2)
+        run.optimizer.step()
+        assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
+        finish(run, reference(level, 2, twice=True))
     return put_in
 
 
@@ -202,17 +235,33 @@ def abandoned_close(level: str, fault: Callable[[], Fault]) -> Fault:
 
 CASES: dict[str, Case] = {
     each.__name__: each
-    for each in (initialize, scale_loss, step, skipped_step, state_dict, load_state_dict, close, abandoned_close)
+    for each in (
+        initialize,
+        scale_loss,
+        accumulate,
+        step,
+        skipped_step,
+        state_dict,
+        load_state_dict,
+        close,
+        abandoned_close,
+    )
 }
-_references: dict[tuple[str, int, bool], list[torch.Tensor]] = {}
+_references: dict[tuple[str, int, bool, bool], list[torch.Tensor]] = {}
 _states: dict[str, Any] = {}
 
 
-def reference(level: str, steps: int, skipped: bool = False) -> list[torch.Tensor]:
-    """The numbers after ``steps`` and STEPS more; negative: with a ``close`` and a new session between."""
-    key = level, steps, skipped
+def reference(level: str, steps: int, skipped: bool = False, twice: bool = False) -> list[torch.Tensor]:
+    """The numbers after ``steps`` and STEPS more.
+
+    Negative: with a ``close`` and a new session between. ``twice``: the last of ``steps`` has two micro-batches.
+    """
+    key = level, steps, skipped, twice
     if key not in _references:
-        run = Run(level, steps=abs(steps) - skipped)
+        run = Run(level, steps=abs(steps) - skipped - twice)
+        if twice:
+            run.window(2)
+            run.optimizer.step()
         if steps < 0:
             xamp.session(run.model).close()
             run.start()

@@ -233,11 +233,19 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def enter(
-        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState] | None = None
+        self,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        entered: list[OptimizerState] | None = None,
+        delay_unscale: bool = True,
     ) -> None:
         """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
 
-        ``entered`` gets those of ``states`` whose gradients were touched.
+        Args:
+            states: the optimizers that get gradients.
+            scaler: the scale of the loss.
+            entered: gets those of ``states`` whose gradients were touched.
+            delay_unscale: the gradients are not unscaled on leaving, but later.
         """
         self._begin_backward()
         self._alone = self._wrappers.absent()
@@ -248,6 +256,14 @@ class Engine:
             if entered is not None:
                 entered.append(state)
             state.gradients.enter(scaler)
+        if self._pairs and not delay_unscale:
+            self._move_early(states, scaler)
+
+    def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
+        """Let gradients move during the backward, where no other process, chip's flag or compiler has a part in it."""
+        if self._alone and not self._saturates and not torch.compiler.is_compiling():
+            for state in states:
+                state.gradients.move_early(scaler)
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""

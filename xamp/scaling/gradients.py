@@ -3,7 +3,7 @@
 The life of a gradient, with every value on the device::
 
     enter   gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled
-    (the body runs backward)
+    (the body runs backward; where micro-batches accumulate, gradients move into masters already: see early_moves)
     leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
 
 From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import foreach, masters, shards
+from xamp.scaling import early_moves, foreach, masters, shards
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
@@ -129,6 +129,8 @@ class Gradients:
         self._optimizer = optimizer
         self._pending: _Pending | None = None
         self._entry = _OUTSIDE
+        self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
+        self._may_move_early = False
         self._witness: GradientWitness | None = None  # see _new_witness
         self.forward_overflow: torch.Tensor | None = None
 
@@ -147,6 +149,8 @@ class Gradients:
         self._uniform = len(set(map(foreach.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         self.in_parts = any(map(shards.is_dtensor, self.plain))
+        own_rules = self.leaves_lowered or self.sets_aside
+        self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
         before, self._witness = self._witness, self._new_witness()
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
@@ -209,6 +213,37 @@ class Gradients:
             foreach.zero_(existing)
             self._entry = _Entry(existing, stash)
 
+    def move_early(self, scaler: LossScaler) -> None:
+        """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
+
+        Only for a block that unscales on leaving, for gradients that nobody shares, on the device of the scale: its
+        current stream is the one that a hook compares.
+        """
+        if not self.ready or not self._may_move_early or self._pending is not None:
+            return
+        here = self.pairs[0][0].device == scaler.scale.device
+        if here and any(m.grad is not None for _, m in self.pairs):
+            found = torch.zeros_like(scaler.scale) if self._checks else None
+            self._early = early_moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
+            self._early.start()
+
+    def _end_early(self, found_inf: torch.Tensor | None) -> bool:
+        """End the early moves after the backward, and take over what they found; return whether anything moved."""
+        early = self._early
+        if early is None:
+            return False
+        early.stop()
+        if early.is_moving:
+            raise StateError(
+                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
+                "body of the block went on. All gradients of this optimizer are dropped, so run the whole iteration "
+                "again. Let such an exception leave the block."
+            )
+        if early.moved and early.found_inf is not None and found_inf is not None:
+            torch.maximum(found_inf, early.found_inf, out=found_inf)
+        self._early = None
+        return early.moved
+
     def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
         scaled = self._scaled()
         self._entry = _NOTHING
@@ -259,6 +294,7 @@ class Gradients:
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""
+        moved_early = self._end_early(found_inf)
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
         moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
@@ -266,7 +302,7 @@ class Gradients:
             self._witness.leave()
         if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
             self._met_sparse()
-        return moved
+        return moved or moved_early
 
     def _finisher(
         self, scaler: LossScaler, found_inf: torch.Tensor | None
@@ -355,12 +391,15 @@ class Gradients:
         Gradients that the body did not touch become what they were. What a half-done backward left is dropped, with
         everything that it was added to.
         """
+        if self._early is not None:
+            self._early.stop()
         entry, self._entry = self._entry, _NOTHING
         if entry is not _OUTSIDE:
             self._take_back(entry, scaler)
         if self._witness is not None and self._pending is None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
         self._entry = _OUTSIDE
+        self._early = None
 
     def _take_back(self, entry: _Entry, scaler: LossScaler) -> None:
         if self._pending is not None:
@@ -368,7 +407,9 @@ class Gradients:
                 self._drop()
             return
         self.drop_lowered()
-        if not entry.complete:
+        if self._early is not None and self._early.moved:
+            self._drop()
+        elif not entry.complete:
             self._undo_entry(entry, scaler)
         elif not entry.untouched([g for p in self.plain for g in (p.grad,) if g is not None]):
             self._drop()
@@ -389,7 +430,10 @@ class Gradients:
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
+        if self._early is not None:
+            self._early.stop()
         self._drop()
+        self._early = None
         self._entry = _OUTSIDE
         self.mixed = False
         self.forward_overflow = None
@@ -406,7 +450,10 @@ class Gradients:
         """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
         self._pending = None
-        self.drop_lowered()
+        if self.pairs:
+            self.drop_lowered()
+            if self._early is not None:
+                self._early.clear()
         if self._entry.stash is not None:
             self._entry = _NOTHING
 

@@ -25,6 +25,7 @@ __all__ = [
     "agree",
     "agrees",
     "any_lowered",
+    "chunk_limit",
     "copy_back",
     "ensure_master",
     "exact",
@@ -41,6 +42,7 @@ __all__ = [
     "set_lowered",
     "set_lowered_buffer",
     "transfer",
+    "transfer_chunk",
     "up_to_date",
     "use",
     "write_changed",
@@ -168,13 +170,18 @@ def transfer(
     """
     moved = False
     for chunk in _chunks([pair for pair in pairs if pair[0].grad is not None]):
-        _transfer_chunk(chunk, finish, leave)
+        transfer_chunk(chunk, finish, leave=leave)
         moved = True
     return moved
 
 
+def chunk_limit(pairs: Sequence[Pair]) -> float:
+    """Return how many elements make a chunk of ``pairs``."""
+    return max(sum(p.numel() for p, _ in pairs) / 16, _SMALL)
+
+
 def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    limit = max(sum(p.numel() for p, _ in pairs) / 16, _SMALL)
+    limit = chunk_limit(pairs)
     start, size = 0, 0
     for end, (param, _) in enumerate(pairs, 1):
         size += param.numel()
@@ -183,7 +190,10 @@ def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
             start, size = end, 0
 
 
-def _transfer_chunk(chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, leave: bool) -> None:
+def transfer_chunk(
+    chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, *, leave: bool = False
+) -> None:
+    """Move the gradients of one chunk; see :func:`transfer`. Each parameter has one."""
     lowered = [p.grad for p, _ in chunk]
     if any(g is not None and g.is_sparse for g in lowered):
         full = [g.float() for g in lowered if g is not None]

@@ -57,7 +57,7 @@ class ScaledLoss:
             self._scaler.scope = scope
             for state in self._states:
                 state.scope = scope
-            self._engine.enter(self._states, self._scaler, scope.entered)
+            self._engine.enter(self._states, self._scaler, scope.entered, self._delay_unscale)
             if not self._engine.policy.scales:
                 return self._loss
             loss, factor = self._loss, self._scaler.factor

@@ -87,8 +87,8 @@ class GradientWitness:
                 self._param.grad = None
                 self._drop()
             return False
+        self._left = None  # first: an interrupt after the next line would look as if somebody had cleared the gradients
         self._param.grad = None
-        self._left = None
         return True
 
     def _drop(self) -> None:

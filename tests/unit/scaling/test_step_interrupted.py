@@ -64,6 +64,27 @@ def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level:
         optimizer.zero_grad()
 
 
+def test_an_interrupt_of_the_entry_keeps_the_gradients_of_the_masters() -> None:
+    """Between two lines of the witness it once looked as if somebody had cleared the gradients."""
+    model, optimizer = made("O2")
+    backward(model, optimizer)
+    engine = xamp.session(optimizer).engine
+    gradients, scaler = engine.states[0].gradients, engine.scalers[0]
+    before = [p.grad.clone() for p in xamp.master_params(optimizer) if p.grad is not None]
+
+    def enter(n: int | None) -> int:
+        with Fault("line", n) as fault:
+            gradients.enter(scaler)
+        gradients.abandon(scaler)
+        return fault.points
+
+    for n in range(enter(None)):
+        enter(n)
+        after = [p.grad for p in xamp.master_params(optimizer) if p.grad is not None]
+        assert len(after) == len(before)
+        assert all(map(torch.equal, after, before))
+
+
 def _exit_with_self(self: ScaledLoss, *_: object) -> None:
     raise KeyboardInterrupt
 
