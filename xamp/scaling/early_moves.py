@@ -23,13 +23,17 @@ __all__ = ["EarlyMoves", "is_worth_it"]
 _LEAST = 2**18
 """Elements of all lowered parameters, 512 KiB of gradients, below which early moves save nothing to speak of."""
 
+_FEW = 32
+"""So many parameters may share those. Of 300 with 1,000 elements each, the hooks took more time than the rest."""
+
 _SMALLER = 16
 """A parameter this many times smaller than the mean gets no hook, which would take 8 us: biases, norms."""
 
 
 def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
     """Return whether ``pairs`` are large, on one device, and whole."""
-    if sum(p.numel() for p, _ in pairs) < _LEAST or any(shards.is_dtensor(p) for p, _ in pairs):
+    least = _LEAST * max(1.0, len(pairs) / _FEW)
+    if sum(p.numel() for p, _ in pairs) < least or any(shards.is_dtensor(p) for p, _ in pairs):
         return False
     return len({tensor.device for pair in pairs for tensor in pair}) == 1
 

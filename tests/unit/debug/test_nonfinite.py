@@ -72,9 +72,9 @@ def test_a_module_that_is_kept_in_fp32_overflows_where_its_result_is_cast() -> N
 
 
 def test_a_weight_that_did_not_fit_when_it_was_cast_is_told() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    with torch.no_grad():
-        model[0].weight.fill_(1e6)
+    large = nn.Linear(4, 4)
+    nn.init.constant_(large.weight, 1e6)
+    model = nn.Sequential(large)
     xamp.initialize(model, level="O3", verbosity=0)
     first = found_in(model, lambda: model(torch.ones(2, 4)))
     assert (first.kind, first.tensor) == ("parameter", "0.weight")

@@ -346,6 +346,13 @@ def test_parameters_on_two_devices_or_in_parts_stay() -> None:
     assert not early_moves.is_worth_it([whole, (nn.Parameter(torch.ones(4, device="meta")), whole[1])])
 
 
+@pytest.mark.parametrize(("count", "size", "worth"), [(24, 2**14, True), (300, 1000, False), (300, 20_000, True)])
+def test_many_tiny_parameters_stay(count: int, size: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the size that the fixture of this file takes away
+    param = nn.Parameter(torch.ones(size))
+    assert early_moves.is_worth_it([(param, param)] * count) is worth
+
+
 # --- exceptions
 
 
