@@ -28,6 +28,7 @@ enum {
     ERROR_NOT_SERVED = 207000,
     ERROR_OUT_OF_MEMORY = 207001,
     ERROR_VECTOR_CORE = 507035,
+    EVENT_NOT_READY = 0,
     EVENT_COMPLETE = 1,
     MAX_DEVICES = 64,
     MAX_OPTIONS = 64,
@@ -379,9 +380,15 @@ typedef struct {
     uint32_t overflow_switch;
 } Stream;
 
+/* A card works on while the host goes on. So an event is pending when it is asked for the first time, unless the host
+ * has waited since it was recorded. */
 typedef struct {
     struct timespec recorded;
+    unsigned waits; /* of the host, when it was recorded */
+    int pending;
 } Event;
+
+static atomic_uint host_waits;
 
 static atomic_int stream_ids;
 
@@ -438,14 +445,23 @@ int aclrtDestroyEvent(void *event) {
 }
 
 int aclrtRecordEvent(void *event, void *stream) {
+    Event *made = event;
     (void)stream;
-    clock_gettime(CLOCK_MONOTONIC, &((Event *)event)->recorded);
+    clock_gettime(CLOCK_MONOTONIC, &made->recorded);
+    made->waits = atomic_load(&host_waits);
+    made->pending = 1;
     return SUCCESS;
 }
 
 int aclrtQueryEventStatus(void *event, int *status) {
-    (void)event;
-    *status = EVENT_COMPLETE;
+    Event *asked = event;
+    *status = asked->pending && asked->waits == atomic_load(&host_waits) ? EVENT_NOT_READY : EVENT_COMPLETE;
+    asked->pending = 0;
+    return SUCCESS;
+}
+
+int aclrtSynchronizeEvent(void *event) {
+    ((Event *)event)->pending = 0;
     return SUCCESS;
 }
 
@@ -500,12 +516,16 @@ int aclrtCtxSetSysParamOpt(int option, int64_t value) { return aclrtSetSysParamO
 
 /* ---- waiting: all is done already, but a fault of a kernel is told only here ---- */
 
+/* Called by the kernels that read a number or copy to the host. */
+void xamp_emulated_waited(void) { atomic_fetch_add(&host_waits, 1); }
+
 void xamp_emulated_fail_later(int device) {
     if (device >= 0 && device < MAX_DEVICES) atomic_store(&devices[device].fault, 1);
 }
 
 static int wait_for_device(void) {
     int device = current_device < 0 ? 0 : current_device;
+    atomic_fetch_add(&host_waits, 1);
     if (!atomic_exchange(&devices[device].fault, 0)) return SUCCESS;
     return fail(ERROR_VECTOR_CORE, "The vector core execution is abnormal: an index is out of range", "");
 }
@@ -517,7 +537,7 @@ int aclrtSynchronizeStreamWithTimeout(void) { return wait_for_device(); }
 
 /* ---- what has nothing to do here ---- */
 
-/* Calls that are right as soon as they return: nothing is ever pending, and kernels are not compiled. */
+/* Calls that are right as soon as they return: no work is ever left to do, and kernels are not compiled. */
 #define DONE(name) \
     int name(void) { return SUCCESS; }
 
@@ -525,7 +545,6 @@ DONE(aclInit)
 DONE(aclFinalize)
 DONE(aclrtResetDevice)
 DONE(aclrtDeviceEnablePeerAccess)
-DONE(aclrtSynchronizeEvent)
 DONE(aclrtStreamWaitEvent)
 DONE(aclrtResetEvent)
 DONE(aclrtSetStreamFailureMode)

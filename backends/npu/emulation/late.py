@@ -7,6 +7,7 @@ call is then whatever the memory held, and everything computed from it too.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from xamp.backends.npu.emulation.library import CORE
 
-__all__ = ["told_late", "waiting"]
+__all__ = ["note_wait", "told_late", "waiting"]
 
 _OUT_OF_RANGE = re.compile(r"out of (bounds|range)|index .*(expected|smaller than)|Target -?\d+ is", re.IGNORECASE)
 _INDEXED = frozenset(
@@ -75,8 +76,17 @@ _pending: set[int] = set()
 
 def _fail_later(device: int) -> None:
     _pending.add(device)
-    library = ctypes.CDLL(str(Path(os.environ["XAMP_EMULATED_CANN"]) / CORE))
-    library.xamp_emulated_fail_later(ctypes.c_int(device))
+    _cann().xamp_emulated_fail_later(ctypes.c_int(device))
+
+
+@functools.cache
+def _cann() -> ctypes.CDLL:
+    return ctypes.CDLL(str(Path(os.environ["XAMP_EMULATED_CANN"]) / CORE))
+
+
+def note_wait() -> None:
+    """Note that the host has waited for the card: no event that was recorded before is pending any more."""
+    _cann().xamp_emulated_waited()
 
 
 def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:

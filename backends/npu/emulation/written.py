@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from xamp.backends.npu.emulation import arithmetic, limits
+from xamp.backends.npu.emulation import arithmetic, late, limits
 from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
 
 __all__ = ["ADDED", "KERNELS"]
@@ -33,11 +33,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         written.copy_(read)
         if target.get_device() >= 0 and target.dtype is not source.dtype:  # else the bytes are moved unchanged
             arithmetic.settle(written, target.get_device(), arithmetic.Sources(read))
+    if not non_blocking and (target.is_cpu or source.is_cpu):
+        late.note_wait()
     return target
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return _copy(target, source)
+    return _copy(target, source, non_blocking)
 
 
 def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -65,6 +67,8 @@ def _to_copy(
     device = tensor.device if device is None else device
     with aside():
         source = _read(tensor)
+        if not non_blocking and (device.type == "cpu" or tensor.is_cpu):
+            late.note_wait()
         if device.type == "cpu":
             made: torch.Tensor = _aten._to_copy(source, dtype=dtype, device=CPU, memory_format=memory_format)
             return made.pin_memory() if pin_memory else made
@@ -89,6 +93,7 @@ def _warn_of_double() -> None:
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
+    late.note_wait()
     with aside():
         return over(tensor).item()
 

@@ -209,3 +209,23 @@ def test_memory_of_the_host_is_registered_once() -> None:
     assert runtime.npuHostRegister(memory.data_ptr(), 4096, 0) != 0
     assert runtime.npuHostUnregister(memory.data_ptr()) == 0
     assert runtime.npuHostUnregister(memory.data_ptr()) != 0
+
+
+def test_an_event_is_pending_until_the_host_waits_or_asks_again() -> None:
+    """A card works on while the host goes on; a script that takes the first answer for the last is wrong there."""
+    event = torch.npu.Event()
+    assert event.query(), "it was never recorded"
+    waits: list[Callable[[], object]] = [
+        event.query,
+        event.synchronize,
+        torch.npu.synchronize,
+        torch.npu.current_stream().synchronize,
+        lambda: torch.ones(2, device="npu").sum().item(),
+        lambda: torch.ones(2, device="npu").cpu(),
+    ]
+    for wait in waits:
+        event.record()
+        assert not event.query()
+        event.record()
+        wait()
+        assert event.query(), wait
