@@ -48,6 +48,7 @@ LISTS = ROOT / "ci" / "mutations"
 BOUND = 0.95
 CPU_LIMIT = 60
 """Seconds of CPU time after which a test counts as hanging, however busy the machine is."""
+_LOOK_LIMIT = 10 * CPU_LIMIT  # for whole files
 
 _IMPORTED = (
     *("torch", "torch.distributed", "torch.fx", "torch.nn.parallel", "torch.optim", "torch.testing", "numpy"),
@@ -330,7 +331,8 @@ def find(mutations: Sequence[Mutation], workers: int) -> int:
     """Search a test for each entry that has ``look``, and write it into the list."""
     open_ones = [each for each in mutations if each.look]
     left = 0
-    for run, result in run_all([Run(each, [_path_of(found) for found in each.look]) for each in open_ones], workers):
+    runs = [Run(each, [_path_of(found) for found in each.look], limit=_LOOK_LIMIT) for each in open_ones]
+    for run, result in run_all(runs, workers):
         assert run.mutation is not None
         if result.ended == "ran" and result.failed:
             _write_test(run.mutation, result.failed[0])

@@ -55,9 +55,8 @@ def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
             found.__dict__["step"] = found.__dict__["_xamp_own_step"]
             del found.__dict__["_xamp_own_step"]
 
-    # A scheduler made before has put a wrapper of the class's old step into the instance. Our step carries the marker
-    # that a scheduler looks for, so that wrapper is not needed. If somebody else put a step into the instance, our step
-    # must call it.
+    # Somebody may have put a step into the instance, as a scheduler made before does, and our step must call it. A
+    # scheduler wraps what it finds there, so nothing tells whether its wrapper has a step of the user's in it.
     try:
         optimizer.__dict__["_xamp"] = state
         set_class(optimizer, _subclass(before))
@@ -99,7 +98,7 @@ def _step_of(base: Any) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # a scheduler reads it, and else warns of a wrong order
         own = self.__dict__.get("_xamp_own_step")
-        if own is None or hasattr(own, "_wrapped_by_lr_sched"):
+        if own is None:
             own = functools.partial(inner, self)  # a bound method would come back as `self.step` when traced
         return self._xamp.step(own, args, kwargs)
 

@@ -81,20 +81,20 @@ class GradientWitness:
             self._drop()
             return False
         if zeros._version != version:
-            self._left = None
             others = (p.grad for p, _ in self._pairs if p is not self._param)
             if not bool(zeros.any()) and all(g is None for g in others):
                 self._param.grad = None
                 self._drop()
+            self._left = None
             return False
         self._left = None  # first: an interrupt after the next line would look as if somebody had cleared the gradients
         self._param.grad = None
         return True
 
     def _drop(self) -> None:
-        self._left = None
         for _, master in self._pairs:
             master.grad = None
+        self._left = None  # last: after an interrupt the next call sees again that the gradients were cleared
 
 
 def clear_gradients(model: nn.Module) -> None:

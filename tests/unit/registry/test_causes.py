@@ -15,7 +15,7 @@ from site_packages import distribution, doctor_finds, plain_environment, row_of
 
 from xamp.contract import Backend, BackendSpec, Cause, Failure
 from xamp.errors import BackendUnavailable
-from xamp.registry import causes
+from xamp.registry import causes, find_torch
 from xamp.registry.causes import TorchFailure, explain, explain_torch, full_text, one_line, table_of
 from xamp.registry.registry import BUILT_INS, Registry
 
@@ -335,3 +335,20 @@ def test_without_the_extension_the_same_installation_works(acme_site: Path) -> N
     found = doctor_finds(folder=acme_site, code=0, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert row_of(found, "acme", "xamp-acme 1.5")["usable"] is True
     assert found["environment"] == {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("1.13.0", False), ("2.9.1", False), ("2.12.1+cu121", False), ("2.13.0", True), ("2.14.0a0", True), ("3.0", True)],
+)
+def test_a_torch_that_is_too_old_is_refused(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = types.ModuleType("torch")
+    torch.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(find_torch, "_first_failure", None)
+    found = find_torch.find_torch()
+    if taken:
+        assert found is torch
+    else:
+        assert isinstance(found, TorchFailure)
+        assert found.reason == f"torch {version} is older than 2.13"

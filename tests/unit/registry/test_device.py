@@ -35,6 +35,17 @@ class OneXpu(Backend):
     pass
 
 
+class Busy(Backend):
+    """A card that another process has at its first probe."""
+
+    probes = 0
+
+    def probe(self) -> None:
+        Busy.probes += 1
+        if Busy.probes == 1:
+            raise RuntimeError("all devices are busy or unavailable")
+
+
 class Unplugged(Backend):
     def probe(self) -> None:
         raise xamp.BackendUnavailable("no card in the slot\nput one in")
@@ -46,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.delenv("XAMP_DEVICE", raising=False)
     monkeypatch.delenv("XAMP_BACKEND", raising=False)
     module = types.ModuleType(PLUGIN)
-    vars(module).update({one.__name__: one for one in (Cpu, TwoCards, OneXpu, Unplugged)})
+    vars(module).update({one.__name__: one for one in (Cpu, TwoCards, OneXpu, Busy, Unplugged)})
     monkeypatch.setitem(sys.modules, PLUGIN, module)
 
     def build(**backends: tuple[type[Backend], int]) -> None:
@@ -65,6 +76,16 @@ def test_without_an_accelerator_it_is_the_cpu(machine: Callable[..., None]) -> N
     assert xamp.device_type() == "cpu"
     assert xamp.is_available() is False
     assert xamp.distributed_backend() == "gloo"
+
+
+def test_a_card_that_was_busy_is_the_device_in_use_once_it_is_free(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Busy, "probes", 0)
+    machine(meta=(Busy, 100))
+    assert device_in_use.in_use().device == torch.device("cpu")
+    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
+    assert device_in_use.in_use().device == torch.device("meta")
 
 
 def test_an_index_means_nothing_on_the_cpu(machine: Callable[..., None]) -> None:

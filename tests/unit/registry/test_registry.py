@@ -547,11 +547,18 @@ class OutOfMemory(Backend):
     """Has no room at its first probes, as a GPU that another process has filled."""
 
     left = 0
+    says = "CUDA out of memory. Tried to allocate 20.00 MiB."
 
     def probe(self) -> None:
-        if type(self).left:
-            type(self).left -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        if OutOfMemory.left:
+            OutOfMemory.left -= 1
+            raise torch.OutOfMemoryError(self.says)
+
+
+class OutOfMemoryByName(OutOfMemory):
+    """The same, of a device whose text does not say it."""
+
+    says = "no block of 20.00 MiB is left"
 
 
 class NoRoomInTrial(NativeBackend):
@@ -565,7 +572,7 @@ class NoRoomInTrial(NativeBackend):
         super()._require_computing(device, dtype)
 
 
-@pytest.mark.parametrize("cls", [OutOfMemory, NoRoomInTrial])
+@pytest.mark.parametrize("cls", [OutOfMemory, OutOfMemoryByName, NoRoomInTrial])
 def test_a_failure_that_may_pass_is_tried_again(cls: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OutOfMemory, "left", 2)
     module = types.ModuleType("xamp_test_full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
+from xamp.scaling import fused
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -18,12 +20,12 @@ def test_half_parameters_without_masters_step_as_without_the_fused_form(lane: La
     if level not in lane.can.levels:
         pytest.skip(f"{lane} cannot run {level}")
     results = []
-    for fused in ("auto", False):
+    for form in ("auto", False):
         torch.manual_seed(0)
         model: Any = nn.Linear(8, 8).to(lane.device)
         optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
         told: dict[str, Any] = {"master_weights": False, "loss_scale": "dynamic", "init_scale": 64.0}
-        xamp.initialize(model, optimizer, level, fused=fused, verbosity=0, **told)
+        xamp.initialize(model, optimizer, level, fused=form, verbosity=0, **told)
         for step in range(4):
             optimizer.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(lane.device)
@@ -60,3 +62,34 @@ def test_required_fused_form_is_tried_in_the_dtype_that_is_stepped(level: str, d
         twin.step()
     for found, wanted in zip(xamp.master_params(optimizer), plain.parameters(), strict=True):
         assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
+    lane: Lane, momentum: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = torch._fused_sgd_
+
+    def without_momentum(*args: Any, **kwargs: Any) -> Any:
+        return right(*args, **{**kwargs, "momentum": 0.0})
+
+    monkeypatch.setattr(torch, "_fused_sgd_", without_momentum)
+    fused.is_right.cache_clear()
+    try:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(8, 8).to(lane.device)
+        reference = copy.deepcopy(model)
+        optimizer = SGD(model.parameters(), lr=0.125, momentum=momentum)
+        plain = SGD(reference.parameters(), lr=0.125, momentum=momentum)
+        xamp.initialize(model, optimizer, "O1", verbosity=0, init_scale=64.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            with xamp.scale_loss(sum_of(model), optimizer) as scaled:
+                scaled.backward()
+            sum_of(reference).backward()
+            optimizer.step()
+            plain.step()
+        torch.testing.assert_close(list(model.parameters()), list(reference.parameters()))
+    finally:
+        fused.is_right.cache_clear()

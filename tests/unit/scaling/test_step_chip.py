@@ -155,3 +155,16 @@ def test_the_flag_of_dropped_gradients_skips_nothing(chip: SaturatingBackend, le
     backward(model, optimizer)
     optimizer.step()
     assert outcome(optimizer) == "APPLIED"
+
+
+@pytest.mark.parametrize("level", SCALED)
+def test_a_block_inside_another_leaves_the_flag_that_the_outer_one_raised(chip: SaturatingBackend, level: str) -> None:
+    (outer, optimizer), (inner, other) = start(level), start(level)
+    still = picture(outer, optimizer)
+    with xamp.scale_loss(outer(torch.ones(7)), optimizer) as scaled:
+        scaled.backward()
+        chip.make_overflow_(outer.a.grad)
+        backward(inner, other)
+    optimizer.step()
+    assert outcome(optimizer) == "SKIPPED"
+    assert_same(picture(outer, optimizer), still)

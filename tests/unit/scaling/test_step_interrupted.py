@@ -165,7 +165,59 @@ def test_an_end_that_is_interrupted_leaves_no_half_of_it(level: str, monkeypatch
     optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_cleared_before_an_entry_that_is_interrupted_stay_cleared(level: str) -> None:
+    """The user clears those of the model's own parameters; the masters hold the values."""
+
+    def steps(n: int | None) -> tuple[list[torch.Tensor], int]:
+        model, optimizer = made(level)
+        backward(model, optimizer)
+        for param in model.parameters():
+            param.grad = None
+        block = xamp.scale_loss(model(X).square().mean(), optimizer)
+        with Fault("line", n) as fault:
+            block.__enter__()
+        if not fault.raised:
+            block.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+        backward(model, optimizer)
+        optimizer.step()
+        return [p.detach().clone() for p in xamp.master_params(optimizer)], fault.points
+
+    model, optimizer = made(level)
+    backward(model, optimizer)
+    optimizer.step()
+    expected = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    found, points = steps(None)
+    for n in range(points):
+        assert all(map(torch.equal, found, expected))
+        found, _ = steps(n)
+
+
 # --- step
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_step_whose_copy_into_the_model_is_interrupted_does_it_again(level: str) -> None:
+    class Interrupt(TorchDispatchMode):
+        left = 1
+
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._foreach_copy_.default and self.left:
+                self.left -= 1
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    model, optimizer = made(level)
+    backward(model, optimizer)
+    try:
+        with Interrupt(), pytest.raises(KeyboardInterrupt):  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
+    for param, master in zip(model.parameters(), xamp.master_params(optimizer), strict=True):
+        assert torch.equal(param, master.to(param.dtype))
+    assert xamp.session(optimizer).stats.applied == 1
 
 
 @pytest.mark.parametrize("level", [*LEVELS, "O0", "O3", "O4"])

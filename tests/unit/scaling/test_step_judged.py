@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -120,6 +121,25 @@ def test_a_loaded_run_goes_on_only_at_the_floor(scale: float, collapses: bool) -
     except LossScaleCollapsed:
         raised = True
     assert raised == collapses
+
+
+@pytest.mark.parametrize(("count", "late", "collapses"), [(1, False, True), (1, True, True), (2, False, False)])
+def test_a_loaded_run_goes_on_only_for_as_many_optimizers(count: int, late: bool, collapses: bool) -> None:
+    """Where they come ``late``, after the load, it goes on too."""
+    _, optimizer = start(fused=False, init_scale=1.0)
+    state = xamp.state_dict(optimizer)
+    state["optimizers"][0]["overflow_run"] = COLLAPSE_RUN - 1
+    models = [Dot() for _ in range(count)]
+    optimizers = [SGD(model.parameters(), lr=0.125) for model in models]
+    told: dict[str, Any] = {"level": "O1", "init_scale": 1.0, "fused": False, "verbosity": 0}
+    if late:
+        xamp.initialize(models, **told)
+        xamp.load_state_dict(state, models[0])
+    xamp.initialize(models, optimizers, **told)
+    if not late:
+        xamp.load_state_dict(state, models[0])
+    with pytest.raises(LossScaleCollapsed) if collapses else contextlib.nullcontext():
+        iterate(models[0], optimizers[0], overflow=True)
 
 
 def test_a_grad_scaler_that_never_backs_off_collapses_wherever_it_stands() -> None:

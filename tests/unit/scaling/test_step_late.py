@@ -76,6 +76,19 @@ def test_counts_wait_and_outcomes_are_those_of_the_step(lane: Lane) -> None:
 
 
 @pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("kind", ["xamp", "torch"])
+def test_steps_that_wait_to_be_counted_are_counted_by_a_load(lane: Lane, kind: str) -> None:
+    """A state of xamp has counts of its own, one of torch's GradScaler has none."""
+    model, optimizer = start(lane)
+    state = xamp.state_dict(optimizer, format=kind)
+    for overflow in (False, False, True, False):
+        one_step(lane, model, optimizer, overflow=overflow)
+    xamp.load_state_dict(state, optimizer)
+    stats = xamp.session(optimizer).stats
+    assert (stats.applied, stats.skipped) == ((0, 0) if kind == "xamp" else (3, 1))
+
+
+@pytest.mark.usefixtures("late")
 def test_a_step_decided_on_the_host_is_judged_after_those_still_waiting(lane: Lane) -> None:
     """A new parameter's first step ends a run of overflows; those before it must not be counted with those after."""
     model, optimizer = start(lane, init_scale=1.0)

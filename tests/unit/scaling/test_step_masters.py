@@ -11,6 +11,7 @@ from lanes import Lane
 from stepping import Dot, assert_follows, inputs, plain_iterate, run_backward, twin
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.errors import StateError, UnsupportedPolicy
@@ -179,3 +180,89 @@ def test_small_gradients_move_at_once_and_large_ones_in_chunks(monkeypatch: pyte
         with xamp.scale_loss(model(torch.ones(1, width)).sum(), optimizer) as scaled:
             scaled.backward()
     assert moved == [48] + [3] * 16
+
+
+def write(params: Iterable[torch.Tensor], value: float) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.fill_(value)
+
+
+def weights(model: nn.Module) -> set[float]:
+    """The values in a state dict."""
+    return {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}
+
+
+def forward(model: Any) -> None:
+    model(torch.ones(7, device=model.a.device))
+
+
+def fails_to_load(model: Any) -> None:
+    """Load a state, of which the last write into the model fails once."""
+
+    class Full(TorchDispatchMode):
+        left = 1
+
+        def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[0].data_ptr() == model.b.data_ptr() and self.left:
+                self.left -= 1
+                raise torch.OutOfMemoryError("put in by a test")
+            return func(*args, **(kwargs or {}))
+
+    state = xamp.state_dict(model)
+    with pytest.raises(torch.OutOfMemoryError), Full():  # type: ignore[no-untyped-call]
+        xamp.load_state_dict(state, model)
+
+
+@with_masters
+@pytest.mark.parametrize("between", [weights, forward, fails_to_load])
+def test_before_training_what_was_written_last_is_what_is_saved(
+    lane: Lane, level: str, between: Callable[[Any], Any]
+) -> None:
+    """Into the model's parameters or into the masters."""
+    model, optimizer, _ = start(lane, level)
+    write(xamp.master_params(optimizer), 0.5)
+    assert weights(model) == {0.5}
+    write(model.parameters(), 0.25)
+    between(model)
+    assert weights(model) == {0.25}
+    write(model.parameters(), 0.125)
+    between(model)
+    assert weights(model) == {0.125}
+    write(xamp.master_params(optimizer), 0.75)
+    between(model)
+    write(model.parameters(), 0.375)
+    assert weights(model) == {0.375}
+    between(model)
+    xamp.session(model).close()
+    assert weights(model) == {0.375}
+
+
+@with_masters
+def test_once_training_has_begun_the_masters_are_what_is_saved(lane: Lane, level: str) -> None:
+    """What is written into parameters then is lost, wherever the state is asked for between."""
+    model, optimizer, reference = start(lane, level)
+    x = inputs(1, lane)[0]
+    loss = model(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run_backward(loss, optimizer)
+    write(model.parameters(), 0.5)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    optimizer.step()
+    plain_iterate(reference, SGD(reference.parameters(), lr=0.125), x)
+    assert_follows(optimizer, reference)
+
+
+@with_masters
+def test_gradients_that_a_script_puts_into_cleared_masters_are_stepped(lane: Lane, level: str) -> None:
+    model, optimizer, reference = start(lane, level)
+    run_backward(model(inputs(1, lane)[0]), optimizer)
+    model.zero_grad()
+    held = optimizer.param_groups[0]["params"]
+    for master in held:
+        assert master.grad is None
+        master.grad = torch.ones_like(master)
+    optimizer.step()
+    for master, plain in zip(held, reference.parameters(), strict=True):
+        assert torch.equal(master, plain - 0.125)

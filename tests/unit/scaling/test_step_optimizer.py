@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,29 @@ def test_schedulers_advance_when_called_and_never_warn(
                 scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
             assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
     assert_follows(optimizer, reference)
+
+
+@all_levels
+@pytest.mark.parametrize("wraps", [False, True], ids=["before the scheduler", "around the scheduler's"])
+def test_a_step_of_the_users_is_called_where_a_scheduler_has_wrapped_one(lane: Lane, level: str, wraps: bool) -> None:
+    model: Any = Dot().to(lane.device)
+    optimizer: Any = SGD(model.parameters(), lr=0.125)
+    calls = []
+
+    def step(self: Any, *args: Any) -> None:
+        calls.append(args)
+        SGD.step(self, *args)
+
+    if wraps:
+        StepLR(optimizer, step_size=1)
+        optimizer.step = types.MethodType(functools.wraps(optimizer.step)(step), optimizer)
+    else:
+        optimizer.step = types.MethodType(step, optimizer)
+        StepLR(optimizer, step_size=1)
+    model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    for x in inputs(3, lane):
+        iterate(model, optimizer, x)
+    assert calls == [()] * 3
 
 
 @all_levels

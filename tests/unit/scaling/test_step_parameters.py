@@ -199,6 +199,8 @@ def test_a_group_may_hold_a_parameter_of_no_model(lane: Lane, level: str) -> Non
     for x in inputs(3, lane):
         optimizer.zero_grad()
         run_backward(model(x) + gain, optimizer)
+        assert gain.grad is not None
+        assert float(gain.grad) == 1.0
         optimizer.step()
         plain.zero_grad()
         (reference(x) + plain_gain).backward()

@@ -129,3 +129,16 @@ def test_many_half_gradients_of_one_word_are_summed_without_overflowing(lane: La
     plain.step()
     assert outcome(optimizer) == "APPLIED"
     assert_follows(optimizer, reference)
+
+
+def test_half_gradients_of_one_word_that_overflow_only_when_they_are_summed_skip_the_step(lane: Lane) -> None:
+    """Without masters the optimizer sums them in half precision. torch.amp sums them before it looks, too."""
+    model: Any = nn.Embedding(4, 2, sparse=True).to(lane.device)
+    told: dict[str, Any] = {"master_weights": False, "loss_scale": "dynamic", "init_scale": 1024.0}
+    model, optimizer = initialize(model, SGD(model.parameters(), lr=0.125), "O2", **told)
+    still = picture(model)
+    run_backward(model(torch.ones(128, dtype=torch.long, device=lane.device)).sum(), optimizer)
+    optimizer.step()
+    assert outcome(optimizer) == "SKIPPED"
+    assert xamp.loss_scale(optimizer) == 512.0
+    assert_same(picture(model), still)

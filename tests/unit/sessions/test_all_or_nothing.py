@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ def used(lane: Lane) -> tuple[Net, torch.optim.Optimizer]:
 
 
 @contextlib.contextmanager
-def refused(error: type[Exception], message: str, *objects: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
+def refused(error: type[BaseException], message: str, *objects: nn.Module | torch.optim.Optimizer) -> Iterator[None]:
     """The body raises ``error`` and ``objects`` are as they were."""
     before = Snapshot(*objects)
     with pytest.raises(error, match=message):
@@ -247,6 +248,42 @@ def test_any_failure_at_the_last_moment(
     monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
     with refused(failure, "at the last moment", model, optimizer):
         xamp.initialize(model, optimizer, level=level, keep_fp32=["head"], verbosity=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ctrl_c_while_the_settings_are_logged(level: str, lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
+    class Interrupt(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> NoReturn:
+            raise KeyboardInterrupt("while logging")
+
+    model, optimizer = used(lane)
+    caplog.set_level(logging.INFO, "xamp")
+    handler = Interrupt()
+    logging.getLogger("xamp").addHandler(handler)
+    try:
+        with refused(KeyboardInterrupt, "while logging", model, optimizer):
+            xamp.initialize(model, optimizer, level=level, verbosity=1)
+    finally:
+        logging.getLogger("xamp").removeHandler(handler)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_failure_after_the_step_counters_were_made_fp32(
+    level: str, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused kernels need them so. Under a default dtype of fp64, torch makes them fp64."""
+    model, optimizer = used(lane)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+    counters = {param: state["step"] for param, state in optimizer.state.items()}
+
+    def fail(*_: object) -> NoReturn:
+        raise MemoryError("at the last moment")
+
+    monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
+    with refused(MemoryError, "at the last moment", model, optimizer):
+        xamp.initialize(model, optimizer, level=level, verbosity=0)
+    assert all(optimizer.state[param]["step"] is counter for param, counter in counters.items())
 
 
 @pytest.mark.parametrize("level", LEVELS)

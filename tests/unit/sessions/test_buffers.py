@@ -91,7 +91,7 @@ def test_what_is_written_through_data_is_not_lost(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_load_leaves_what_is_not_persistent(level: str) -> None:
     model, _ = start(level)
-    model.load_state_dict({**model.state_dict(), "rotary.inverse": torch.ones(4)}, strict=False)
+    model.load_state_dict({**model.state_dict(), "rotary.inverse": torch.ones(8)}, strict=False)
     xamp.session(model).close()
     assert torch.equal(model.rotary.inverse, Rotary().inverse)
 
@@ -197,3 +197,13 @@ def test_no_buffer_is_named_where_nobody_asked(level: str, caplog: pytest.LogCap
         xamp.initialize(Counter(0.0), level=level, verbosity=0)
         xamp.initialize(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), level=level)
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_of_a_buffer_only_what_was_written_is_rounded(level: str) -> None:
+    model, _ = start(level)
+    model.mean[0] = 7.0
+    expected = torch.tensor([7.0, *Net().mean[1:].tolist()])
+    assert torch.equal(model.state_dict()["mean"], expected)
+    xamp.session(model).close()
+    assert torch.equal(model.mean, expected)

@@ -70,6 +70,11 @@ def guarded(lane: Lane) -> Guarded:
         (["extra"], 1, "unknown key 'extra'"),
         (["steps"], [], r"state\['steps'\]: must be a dict, and is list"),
         (["steps", "skipped"], -1, r"state\['steps'\]\['skipped'\]: must be a whole number from 0 to .*, and is -1"),
+        (
+            ["steps", "skipped"],
+            True,
+            r"state\['steps'\]\['skipped'\]: must be a whole number from 0 to .*, and is True",
+        ),
         (["steps", "other"], 1, r"state\['steps'\]: unknown key 'other'"),
         (["scalers"], {}, r"state\['scalers'\]: must be a list, and is dict"),
         (["scalers", 1], None, r"state\['scalers'\]\[1\]: must be a dict, and is NoneType"),

@@ -51,6 +51,19 @@ def test_the_scale_stops_at_one(lane: Lane) -> None:
     assert [loop((0,)) for _ in range(4)] == [2.0, 1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("exponent", [-149, -140, -126])
+def test_a_loaded_scale_whose_inverse_is_inf_in_fp32_becomes_the_smallest_that_works(lane: Lane, exponent: int) -> None:
+    """A collapsed run of another GradScaler leaves such a state."""
+    state = {**torch.amp.GradScaler("cpu").state_dict(), "scale": 2.0**exponent}
+    scaler = xamp.GradScaler()
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == 2.0**-126
+    loop = Loop(scaler, lane)
+    loop.backward()
+    scaler.unscale_(loop.optimizers[0])
+    assert torch.equal(loop.weights[0].grad, torch.ones(2, device=lane.device))  # type: ignore[arg-type]
+
+
 def test_a_floor_that_was_set_holds_from_then_on(lane: Lane) -> None:
     scaler = xamp.GradScaler(init_scale=64.0)
     scaler.min_loss_scale = 16
