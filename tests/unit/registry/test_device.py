@@ -88,6 +88,15 @@ def test_a_card_that_was_busy_is_the_device_in_use_once_it_is_free(
     assert device_in_use.in_use().device == torch.device("meta")
 
 
+def test_the_device_in_use_follows_the_variable(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(meta=(TwoCards, 100))
+    assert device_in_use.in_use().device == torch.device("meta")
+    monkeypatch.setenv("XAMP_DEVICE", "cpu")
+    assert device_in_use.in_use().device == torch.device("cpu")
+    monkeypatch.delenv("XAMP_DEVICE")
+    assert device_in_use.in_use().device == torch.device("meta")
+
+
 def test_an_index_means_nothing_on_the_cpu(machine: Callable[..., None]) -> None:
     machine()
     assert xamp.device(3) == torch.device("cpu")
