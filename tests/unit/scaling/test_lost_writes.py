@@ -62,6 +62,21 @@ def one_weight(model: nn.Module) -> None:
     nn.init.zeros_(model.get_submodule("0").weight)  # type: ignore[arg-type]
 
 
+def test_what_is_written_after_the_model_followed_its_masters_is_told(
+    loop: Loop, told: Callable[[], list[str]]
+) -> None:
+    model, optimizer = loop
+    step(loop)
+    with torch.no_grad():
+        for master in xamp.master_params(optimizer):
+            master.mul_(0.5)
+    model(torch.randn(8, 4))  # follows the masters
+    assert not told()
+    clamp(model)
+    step(loop)
+    assert len(told()) == 1
+
+
 @pytest.mark.parametrize("write", [clamp, clamp_data, new_data, one_weight])
 def test_writes_after_each_step_are_told_once(
     loop: Loop, told: Callable[[], list[str]], write: Callable[[nn.Module], None]
