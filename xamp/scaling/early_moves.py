@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp.scaling import masters, shards
+from xamp.scaling import masters
 
 __all__ = ["EarlyMoves", "is_worth_it"]
 
@@ -31,9 +31,9 @@ _SMALLER = 16
 
 
 def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
-    """Return whether ``pairs`` are large, on one device, and whole."""
+    """Return whether ``pairs`` are large, and on one device. They are whole: a shard has a process group."""
     least = _LEAST * max(1.0, len(pairs) / _FEW)
-    if sum(p.numel() for p, _ in pairs) < least or any(shards.is_dtensor(p) for p, _ in pairs):
+    if sum(p.numel() for p, _ in pairs) < least:
         return False
     return len({tensor.device for pair in pairs for tensor in pair}) == 1
 
@@ -41,8 +41,9 @@ def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
 class EarlyMoves:
     """The early moves of one ``scale_loss`` over one optimizer, from :meth:`start` to :meth:`stop`.
 
-    The hooks know this object weakly. They run in the threads of autograd, and only the first of these moves anything.
-    The parameter whose hook runs waits for a later one, because autograd still holds its gradient.
+    The hooks know this object weakly. On a CPU they run in the thread that called ``backward``, elsewhere in the one
+    that autograd has for the device. A hook in another thread ends the moves of this block: nothing may move while
+    another backward adds. The parameter whose hook runs waits for a later one: autograd still holds its gradient.
 
     Args:
         pairs: lowered parameters and their masters.
@@ -70,7 +71,8 @@ class EarlyMoves:
         self._size = 0  # elements of what is waiting
         least = sum(p.numel() for p, _ in pairs) / len(pairs) / _SMALLER
         self._master_of = {p: m for p, m in pairs if p.requires_grad and p.numel() >= least}
-        self._thread: int | None = None
+        self._thread = threading.get_ident() if pairs[0][0].is_cpu else None
+        self._ended = False
         self._stream = _current_stream(pairs[0][0].device)
         self._hook = _hook_of(weakref.ref(self))
 
@@ -90,13 +92,26 @@ class EarlyMoves:
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
     def clear(self) -> None:
-        """Lower the flag: the gradients that have moved were cleared."""
+        """Forget what has moved, and its overflow: all gradients were cleared."""
+        self.moved = self.is_moving = False
+        self._waiting, self._size = {}, 0
+        self._lower_flag()
+
+    def _lower_flag(self) -> None:
         if self.found_inf is not None:
             self.found_inf.zero_()
 
+    def has_none(self) -> bool:
+        """Return whether no master has a gradient: they were cleared, by whichever call."""
+        return all(master.grad is None for _, master in self._pairs)
+
+    def has_lost(self) -> bool:
+        """Return whether gradients of the last backward were taken from the model, after others of it had moved."""
+        return self.moved and any(p.grad is None and m.grad is not None for p, m in self._waiting.items())
+
     def note(self, param: nn.Parameter) -> None:
         """Take in that ``param`` has got its gradient; move a chunk if enough others are waiting."""
-        if self.is_moving or not self._is_ours():
+        if self.is_moving or self._ended or not self._is_ours():
             return
         if self._size >= self._limit:
             self._move()
@@ -109,9 +124,12 @@ class EarlyMoves:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-        return self._thread == thread and _current_stream(self._pairs[0][0].device) == self._stream
+        self._ended = self._thread != thread
+        return not self._ended and _current_stream(self._pairs[0][0].device) == self._stream
 
     def _move(self) -> None:
+        if self.moved and self.has_none():
+            self._lower_flag()
         chunk = [pair for pair in self._waiting.items() if pair[0].grad is not None]
         self._waiting, self._size = {}, 0
         if chunk:

@@ -236,8 +236,8 @@ class Engine:
         self,
         states: Sequence[OptimizerState],
         scaler: LossScaler,
-        entered: list[OptimizerState] | None = None,
-        delay_unscale: bool = True,
+        entered: list[OptimizerState] | None,
+        delay_unscale: bool,
     ) -> None:
         """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
 

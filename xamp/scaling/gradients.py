@@ -233,11 +233,19 @@ class Gradients:
         if early is None:
             return False
         early.stop()
-        if early.is_moving:
+        if early.moved and early.has_none():
+            early.clear()
+        if early.is_moving or early.has_lost():
+            what = (
+                "an exception came out of the backward while gradients moved into the masters, and the body of the "
+                "block went on. Let such an exception leave the block"
+                if early.is_moving
+                else "the body of the block took gradients from the model after a part of them had moved into the "
+                "masters. Change gradients after the block, or clear all of them by optimizer.zero_grad()"
+            )
             raise StateError(
-                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
-                "body of the block went on. All gradients of this optimizer are dropped, so run the whole iteration "
-                "again. Let such an exception leave the block."
+                f"scale_loss: {what}. All gradients of the optimizers of this block are dropped, so run the whole "
+                "iteration again."
             )
         if early.moved and early.found_inf is not None and found_inf is not None:
             torch.maximum(found_inf, early.found_inf, out=found_inf)

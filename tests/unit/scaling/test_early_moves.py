@@ -340,7 +340,7 @@ def test_gradients_stay_on_another_device_than_the_scale() -> None:
     assert hooks(model) == 0
 
 
-def test_parameters_on_two_devices_or_in_parts_stay() -> None:
+def test_parameters_on_two_devices_stay() -> None:
     whole = (nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)))
     assert early_moves.is_worth_it([whole])
     assert not early_moves.is_worth_it([whole, (nn.Parameter(torch.ones(4, device="meta")), whole[1])])
@@ -618,17 +618,57 @@ def test_zero_grad_inside_of_the_block(level: str, whose: str, to_none: bool) ->
     assert outcome(optimizer) == "APPLIED"
 
 
-def test_zero_grad_inside_of_the_block_forgets_an_early_overflow() -> None:
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_inside_of_the_block_forgets_an_early_overflow(whose: str) -> None:
     model, optimizer = after_two("O2")
     handle = model[-2].weight.register_hook(lambda grad: torch.full_like(grad, torch.inf))
     with xamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
         scaled.backward(retain_graph=True)
         handle.remove()
-        optimizer.zero_grad()
+        (optimizer if whose == "optimizer" else model).zero_grad()
         scaled.backward()
     optimizer.step()
     assert outcome(optimizer) == "APPLIED"
     assert xamp.loss_scale(optimizer) == 256.0
+
+
+def test_a_step_after_gradients_that_were_cleared_in_the_block_is_none() -> None:
+    model, optimizer = after_two("O2")
+    was = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    with xamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+        optimizer.zero_grad()
+    optimizer.step()
+    assert xamp.session(optimizer).stats.applied == 0
+    assert same(was, [p.detach() for p in xamp.master_params(optimizer)])
+
+
+def test_gradients_that_the_body_takes_from_the_model_are_an_error() -> None:
+    """A part of them has moved: the rest alone would be lost."""
+    model, optimizer = after_two("O2")
+    with (  # noqa: PT012
+        pytest.raises(StateError, match="took gradients from the model after a part of them had moved"),
+        xamp.scale_loss(loss_of(model, 1), optimizer) as scaled,
+    ):
+        scaled.backward()
+        for param in model.parameters():
+            param.grad = None
+    assert hooks(model) == 0
+    assert all(p.grad is None for p in (*model.parameters(), *xamp.master_params(optimizer)))
+    assert same(step_anew(model, optimizer), step_anew(*made("O2")))
+
+
+def test_after_an_interrupted_move_that_the_body_hides_zero_grad_begins_anew(moved: Moved) -> None:
+    model, optimizer = after_two("O2")
+    moved.interrupts = True
+    with xamp.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        with pytest.raises(KeyboardInterrupt):
+            scaled.backward(retain_graph=True)
+        optimizer.zero_grad()
+        scaled.backward()
+    twin, other = made("O2")
+    backward(twin, other, 1)
+    assert same(grads(optimizer), grads(other))
 
 
 def test_gradients_that_moved_count_though_no_others_came_at_the_end() -> None:
@@ -674,7 +714,7 @@ def test_two_optimizers_and_two_losses(level: str, losses: int, moved: Moved) ->
         assert same(found, run())
 
 
-def test_another_thread_moves_nothing(moved: Moved) -> None:
+def test_another_thread_ends_the_moves(moved: Moved) -> None:
     """Two threads would take gradients away from under each other."""
     model, optimizer = after_two("O2")
     before = len(moved.params)
@@ -682,10 +722,31 @@ def test_another_thread_moves_nothing(moved: Moved) -> None:
         thread = threading.Thread(target=lambda: scaled.backward(retain_graph=True))
         thread.start()
         thread.join()
-        first = len(moved.params)
-        assert first > before
         scaled.backward()
-        assert len(moved.params) == first
+    assert len(moved.params) == before
+
+
+def test_threads_whose_backwards_run_at_once_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O5", verbosity=0)
+    x = torch.randn(4, 256)
+    for _ in range(5):
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(x).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        one = [g.clone() for g in grads(optimizer)]
+        losses = [model(x).float().mean() for _ in range(4)]
+        with xamp.scale_loss(losses[0], optimizer):  # the scale of O5 is 1
+            threads = [threading.Thread(target=loss.backward) for loss in losses]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for all_of_them, single in zip(grads(optimizer), one, strict=True):
+            torch.testing.assert_close(all_of_them, 5 * single, rtol=0.02, atol=1e-6)
 
 
 def test_another_stream_moves_nothing(moved: Moved, monkeypatch: pytest.MonkeyPatch) -> None:
