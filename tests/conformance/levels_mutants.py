@@ -13,6 +13,7 @@ from mutants import Mutant, patched
 import xamp
 from xamp import policy
 from xamp.casting import active, autocast, forward, functions
+from xamp.casting import region as regions
 from xamp.casting.mark import Mark
 from xamp.ground import containers
 from xamp.ground.undo import Undo
@@ -106,6 +107,6 @@ MUTANTS = [
         "levels.registered_function",
         patched(functions, "_widest", lambda *_: torch.float16),
     ),
-    Mutant("sets another device's autocast", "levels.custom_operator", patched(forward, "mark_of", _of_another_device)),
+    Mutant("sets another device's autocast", "levels.custom_operator", patched(regions, "mark_of", _of_another_device)),
     Mutant("another default dtype", "levels.autocast", patched(autocast, "_in_use", _bf16_by_default)),
 ]
