@@ -91,6 +91,8 @@ _NOTHING = _Entry()
 _OUTSIDE = _Entry()
 """No backward has been entered: the gradients are what they were."""
 
+_DROPPED = "All gradients of the optimizers of this block are dropped, so run the whole iteration again."
+
 
 class Gradients:
     """The gradients of one optimizer.
@@ -235,17 +237,15 @@ class Gradients:
         early.stop()
         if early.moved and early.has_none():
             early.clear()
-        if early.is_moving or early.has_lost():
-            what = (
-                "an exception came out of the backward while gradients moved into the masters, and the body of the "
-                "block went on. Let such an exception leave the block"
-                if early.is_moving
-                else "the body of the block took gradients from the model after a part of them had moved into the "
-                "masters. Change gradients after the block, or clear all of them by optimizer.zero_grad()"
-            )
+        if early.is_moving:
             raise StateError(
-                f"scale_loss: {what}. All gradients of the optimizers of this block are dropped, so run the whole "
-                "iteration again."
+                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
+                f"body of the block went on. {_DROPPED} Let such an exception leave the block."
+            )
+        if early.has_lost():
+            raise StateError(
+                "scale_loss: the body of the block took gradients from the model after a part of them had moved into "
+                f"the masters. {_DROPPED} Change gradients after the block, or clear all by optimizer.zero_grad()."
             )
         if early.moved and early.found_inf is not None and found_inf is not None:
             torch.maximum(found_inf, early.found_inf, out=found_inf)
