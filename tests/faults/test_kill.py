@@ -101,17 +101,22 @@ def test_one_run_killed_again_and_again(
     lane: Lane, level: str, form: str, runs: Any, uninterrupted: Any, tmp_path: Path
 ) -> None:
     expected, rng = uninterrupted(lane, level, form), draw()
-    spec = spec_of(lane, level, form, tmp_path / "run")
     pause = expected.seconds / STEPS
-    kills, killed = 0, True
-    while killed:
-        moment = (rng.randrange(2), rng.uniform(0.0, 4 * pause)) if kills < 3 * KILLS else None
-        life = {**spec, "order": ORDERS[kills % len(ORDERS)], "seed": kills}
-        killed = runs(lane).run(life, moment).killed
-        kills += killed
+    kills = 0
+    for chain in range(5):
+        spec = spec_of(lane, level, form, tmp_path / f"run{chain}")
+        killed = True
+        while killed:
+            moment = (rng.randrange(2), rng.uniform(0.0, 4 * pause)) if kills < 3 * KILLS else None
+            life = {**spec, "order": ORDERS[kills % len(ORDERS)], "seed": kills}
+            killed = runs(lane).run(life, moment).killed
+            kills += killed
+        assert_same(ended(spec), expected.final)
+        if kills >= len(ORDERS):
+            break
+        pause /= 4  # it was measured while the machine had other work, so that few lives ended early
     print(f"{kills} kills")
     assert kills >= len(ORDERS), "each order was to be used"
-    assert_same(ended(spec), expected.final)
 
 
 @each_level
