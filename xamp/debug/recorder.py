@@ -31,7 +31,7 @@ from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = ["Recorder", "trace"]
 
-EVERY = 100
+EVERY = 200
 """By default, one step of so many is sampled."""
 
 DENSE = 10
