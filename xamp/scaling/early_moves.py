@@ -124,7 +124,8 @@ class EarlyMoves:
         thread = threading.get_ident()
         if self._thread is None:
             self._thread = thread
-        self._ended = self._thread != thread
+        if self._thread != thread:
+            self._ended = True  # never taken back: both threads may be here at once
         return not self._ended and _current_stream(self._pairs[0][0].device) == self._stream
 
     def _move(self) -> None:
