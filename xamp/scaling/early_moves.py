@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp.errors import StateError
 from xamp.scaling import masters
 
 __all__ = ["EarlyMoves", "is_worth_it"]
@@ -28,6 +29,8 @@ _FEW = 32
 
 _SMALLER = 16
 """A parameter this many times smaller than the mean gets no hook, which would take 8 us: biases, norms."""
+
+_DROPPED = "All gradients of the optimizers of this block are dropped, so run the whole iteration again."
 
 
 def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
@@ -90,6 +93,29 @@ class EarlyMoves:
                 del hooks[key]
             if not hooks:
                 param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+    def end(self, found_inf: torch.Tensor | None) -> bool:
+        """End the moves after the backward, and raise ``found_inf`` where they overflowed; return whether any moved.
+
+        Raises:
+            StateError: a part of the gradients is in the masters, and the rest is lost.
+        """
+        self.stop()
+        if self.moved and self.has_none():
+            self.clear()
+        if self.is_moving:
+            raise StateError(
+                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
+                f"body of the block went on. {_DROPPED} Let such an exception leave the block."
+            )
+        if self.has_lost():
+            raise StateError(
+                "scale_loss: the body of the block took gradients from the model after a part of them had moved into "
+                f"the masters. {_DROPPED} Change gradients after the block, or clear all by optimizer.zero_grad()."
+            )
+        if self.moved and self.found_inf is not None and found_inf is not None:
+            torch.maximum(found_inf, self.found_inf, out=found_inf)
+        return self.moved
 
     def clear(self) -> None:
         """Forget what has moved, and its overflow: all gradients were cleared."""

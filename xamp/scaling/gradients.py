@@ -91,8 +91,6 @@ _NOTHING = _Entry()
 _OUTSIDE = _Entry()
 """No backward has been entered: the gradients are what they were."""
 
-_DROPPED = "All gradients of the optimizers of this block are dropped, so run the whole iteration again."
-
 
 class Gradients:
     """The gradients of one optimizer.
@@ -234,23 +232,9 @@ class Gradients:
         early = self._early
         if early is None:
             return False
-        early.stop()
-        if early.moved and early.has_none():
-            early.clear()
-        if early.is_moving:
-            raise StateError(
-                "scale_loss: an exception came out of the backward while gradients moved into the masters, and the "
-                f"body of the block went on. {_DROPPED} Let such an exception leave the block."
-            )
-        if early.has_lost():
-            raise StateError(
-                "scale_loss: the body of the block took gradients from the model after a part of them had moved into "
-                f"the masters. {_DROPPED} Change gradients after the block, or clear all by optimizer.zero_grad()."
-            )
-        if early.moved and early.found_inf is not None and found_inf is not None:
-            torch.maximum(found_inf, early.found_inf, out=found_inf)
+        moved = early.end(found_inf)
         self._early = None
-        return early.moved
+        return moved
 
     def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
         scaled = self._scaled()
