@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xamp.scaling.scale import HISTORY_LAG
+from xamp.scaling.late_reads import HISTORY_LAG
 from xamp.testing import Lane, usable_lanes  # imported from here, so that pytest explains the asserts of its modules
 
 __all__ = ["Lane", "lag", "lower", "needs_dtype", "needs_values", "usable_lanes"]

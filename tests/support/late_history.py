@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from xamp.scaling.scale import DeviceState, History
+from xamp.scaling.late_reads import History
+from xamp.scaling.scale import DeviceState
 
 
 class _Arrived:

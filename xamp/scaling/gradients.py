@@ -25,71 +25,15 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import early_moves, foreach, masters, shards
+from xamp.scaling import early_moves, foreach, masters
+from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
+from xamp.scaling.unscaler import Unscaler
 from xamp.scaling.witness import GradientWitness
 
 __all__ = ["Gradients"]
-
-
-class _Pending:
-    """Describes gradients that are still scaled, because of ``delay_unscale`` or a wrapper that has yet to reduce them.
-
-    Attributes:
-        why: the reason, for messages.
-        overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
-        hidden: the wrapper keeps the gradients outside of any parameter's ``.grad``.
-    """
-
-    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
-        self.scaler = scaler
-        self.version = scaler.version
-        self.inverse = scaler.inverse.clone()
-        self.why = why
-        self.overflow = overflow
-        self.hidden = hidden
-
-
-class _Entry:
-    """The gradients as they were on entering ``scale_loss``.
-
-    After an exception in the body, they show whether the body changed the gradients.
-    """
-
-    def __init__(
-        self,
-        grads: Sequence[torch.Tensor] = (),
-        stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
-        *,
-        complete: bool = True,
-    ) -> None:
-        self.grads = grads
-        self.stash = stash  # (parameter, its gradient before)
-        self.versions = [g._version for g in grads]
-        self.complete = complete  # False: these are the gradients of before, and one operation changes them now
-
-    def was_multiplied(self) -> bool:
-        """Return whether the operation that was to multiply the gradients was run, on all of them."""
-        return all(g._version == v + 1 for g, v in zip(self.grads, self.versions, strict=True))
-
-    def untouched(self, now: Sequence[torch.Tensor]) -> bool:
-        """Return whether ``now`` holds the same tensors as on entry, and nobody has written to them."""
-        return len(now) == len(self.grads) and all(
-            a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
-        )
-
-    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs (gradient now, its value that was put aside), without gradients cleared in the meantime."""
-        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
-
-
-_NOTHING = _Entry()
-"""There were no gradients."""
-
-_OUTSIDE = _Entry()
-"""No backward has been entered: the gradients are what they were."""
 
 
 class Gradients:
@@ -99,7 +43,6 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
-        in_parts: some of ``plain`` are DTensors, so this rank has parts of them.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
         mixed: the next check also sees gradients that an earlier check has seen already.
@@ -117,7 +60,6 @@ class Gradients:
         self.plain: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
-        self.in_parts = False
         self.ready = False
         self.used: dict[int, None] = {}
         self.mixed = False
@@ -126,9 +68,10 @@ class Gradients:
         self._joins = policy.casts_parameters
         self._backend = backend
         self._fused = fused
+        self._unscaler = Unscaler(backend, fused, optimizer)
         self._optimizer = optimizer
-        self._pending: _Pending | None = None
-        self._entry = _OUTSIDE
+        self._pending: Pending | None = None
+        self._entry = OUTSIDE
         self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
         self._witness: GradientWitness | None = None  # see _new_witness
@@ -146,9 +89,8 @@ class Gradients:
                 else:
                     self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
-        self._uniform = len(set(map(foreach.kind, self.stepped))) <= 1
+        self._unscaler.fit(self.plain, self.stepped)
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
-        self.in_parts = any(map(shards.is_dtensor, self.plain))
         own_rules = self.leaves_lowered or self.sets_aside
         self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
         before, self._witness = self._witness, self._new_witness()
@@ -173,6 +115,11 @@ class Gradients:
         holders = [*self.stepped, *(p for p, _ in self.pairs)]
         return not any(bool(foreach.values(g).any()) for p in holders if (g := p.grad) is not None)
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether some of :attr:`plain` are DTensors, so that this rank has parts of them."""
+        return self._unscaler.in_parts
+
     # ---------------------------------------------------------------- into the scale
 
     @property
@@ -195,23 +142,23 @@ class Gradients:
         self.mixed = False
         # A backward() without scale_loss may have left lowered gradients: they count.
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
-            self._entry = _NOTHING
+            self._entry = NOTHING
             masters.transfer(self.pairs, None)
         existing = [g for p in self.plain for g in (p.grad,) if g is not None]
         if not existing:
-            self._entry = _NOTHING
+            self._entry = NOTHING
         elif not self._scales:
-            self._entry = _Entry(existing)
+            self._entry = Entry(existing)
         elif scaler.exact and self._in_fp32 and not self.sets_aside:
-            self._entry = _Entry(existing, complete=False)
+            self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
             self.mixed = True
-            self._entry = _Entry(existing)
+            self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
-            self._entry = _Entry(existing, stash, complete=False)
+            self._entry = Entry(existing, stash, complete=False)
             foreach.zero_(existing)
-            self._entry = _Entry(existing, stash)
+            self._entry = Entry(existing, stash)
 
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
@@ -236,14 +183,14 @@ class Gradients:
         self._early = None
         return moved
 
-    def _enter_pending(self, pending: _Pending, scaler: LossScaler) -> None:
+    def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
         scaled = self._scaled()
-        self._entry = _NOTHING
+        self._entry = NOTHING
         self.mixed = self.mixed and bool(scaled)
         if pending.version is not scaler.version:  # no two scalers have the same
             foreach.multiply_(scaled, scaler.scale * pending.inverse)
-            self._pending = _Pending(scaler, pending.why, pending.overflow, pending.hidden)
-        self._entry = _Entry(scaled)
+            self._pending = Pending(scaler, pending.why, pending.overflow, pending.hidden)
+        self._entry = Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
         """Return the gradients on the models' own parameters, which are scaled while gradients are pending."""
@@ -265,14 +212,14 @@ class Gradients:
         self.used[scaler.index] = None
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
-            self._unscale_list(grads, scaler, found_inf, self.plain)
+            self._unscaler.run(grads, scaler, found_inf, self.plain)
         moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf, first)
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
                 self._check_left_over([old for _, old in back], found_inf)
             foreach.add_(back)
-        self._entry = _OUTSIDE
+        self._entry = OUTSIDE
         self.ready = self.ready or bool(grads) or moved
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
@@ -293,65 +240,18 @@ class Gradients:
         if self._witness is not None:
             self._witness.leave()
         if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
-            self._met_sparse()
+            self._unscaler.met_sparse()
         return moved or moved_early
 
     def _finisher(
         self, scaler: LossScaler, found_inf: torch.Tensor | None
     ) -> Callable[[list[torch.Tensor]], None] | None:
-        if not self._scales:
-            return None
-        return lambda grads: self._unscale_list(grads, scaler, found_inf)
+        return self._unscaler.finisher(scaler, found_inf) if self._scales else None
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""
-        if grads and not self.sets_aside:
-            one = torch.ones_like(found_inf)
-            foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
-
-    def _unscale_list(
-        self,
-        grads: list[torch.Tensor],
-        scaler: LossScaler,
-        found_inf: torch.Tensor | None,
-        params: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Multiply ``grads`` by 1/scale and check them.
-
-        Args:
-            grads: the gradients.
-            scaler: the scale that they have.
-            found_inf: see :meth:`unscale`.
-            params: the parameters that hold ``grads`` as ``.grad``; empty where ``grads`` are new fp32 copies.
-        """
-        if not grads:
-            return
-        if found_inf is None:
-            foreach.multiply_(grads, scaler.inverse)
-            return
-        unscale_ = self._backend.unscale_
-        if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
-            grads = [*map(shards.local, grads)]
-        if self._uniform and grads[0].device == found_inf.device:
-            try:
-                unscale_(grads, found_inf, scaler.inverse)
-                return
-            except (RuntimeError, NotImplementedError):
-                # torch refuses sparse and complex gradients before it changes anything. To look for them first would
-                # cost 10 us at 300 gradients.
-                if not any(g.is_sparse or g.is_complex() for g in grads):
-                    raise
-        if any(g.is_sparse for g in grads):
-            self._met_sparse()
-            if params:
-                foreach.coalesce_half(params)
-                grads = [g for p in params for g in (p.grad,) if g is not None]
-        foreach.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
-
-    def _met_sparse(self) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self._fused.met_sparse(optimizer)
+        if not self.sets_aside:
+            self._unscaler.check(grads, found_inf)
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
@@ -362,8 +262,8 @@ class Gradients:
             foreach.multiply_([old for _, old in back], scaler.scale)
             foreach.add_(back)
             self.mixed = True
-        self._pending = _Pending(scaler, why, self._flag_so_far(scaler), hidden)
-        self._entry = _OUTSIDE
+        self._pending = Pending(scaler, why, self._flag_so_far(scaler), hidden)
+        self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
         """Return the chip's overflow flag, over all backwards since gradients are pending.
@@ -385,15 +285,15 @@ class Gradients:
         """
         if self._early is not None:
             self._early.stop()
-        entry, self._entry = self._entry, _NOTHING
-        if entry is not _OUTSIDE:
+        entry, self._entry = self._entry, NOTHING
+        if entry is not OUTSIDE:
             self._take_back(entry, scaler)
         if self._witness is not None and self._pending is None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
-        self._entry = _OUTSIDE
+        self._entry = OUTSIDE
         self._early = None
 
-    def _take_back(self, entry: _Entry, scaler: LossScaler) -> None:
+    def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
         if self._pending is not None:
             if not entry.untouched(self._scaled()):
                 self._drop()
@@ -410,7 +310,7 @@ class Gradients:
         elif entry.grads and self._scales:
             foreach.multiply_(entry.grads, scaler.inverse)
 
-    def _undo_entry(self, entry: _Entry, scaler: LossScaler) -> None:
+    def _undo_entry(self, entry: Entry, scaler: LossScaler) -> None:
         """Make the gradients again what they were, where the entry was interrupted before the body."""
         if entry.stash is not None:
             for grad, old in entry.to_put_back():
@@ -426,7 +326,7 @@ class Gradients:
             self._early.stop()
         self._drop()
         self._early = None
-        self._entry = _OUTSIDE
+        self._entry = OUTSIDE
         self.mixed = False
         self.forward_overflow = None
         if self._witness is not None:
@@ -447,7 +347,7 @@ class Gradients:
             if self._early is not None:
                 self._early.clear()
         if self._entry.stash is not None:
-            self._entry = _NOTHING
+            self._entry = NOTHING
 
     # ---------------------------------------------------------------- before a step
 

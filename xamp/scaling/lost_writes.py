@@ -16,7 +16,7 @@ import torch
 
 from xamp.ground.log import say
 from xamp.scaling import masters, shards
-from xamp.scaling.scale import copies_without_waiting, copy_without_waiting
+from xamp.scaling.late_reads import copies_without_waiting, copy_without_waiting
 
 __all__ = ["LostWrites", "warn_of_lost"]
 

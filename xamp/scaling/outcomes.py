@@ -19,8 +19,9 @@ from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
 from xamp.policy import levels_where
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.late_reads import History
 from xamp.scaling.replays import Replays
-from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, History, LossScaler, clock
+from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, LossScaler, clock
 
 __all__ = ["OutcomeOwner", "Outcomes", "Stats", "StepOutcome"]
 

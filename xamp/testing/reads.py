@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.registry import registry
 from xamp.scaling import outcomes
-from xamp.scaling.scale import DeviceState, History
+from xamp.scaling.late_reads import History
+from xamp.scaling.scale import DeviceState
 
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane

@@ -14,7 +14,7 @@ import xamp
 from xamp.errors import LossScaleCollapsed
 from xamp.policy import LEVELS
 from xamp.registry.registry import HOST
-from xamp.scaling.scale import HISTORY_LAG, copies_without_waiting
+from xamp.scaling.late_reads import HISTORY_LAG, copies_without_waiting
 from xamp.testing.exact import (
     Pair,
     assert_follows,

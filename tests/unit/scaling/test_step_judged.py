@@ -14,8 +14,9 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.errors import LossScaleCollapsed
+from xamp.scaling.late_reads import HISTORY_LAG
 from xamp.scaling.outcomes import Outcomes
-from xamp.scaling.scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState
+from xamp.scaling.scale import COLLAPSE_RUN, DeviceState
 from xamp.scaling.scope import Scope
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checkpoint

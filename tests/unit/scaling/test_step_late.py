@@ -14,8 +14,9 @@ from torch.optim import SGD, AdamW
 import xamp
 import xamp.scaling.fused
 from xamp.errors import LossScaleCollapsed
+from xamp.scaling.late_reads import HISTORY_LAG
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.scale import COLLAPSE_RUN, HISTORY_LAG, DeviceState
+from xamp.scaling.scale import COLLAPSE_RUN, DeviceState
 
 
 @pytest.fixture

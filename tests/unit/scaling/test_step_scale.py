@@ -29,7 +29,7 @@ from torch.optim import SGD, Optimizer
 
 import xamp
 from xamp.errors import LossScaleCollapsed
-from xamp.scaling.scale import HISTORY_LAG
+from xamp.scaling.late_reads import HISTORY_LAG
 
 scaled_levels = pytest.mark.parametrize("level", SCALED)
 both_forms = pytest.mark.parametrize("fused", [False, "auto"])

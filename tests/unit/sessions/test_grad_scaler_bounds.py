@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import xamp
 from xamp.errors import LossScaleCollapsed, PolicyError
-from xamp.scaling.scale import HISTORY_LAG
+from xamp.scaling.late_reads import HISTORY_LAG
 
 LARGEST = torch.finfo(torch.float32).max
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp.scaling.scale import HISTORY_LAG, LateNumber
+from xamp.scaling.late_reads import HISTORY_LAG, LateNumber
 
 NAMES = {"loss_scale", "steps_applied", "steps_skipped", "last_step_skipped", "grad_norm", "steps_late"}
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -168,8 +168,8 @@ def test_a_late_number_is_the_newest_that_has_arrived(monkeypatch: pytest.Monkey
         def detach(self) -> torch.Tensor:
             return self._value
 
-    monkeypatch.setattr("xamp.scaling.scale.copies_without_waiting", lambda _: True)
-    monkeypatch.setattr("xamp.scaling.scale.copy_without_waiting", copy)
+    monkeypatch.setattr("xamp.scaling.late_reads.copies_without_waiting", lambda _: True)
+    monkeypatch.setattr("xamp.scaling.late_reads.copy_without_waiting", copy)
     reader = LateNumber()
     read: Any = reader.read
     assert read(OnDevice(1.0)) == 1.0, "the first is waited for"
