@@ -386,6 +386,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not mutations:
             print(f"no mutation has {given.only!r} in its name or file")
             return 1
+        if all(each.equivalent for each in mutations):
+            print("\n".join(f"{each.name}: equivalent, because {each.equivalent}" for each in mutations))
+            return 0
     if given.sample is not None:
         seed = given.seed or _seed()
         real = [each for each in mutations if each.test]

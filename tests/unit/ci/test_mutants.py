@@ -65,3 +65,11 @@ test = "{test}"
     assert done.returncode == 1, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last == "1 of 2 mutations caught (50.0%), 0 equivalent; not caught: xamp/ground/containers.py: the same"
+
+
+def test_an_entry_without_a_test_runs_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ran all the tests there are: pytest was given none by name."""
+    monkeypatch.setattr(mutants, "prepare", lambda: pytest.fail("something is to be run"))
+    same = next(each for each in MUTATIONS if each.equivalent)
+    assert mutants.main(["--only", same.name]) == 0
+    assert same.equivalent in capsys.readouterr().out
