@@ -21,7 +21,6 @@ class Pending:
     """
 
     def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
-        self.scaler = scaler
         self.version = scaler.version
         self.inverse = scaler.inverse.clone()
         self.why = why

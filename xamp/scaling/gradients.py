@@ -246,7 +246,10 @@ class Gradients:
     def _finisher(
         self, scaler: LossScaler, found_inf: torch.Tensor | None
     ) -> Callable[[list[torch.Tensor]], None] | None:
-        return self._unscaler.finisher(scaler, found_inf) if self._scales else None
+        if not self._scales:
+            return None
+        run = self._unscaler.run
+        return lambda grads: run(grads, scaler, found_inf)
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -73,10 +73,6 @@ class Unscaler:
                 foreach.coalesce_half(params)
                 grads = [g for p in params for g in (p.grad,) if g is not None]
         foreach.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
-
-    def finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> Callable[[list[torch.Tensor]], None]:
-        """Return a function that does :meth:`run` for new fp32 copies of gradients."""
-        return lambda grads: self.run(grads, scaler, found_inf)
 
     def check(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Raise ``found_inf`` if one of ``grads`` is not finite, and leave their values."""
