@@ -50,6 +50,7 @@ LIMITS = (
         "a collective on a tensor in a private format that does not begin at its storage's begin",
         "torch_npu, ProcessGroupHCCL.cpp: check_npu_tensors_same_device",
     ),
+    Limit("an entry of hccl_config of another type than HCCL takes", "torch_npu 2.13.0, messages in libtorch_npu.so"),
     Limit("reductions of bits between cards", "torch_npu, ProcessGroupHCCL.cpp: getHcclReduceOp"),
     Limit("attention as one operator on chips before Atlas A2", "op-plugin, torch_npu-npu_fusion_attention.md"),
     Limit("more memory than the chip has", "the chips' data sheets; chips.py has the numbers"),

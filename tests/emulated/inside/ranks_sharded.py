@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -100,6 +102,115 @@ def work_that_is_waited_for() -> None:
     for each in dist.batch_isend_irecv(sends):
         each.wait()
     assert got[0].item() == (RANK - 1) % WORLD
+
+
+def to_oneself_in_a_batch() -> None:
+    """As ``all_to_all`` made of sends and receives does; gloo has no way from a rank to itself."""
+    sent = [full(10 * RANK + rank) for rank in range(WORLD)]
+    got = [torch.empty(4, device=NPU) for _ in range(WORLD)]
+    works = [dist.P2POp(dist.irecv, x, rank) for rank, x in enumerate(got)]
+    works += [dist.P2POp(dist.isend, x, rank) for rank, x in enumerate(sent)]
+    for each in dist.batch_isend_irecv(works):
+        each.wait()
+    assert [x[0].item() for x in got] == [10 * rank + RANK for rank in range(WORLD)]
+    with pytest.raises(RuntimeError, match=r"must receive in the same batch .*sent: \[\(4, .*\], received: \[\]"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, full(1), RANK)])
+    with pytest.raises(RuntimeError, match=r"must receive in the same batch .*sent: \[\], received: \[\(4, "):
+        dist.irecv(full(1), RANK)
+
+
+def private_formats_with_offsets_are_refused() -> None:
+    torch_npu = sys.modules["torch_npu"]
+    torch_npu.npu.config.allow_internal_format = True
+    try:
+        x = torch_npu.npu_format_cast(torch.ones(64, 16, device=NPU), 29)[32:]
+    finally:
+        torch_npu.npu.config.allow_internal_format = False
+    group = dist.new_group()  # a batch whose body raises leaves torch's record of its group open
+    peer = (RANK + 1) % WORLD
+    backend: Any = group._get_backend(NPU)
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: dist.send(x, peer),
+        lambda: dist.recv(x, peer),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer, group)]),
+        lambda: dist.all_reduce(x),
+        lambda: backend.all_gather_into_tensor_uneven(torch.empty(64, 16, device=NPU), x),
+    )
+    for call in refused:
+        with pytest.raises(RuntimeError, match="internal format, it's storage_offset must be 0"):
+            call()
+
+
+def what_torch_npu_adds_to_a_group() -> None:
+    backend: Any = dist.new_group()._get_backend(NPU)
+    torch_npu: Any = sys.modules["torch_npu"]
+    hccl: Any = torch_npu._C._distributed_c10d.ProcessGroupHCCL
+    assert isinstance(backend, hccl)
+    backend._set_hccl_comm_name("mine")
+    assert backend.get_hccl_comm_name(RANK, init_comm=False) == ""
+    assert backend.get_hccl_comm_name(RANK) == "mine"
+    for name, told in (
+        ("", "length of the name"),
+        ("other", "called 'mine' already"),
+        ("x" * 128, "length of the name"),
+    ):
+        with pytest.raises(RuntimeError, match=told):
+            backend._set_hccl_comm_name(name)
+    sizes = RANKS
+    mine, whole = torch.full((RANK + 1, 2), float(RANK), device=NPU), torch.empty(TOTAL, 2, device=NPU)
+    torch_npu.distributed.all_gather_into_tensor_uneven(whole, mine.requires_grad_(), sizes)
+    wanted = [float(rank) for rank in range(WORLD) for _ in range(rank + 1)]
+    assert whole[:, 1].tolist() == wanted
+    for splits, told in (([TOTAL], "splits not equal"), ([], "does not divide equally")):
+        with pytest.raises(RuntimeError, match=told):
+            torch_npu.distributed.all_gather_into_tensor_uneven(whole, mine, splits)
+    with pytest.raises(RuntimeError, match="same type"):
+        torch_npu.distributed.all_gather_into_tensor_uneven(whole, mine.half(), sizes)
+    torch_npu.distributed.reduce_scatter_tensor_uneven(mine, whole + RANK, sizes, dist.ReduceOp.AVG)
+    assert mine.flatten().tolist() == [RANK + (WORLD - 1) / 2] * (2 * (RANK + 1))
+    counts = [[1 + 2 * source + target for target in range(WORLD)] for source in range(WORLD)]
+    sent = torch.cat([torch.full((n,), 10.0 * RANK + target) for target, n in enumerate(counts[RANK])]).to(NPU)
+    got = torch.empty(sum(row[RANK] for row in counts), device=NPU)
+    torch_npu.distributed.all_to_all_vc(got, sent, counts)
+    assert got.tolist() == [10.0 * source + RANK for source, row in enumerate(counts) for _ in range(row[RANK])]
+
+
+def sends_and_receives_in_a_group() -> None:
+    """Each rank sends before it receives, and waits for both: what waits for a group waits for nothing."""
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(NPU)
+    got = torch.empty(4, device=NPU)
+    backend._group_start()
+    dist.send(full(RANK), (RANK + 1) % WORLD)
+    dist.recv(got, (RANK - 1) % WORLD)
+    backend._group_end()
+    assert got[0].item() == (RANK - 1) % WORLD
+    with pytest.raises(RuntimeError, match="does not support recv"):
+        dist.recv(got)
+
+
+def options_of_hccl_are_checked_at_the_first_collective() -> None:
+    make: Any = sys.modules["torch_npu"]._C._distributed_c10d.ProcessGroupHCCL.Options
+    for config, told in (
+        ({"group_name": 1}, "Value type of group_name should be string"),
+        ({"hccl_sdma_qos": "1"}, "Value type of hccl_sdma_qos should be int"),
+        ({"hccl_exec_timeout": 2**31}, r"exceeds INT32_MAX\(2147483647\)"),
+    ):
+        options = make()
+        options.hccl_config = config
+        group = dist.new_group(backend="hccl", pg_options=options)
+        with pytest.raises(RuntimeError, match=told):
+            dist.all_reduce(full(1), group=group)
+    options.hccl_config = {"hccl_buffer_size": 200, "hccl_exec_timeout": -1}
+    groups = [dist.new_group(backend="hccl", pg_options=options) for _ in range(2)]
+    options.hccl_config = {}
+    names = set()
+    for group in groups:
+        dist.all_reduce(x := full(1), group=group)
+        assert x[0].item() == WORLD
+        backend: Any = group._get_backend(NPU)
+        assert backend.options.hccl_config["hccl_buffer_size"] == 200
+        names.add(backend.get_hccl_comm_name(RANK))
+    assert len(names) == 2
 
 
 def groups_of_some() -> None:
@@ -237,6 +348,11 @@ CASES: tuple[Callable[[], None], ...] = (
     coalesced,
     objects,
     work_that_is_waited_for,
+    to_oneself_in_a_batch,
+    private_formats_with_offsets_are_refused,
+    what_torch_npu_adds_to_a_group,
+    sends_and_receives_in_a_group,
+    options_of_hccl_are_checked_at_the_first_collective,
     groups_of_some,
     fsdp1,
     fsdp1_with_original_parameters,
