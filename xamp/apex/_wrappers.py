@@ -66,7 +66,7 @@ def _lowering(original: _Call, name: str, change: Change) -> _Call:
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            return original(*args, **kwargs)
+            return original(*args, **kwargs) if kwargs else original(*args)
         casting = here()
         if casting is None or not casting.active:
             return original(*args, **kwargs)
@@ -89,7 +89,7 @@ def _raising(original: _Call, name: str, change: Change, always: bool = False) -
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            return original(*args, **kwargs)
+            return original(*args, **kwargs) if kwargs else original(*args)
         casting = here()
         if casting is None or not (casting.active or always):
             return original(*args, **kwargs)
@@ -114,7 +114,7 @@ def _promoting(original: _Call, name: str, change: Change) -> _Call:
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
                 break
         else:
-            return original(*args, **kwargs)
+            return original(*args, **kwargs) if kwargs else original(*args)
         casting = here()
         if casting is None or not casting.active:
             return original(*args, **kwargs)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from xamp.debug.measured import Row
-from xamp.debug.picture import figure, save
 
 __all__ = ["Advice", "Profile"]
 
@@ -135,6 +134,8 @@ class Profile:
         Raises:
             PolicyError: matplotlib is not installed (``pip install 'xamp[debug]'``), or the file cannot be written.
         """
+        from xamp.debug.picture import figure, save  # 3 ms with the page it draws beside, for those who draw
+
         call = f"profile.plot({str(path)!r})"
         rows = [row for row in self.rows if row.module] or list(self.rows)
         rows = sorted(sorted(rows, key=lambda row: -row.own)[:30], key=self.rows.index)

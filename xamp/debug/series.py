@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 from xamp.debug.trace_file import Run, Sample
@@ -71,6 +70,8 @@ def module_order(*runs: Run) -> dict[str, int]:
 
 def fluctuation(values: Sequence[float]) -> float:
     """Return how much a series changes from one step to the next, relative to itself: the median."""
+    import statistics  # 2 ms, which a program that compares nothing need not pay
+
     changes = [
         abs(b - a) / max(abs(a), abs(b))
         for a, b in itertools.pairwise(values)

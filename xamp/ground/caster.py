@@ -122,21 +122,22 @@ def _is_plain_dataclass(kind: type) -> bool:
 def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
     tensor, others, to = _of_tensors(dtype)
     names = tuple(field.name for field in dataclasses.fields(kind))
-    missing = object()
 
     def cast_dataclass(value: Any) -> Any:
-        made, fields = value, value.__dict__
+        made, given = value, value.__dict__
         for name in names:
-            item = fields.get(name, missing)
-            if item is missing:  # a default that only the class has
-                item = getattr(value, name, None)
-            new = (to(item) if item.dtype in others else item) if type(item) is tensor else cast(item)
-            if new is not item:
-                if made is value:
-                    made = object.__new__(kind)  # no __post_init__: its checks ran when the value was made
-                    fields = made.__dict__
-                    fields.update(value.__dict__)
-                fields[name] = new  # frozen ones too
+            item = given[name] if name in given else getattr(value, name, None)  # a default that only the class has
+            if type(item) is tensor:
+                if item.dtype not in others:
+                    continue
+                new = to(item)
+            elif (new := cast(item)) is item:
+                continue
+            if made is value:
+                made = object.__new__(kind)  # no __post_init__: its checks ran when the value was made
+                fields = made.__dict__
+                fields.update(given)
+            fields[name] = new  # frozen ones too
         return made
 
     return cast_dataclass
