@@ -135,7 +135,7 @@ def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
                 continue
             if made is value:
                 made = object.__new__(kind)  # no __post_init__: its checks ran when the value was made
-                fields = made.__dict__
+                fields: dict[str, Any] = made.__dict__
                 fields.update(given)
             fields[name] = new  # frozen ones too
         return made
