@@ -126,11 +126,16 @@ def _promoting(original: _Call, name: str, change: Change) -> _Call:
 
 _TEMPLATE = """
 def wrapper({parameters}):
-    if {plain}:
+    try:
+        _plain = {plain}
+    except AttributeError:  # no tensor
+        _plain = False
+    if _plain:
         return _original({arguments})
     return _unchecked({arguments})
 """
-_PLAIN = "({0} is None or ((_k := type({0})) is _T or _k is _P) and (_d := {0}.dtype) is not _H and _d is not _B)"
+_PLAIN = "({0} is None or (_d := {0}.dtype) is not _H and _d is not _B)"
+"""What is neither fp16 nor bf16 is cast by no rule, whatever its type."""
 
 
 def _generated(original: _Call, name: str, change: Change) -> _Call | None:
@@ -144,7 +149,7 @@ def _generated(original: _Call, name: str, change: Change) -> _Call | None:
     found = _code(original)
     if found is None:
         return None
-    names = {"_T": Tensor, "_P": Parameter, "_H": HALF, "_B": BFLOAT16, "_original": original, **found[1]}
+    names = {"_H": HALF, "_B": BFLOAT16, "_original": original, **found[1]}
     names["_unchecked"] = _unchecked(original, name, change, always=False)
     exec(found[0], names)
     written: _Call = names["wrapper"]
