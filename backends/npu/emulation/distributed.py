@@ -27,6 +27,7 @@ from xamp.backends.npu.emulation.hccl import (
     refuse_offsets,
 )
 from xamp.backends.npu.emulation.reductions import tensors_of
+from xamp.backends.npu.emulation.uneven import UNEVEN
 
 __all__ = ["KERNELS", "install"]
 
@@ -96,15 +97,16 @@ def _is_group(value: torch.ScriptObject) -> bool:
 
 def _collective(name: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
-    returns = len(operator._schema.returns)
+    returns, uneven = len(operator._schema.returns), UNEVEN.get(name)
 
     def kernel(*args: Any) -> Any:
         with aside():
             index, crossed = _crossed(f"c10d::{name}", args)
             if name in _FLAT:
                 crossed[:2] = map(_flattened, crossed[:2])
-            made = operator(*crossed)
-            _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
+            if uneven is None or not uneven(*crossed):
+                made = operator(*crossed)
+                _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
             arithmetic.settle(crossed[0], index)
         work = finished(tensors_of(args[0])).boxed()
         return (args[0], work) if returns > 1 else work

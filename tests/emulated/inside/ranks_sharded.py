@@ -54,6 +54,25 @@ def lists_of_tensors() -> None:
     assert uneven.tolist() == [float(rank) for rank in range(WORLD) for _ in range(rank + 1)]
 
 
+def lists_of_different_sizes() -> None:
+    """Each rank has a shape of its own; gloo alone refuses that."""
+    shapes = [(rank + 1, 2) for rank in range(WORLD)]
+    parts = [torch.zeros(shape, device=NPU) for shape in shapes]
+    dist.all_gather(parts, torch.full(shapes[RANK], RANK + 1.0, device=NPU))
+    assert [part.tolist() for part in parts] == [[[rank + 1.0] * 2] * (rank + 1) for rank in range(WORLD)]
+    for operation, wanted in ((dist.ReduceOp.SUM, float(TOTAL)), (dist.ReduceOp.MAX, float(WORLD))):
+        out = torch.empty(shapes[RANK], device=NPU)
+        dist.reduce_scatter(out, [torch.full(shape, RANK + 1.0, device=NPU) for shape in shapes], operation)
+        assert out.flatten().tolist() == [wanted] * (2 * (RANK + 1))
+    out = torch.empty(shapes[RANK], device=NPU)
+    dist.reduce_scatter(out, [torch.full(shape, RANK + 1.0, device=NPU) for shape in shapes], dist.ReduceOp.AVG)
+    assert out.flatten().tolist() == [TOTAL / WORLD] * (2 * (RANK + 1))
+    sent = [torch.full((RANK + 1, 3), 10.0 * RANK + target, device=NPU) for target in range(WORLD)]
+    got = [torch.empty(3, source + 1, device=NPU).t() for source in range(WORLD)]  # not contiguous
+    dist.all_to_all(got, sent)
+    assert [x.tolist() for x in got] == [[[10.0 * source + RANK] * 3] * (source + 1) for source in range(WORLD)]
+
+
 def coalesced() -> None:
     """How DDP's buffers and FSDP2's gathers go."""
     tensors = [full(RANK + 1), full(2 * RANK)]
@@ -345,6 +364,7 @@ def ddp_that_accumulates_and_leaves_parameters_unused() -> None:
 CASES: tuple[Callable[[], None], ...] = (
     to_one_and_from_one,
     lists_of_tensors,
+    lists_of_different_sizes,
     coalesced,
     objects,
     work_that_is_waited_for,

@@ -1,0 +1,71 @@
+"""Collectives of lists whose tensors differ in size: HCCL takes them, and gloo, which moves the bytes here, does not.
+
+A gather is one broadcast by each rank, and what is scattered is reduced part by part, as torch_npu does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["UNEVEN"]
+
+_c10d: Any = torch.ops.c10d
+_Group: Any = dist.ProcessGroup
+_Work: Any = torch._C._distributed_c10d.Work  # type: ignore[attr-defined]
+
+
+def _wait(made: Any) -> None:
+    _Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made).wait()
+
+
+def _is_even(tensors: list[torch.Tensor]) -> bool:
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+def _allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Any, *_: Any) -> bool:
+    if _is_even([*outputs[0], inputs[0]]):
+        return False
+    rank = _Group.unbox(group).rank()
+    for root, output in enumerate(outputs[0]):
+        moved = inputs[0].reshape(-1).clone() if root == rank else output.new_empty(output.numel())
+        _wait(_c10d.broadcast_.default([moved], group, root, 0))
+        output.copy_(moved.view(output.shape))
+    return True
+
+
+def _reduce_scatter(
+    outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Any, operation: Any, *_: Any
+) -> bool:
+    if _is_even([*inputs[0], outputs[0]]):
+        return False
+    rank = _Group.unbox(group).rank()
+    for target, part in enumerate(inputs[0]):
+        reduced = part.reshape(-1).clone()
+        _wait(_c10d.allreduce_.default([reduced], group, operation, None))
+        if target == rank:
+            outputs[0].copy_(reduced.view(outputs[0].shape))
+    return True
+
+
+def _alltoall(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, *_: Any) -> bool:
+    if _is_even([*outputs, *inputs]):
+        return False
+    sizes = [[tensor.numel() for tensor in side] for side in (outputs, inputs)]
+    received = outputs[0].new_empty(sum(sizes[0]))
+    sent = torch.cat([tensor.reshape(-1) for tensor in inputs])
+    _wait(_c10d.alltoall_base_.default(received, sent, group, *sizes))
+    for output, part in zip(outputs, received.split(sizes[0]), strict=True):
+        output.copy_(part.view(output.shape))
+    return True
+
+
+UNEVEN: dict[str, Callable[..., bool]] = {
+    "allgather_": _allgather,
+    "reduce_scatter_": _reduce_scatter,
+    "alltoall_": _alltoall,
+}
+"""By operator: what does it where sizes differ, with the arguments as CPU tensors, and tells whether it did."""
