@@ -24,9 +24,9 @@ from xamp.backends.npu.emulation.hccl import (
     close_batch,
     finished,
     open_batch,
-    refuse_offsets,
 )
 from xamp.backends.npu.emulation.reductions import tensors_of
+from xamp.backends.npu.emulation.refusals import peers, refuse
 from xamp.backends.npu.emulation.uneven import UNEVEN
 
 __all__ = ["KERNELS", "install"]
@@ -83,8 +83,8 @@ def _shadowed(group: Any) -> Any:
 
 
 def _crossed(name: str, args: Any) -> tuple[int, list[Any]]:
-    refuse_offsets(tensors_of(args))
-    crossing = Crossing(name)
+    refuse(name, args)
+    crossing = Crossing(f"c10d::{name}")
     crossed = [
         _shadowed(arg) if isinstance(arg, torch.ScriptObject) and _is_group(arg) else crossing.over(arg) for arg in args
     ]
@@ -101,12 +101,13 @@ def _collective(name: str) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         with aside():
-            index, crossed = _crossed(f"c10d::{name}", args)
+            index, crossed = _crossed(name, args)
             if name in _FLAT:
                 crossed[:2] = map(_flattened, crossed[:2])
-            if uneven is None or not uneven(*crossed):
-                made = operator(*crossed)
-                _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
+            with peers():
+                if uneven is None or not uneven(*crossed):
+                    made = operator(*crossed)
+                    _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
             arithmetic.settle(crossed[0], index)
         work = finished(tensors_of(args[0])).boxed()
         return (args[0], work) if returns > 1 else work
@@ -128,7 +129,7 @@ def _peer_to_peer(name: str) -> Callable[..., Any]:
         outer = batch()
         started = Batch() if outer is None else outer
         try:
-            refuse_offsets(tensors)
+            refuse(name, (tensors,))
             with aside():
                 shadow, memory = _shadowed(group), [_holding(tensor) for tensor in tensors]
                 if peer == _Group.unbox(group).rank():

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xamp.backends.npu.emulation import deviations
 from xamp.backends.npu.emulation.crossing import Crossing, aside, over
 from xamp.backends.npu.emulation.reductions import tensors_of
+from xamp.backends.npu.emulation.refusals import peers, refuse_offsets
 
-__all__ = ["Batch", "EmulatedHccl", "batch", "close_batch", "finished", "open_batch", "refuse_offsets"]
+__all__ = ["Batch", "EmulatedHccl", "batch", "close_batch", "finished", "open_batch"]
 
 _NPU = torch.device("npu")
 _CPU = torch.device("cpu")
@@ -68,8 +68,9 @@ class Batch:
         Raises:
             RuntimeError: this rank sends to itself and does not receive that, or the other way round.
         """
-        for work in self._works:
-            work.wait()
+        with peers():
+            for work in self._works:
+                work.wait()
         sizes = [[(each.numel(), each.dtype) for each in side] for side in (self._sent, self._received)]
         if sizes[0] != sizes[1]:
             raise RuntimeError(
@@ -323,15 +324,3 @@ def finished(tensors: list[torch.Tensor]) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future(devices=[torch.device("npu", index) for index in devices])
     future.set_result(tensors)
     return _c10d._create_work_from_future(future)
-
-
-def refuse_offsets(tensors: list[torch.Tensor]) -> None:
-    """Refuse tensors in a private format that do not begin at their storage's begin, as torch_npu does.
-
-    Raises:
-        RuntimeError: one of ``tensors`` is such.
-    """
-    if deviations.has_private() and any(
-        tensor.storage_offset() and deviations.is_private(tensor) for tensor in tensors
-    ):
-        raise RuntimeError("For a tensor of internal format, it's storage_offset must be 0 (emulated Ascend)")

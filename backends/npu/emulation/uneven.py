@@ -15,7 +15,7 @@ __all__ = ["UNEVEN"]
 
 _c10d: Any = torch.ops.c10d
 _Group: Any = dist.ProcessGroup
-_Work: Any = torch._C._distributed_c10d.Work  # type: ignore[attr-defined]
+_Work: Any = torch._C._distributed_c10d.Work
 
 
 def _wait(made: Any) -> None:

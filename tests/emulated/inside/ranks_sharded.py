@@ -68,7 +68,7 @@ def lists_of_different_sizes() -> None:
     dist.reduce_scatter(out, [torch.full(shape, RANK + 1.0, device=NPU) for shape in shapes], dist.ReduceOp.AVG)
     assert out.flatten().tolist() == [TOTAL / WORLD] * (2 * (RANK + 1))
     sent = [torch.full((RANK + 1, 3), 10.0 * RANK + target, device=NPU) for target in range(WORLD)]
-    got = [torch.empty(3, source + 1, device=NPU).t() for source in range(WORLD)]  # not contiguous
+    got = [torch.empty(source + 1, 3, device=NPU) for source in range(WORLD)]
     dist.all_to_all(got, sent)
     assert [x.tolist() for x in got] == [[[10.0 * source + RANK] * 3] * (source + 1) for source in range(WORLD)]
 
@@ -158,6 +158,31 @@ def private_formats_with_offsets_are_refused() -> None:
     for call in refused:
         with pytest.raises(RuntimeError, match="internal format, it's storage_offset must be 0"):
             call()
+
+
+def what_torch_npu_refuses_before_hccl() -> None:
+    across = torch.ones(2, 3, device=NPU).t()
+    images = torch.ones(1, 3, 3, 2, device=NPU).permute(0, 3, 1, 2)
+    dist.all_reduce(images)
+    assert images[0, 0, 0, 0].item() == WORLD
+    refused: tuple[Callable[[], object], ...] = (
+        lambda: dist.all_reduce(across),
+        lambda: dist.broadcast(across, 0),
+        lambda: dist.reduce(across, 0),
+        lambda: dist.send(across, (RANK + 1) % WORLD),
+        lambda: dist.all_gather([torch.ones(3, 2, device=NPU)] * WORLD, across),
+        lambda: dist.reduce_scatter(across, [torch.ones(3, 2, device=NPU)] * WORLD),
+        lambda: dist.all_to_all([torch.ones(3, 2, device=NPU)] * WORLD, [across] * WORLD),
+        lambda: dist.all_to_all_single(torch.ones(2 * WORLD, 3, device=NPU), torch.ones(3, 2 * WORLD, device=NPU).t()),
+    )
+    for call in refused:
+        with pytest.raises(RuntimeError, match="Tensors must be contiguous"):
+            call()
+    other = torch.ones(4, device=f"npu:{(RANK + 1) % WORLD}")
+    with pytest.raises(RuntimeError, match="tensors to reduce_scatter must all reside on the same device"):
+        dist.reduce_scatter(full(1), [other] * WORLD)
+    with pytest.raises(RuntimeError, match="tensors to scatter/gather must all reside on the same device"):
+        dist.all_gather([full(1)] * WORLD, other)
 
 
 def what_torch_npu_adds_to_a_group() -> None:
@@ -370,6 +395,7 @@ CASES: tuple[Callable[[], None], ...] = (
     work_that_is_waited_for,
     to_oneself_in_a_batch,
     private_formats_with_offsets_are_refused,
+    what_torch_npu_refuses_before_hccl,
     what_torch_npu_adds_to_a_group,
     sends_and_receives_in_a_group,
     options_of_hccl_are_checked_at_the_first_collective,

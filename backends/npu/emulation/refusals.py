@@ -1,0 +1,89 @@
+"""What ProcessGroupHCCL refuses before HCCL is asked, and what it says if a rank is gone; gloo takes more.
+
+Source: the checks at the head of each collective in torch_npu's ``ProcessGroupHCCL.cpp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from xamp.backends.npu.emulation import deviations
+from xamp.backends.npu.emulation.reductions import tensors_of
+
+__all__ = ["peers", "refuse", "refuse_offsets"]
+
+_CONTIGUOUS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "send", "recv_"), (0,)),
+    **dict.fromkeys(("allgather_", "gather_", "_reduce_scatter_base_"), (1,)),
+    **dict.fromkeys(("_allgather_base_", "alltoall_", "alltoall_base_"), (0, 1)),
+}
+"""By operator: where the tensors stand that must be contiguous, in the order of channels if they are images."""
+
+_ONE_DEVICE = {
+    "reduce_scatter_": "reduce_scatter",
+    "allgather_": "scatter/gather",
+    "gather_": "scatter/gather",
+    "scatter_": "scatter/gather",
+}
+"""By operator: its name in the message for an input and an output on two cards."""
+
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "Connection refused")
+"""Words of gloo's errors for a rank that has ended or does not come."""
+
+
+def refuse(name: str, args: Any) -> None:
+    """Refuse a call of the collective ``name`` that torch_npu refuses.
+
+    Raises:
+        RuntimeError: a tensor is not contiguous, tensors are on two cards, or a private format does not begin at its
+            storage's begin.
+    """
+    for place in _CONTIGUOUS.get(name, ()):
+        if not all(map(_is_contiguous, tensors_of(args[place]))):
+            raise RuntimeError(f"Tensors must be contiguous (emulated Ascend, c10d::{name})")
+    if name in _ONE_DEVICE and len({tensor.get_device() for tensor in tensors_of(args[:2])}) > 1:
+        raise RuntimeError(
+            f"Corresponding input/output tensors to {_ONE_DEVICE[name]} must all reside on the same device "
+            "(emulated Ascend)"
+        )
+    refuse_offsets(tensors_of(args))
+
+
+def refuse_offsets(tensors: list[torch.Tensor]) -> None:
+    """Refuse tensors in a private format that do not begin at their storage's begin.
+
+    Raises:
+        RuntimeError: one of ``tensors`` is such.
+    """
+    if deviations.has_private() and any(
+        tensor.storage_offset() and deviations.is_private(tensor) for tensor in tensors
+    ):
+        raise RuntimeError("For a tensor of internal format, it's storage_offset must be 0 (emulated Ascend)")
+
+
+@contextlib.contextmanager
+def peers() -> Iterator[None]:
+    """Give an error of gloo's about a rank that is gone the code and name that HCCL has for it.
+
+    Raises:
+        RuntimeError: a rank is gone. A card says so when ``HCCL_EXEC_TIMEOUT`` has passed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _GONE):
+            raise
+        raise RuntimeError(
+            f"EI0002: Communication_Error_Timeout: a rank has ended or does not come (emulated Ascend, hccl): {error}"
+        ) from error
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return images is not None and tensor.is_contiguous(memory_format=images)
