@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import os
+import re
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         """Check the options, as a card does when the first collective makes the communicator.
 
         Raises:
-            RuntimeError: an entry of ``hccl_config`` has another type than HCCL takes.
+            RuntimeError: an entry of ``hccl_config`` has another type than HCCL takes, or names no algorithm.
         """
         if self._connected:
             return
@@ -150,6 +151,12 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
                 raise RuntimeError(f"Value type of {name} should be {'string' if wanted is str else 'int'}.")
             if name == "hccl_exec_timeout" and value >= 2**31:
                 raise RuntimeError(f"Value type of {name} exceeds INT32_MAX(2147483647).")
+        algorithm = self._options.hccl_config.get("hccl_algo", "level0:NA")
+        if not re.search(r"level\d:", algorithm):
+            raise RuntimeError(
+                f"HCCL function error: hccl_algo {algorithm[:40]!r} names no algorithm of a level, "
+                "as 'level0:NA;level1:ring' does (emulated Ascend)"
+            )
         self._connected = True
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:

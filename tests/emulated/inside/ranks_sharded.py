@@ -238,13 +238,14 @@ def options_of_hccl_are_checked_at_the_first_collective() -> None:
         ({"group_name": 1}, "Value type of group_name should be string"),
         ({"hccl_sdma_qos": "1"}, "Value type of hccl_sdma_qos should be int"),
         ({"hccl_exec_timeout": 2**31}, r"exceeds INT32_MAX\(2147483647\)"),
+        ({"hccl_algo": "a" * 1700}, "hccl_algo 'aaaa"),
     ):
         options = make()
         options.hccl_config = config
         group = dist.new_group(backend="hccl", pg_options=options)
         with pytest.raises(RuntimeError, match=told):
             dist.all_reduce(full(1), group=group)
-    options.hccl_config = {"hccl_buffer_size": 200, "hccl_exec_timeout": -1}
+    options.hccl_config = {"hccl_algo": "level0:NA;level1:ring", "hccl_buffer_size": 200, "hccl_exec_timeout": -1}
     groups = [dist.new_group(backend="hccl", pg_options=options) for _ in range(2)]
     options.hccl_config = {}
     names = set()
