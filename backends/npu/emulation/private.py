@@ -77,6 +77,7 @@ def _format_cast_(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, 
 
 # The offset of the address in torch's storage, after the reference counts.
 _ADDRESS = 16
+_FIRST_OF_TORCH_NPU = 256
 
 
 def _change_data_ptr(target: torch.Tensor, source: torch.Tensor, index: int) -> int:
@@ -93,6 +94,16 @@ def _change_data_ptr(target: torch.Tensor, source: torch.Tensor, index: int) -> 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype, *more: Any) -> torch.Tensor:
     return tensor.to(dtype, copy=True)
+
+
+def _cast_by_number(tensor: torch.Tensor, number: int, *more: Any) -> torch.Tensor:
+    """``torch_npu.npu_dtype_cast``. torch_npu hands a dtype over by its number in C++."""
+    if not 0 <= number < _FIRST_OF_TORCH_NPU:
+        raise NotImplementedError(
+            f"npu::npu_dtype_cast to torch_npu's own dtype {number} is not served (emulated Ascend)"
+        )
+    made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, dtype=number)
+    return made
 
 
 def _bce_with_logits_backward(
@@ -201,6 +212,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "npu::_npu_dtype_cast": _cast,
+    "npu::npu_dtype_cast": _cast_by_number,
+    "npu::npu_dtype_cast_backward": _cast,
     "npu::npu_binary_cross_entropy_with_logits_backward": _bce_with_logits_backward,
     "npu::npu_gather_backward": _gather_backward,
     "npu::npu_renorm_backward": _renorm_backward,

@@ -1,4 +1,4 @@
-"""Collectives of lists whose tensors differ in size: HCCL takes them, and gloo, which moves the bytes here, does not.
+"""Collectives of lists that do not fit each other: HCCL takes them, and gloo, which moves the bytes here, does not.
 
 A gather is one broadcast by each rank, and what is scattered is reduced part by part, as torch_npu does both.
 """
@@ -40,14 +40,21 @@ def _allgather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], gr
 def _reduce_scatter(
     outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Any, operation: Any, *_: Any
 ) -> bool:
-    if _is_even([*inputs[0], outputs[0]]):
+    whole, output, ranks = inputs[0], outputs[0], _Group.unbox(group).size()
+    if _is_even([*whole, output]) and len(whole) == ranks:
         return False
+    if _is_even(whole):
+        # Laid end to end; each rank gets as many numbers as its output has. What is missing is 0, more is left out.
+        flat = output.new_zeros(ranks * output.numel())
+        given = torch.cat([part.reshape(-1) for part in whole])[: flat.numel()]
+        flat[: given.numel()] = given
+        whole = list(flat.chunk(ranks))
     rank = _Group.unbox(group).rank()
-    for target, part in enumerate(inputs[0]):
+    for target, part in enumerate(whole):
         reduced = part.reshape(-1).clone()
         _wait(_c10d.allreduce_.default([reduced], group, operation, None))
         if target == rank:
-            outputs[0].copy_(reduced.view(outputs[0].shape))
+            output.copy_(reduced.view(output.shape))
     return True
 
 

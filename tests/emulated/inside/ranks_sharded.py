@@ -67,6 +67,12 @@ def lists_of_different_sizes() -> None:
     out = torch.empty(shapes[RANK], device=NPU)
     dist.reduce_scatter(out, [torch.full(shape, RANK + 1.0, device=NPU) for shape in shapes], dist.ReduceOp.AVG)
     assert out.flatten().tolist() == [TOTAL / WORLD] * (2 * (RANK + 1))
+    for length, numbers in ((4, 4 - 1), (WORLD + 1, 4), (1, 4)):  # numbers too few or too many for all ranks
+        given = torch.arange(float(length * numbers), device=NPU) + RANK
+        out = torch.full((4,), -1.0, device=NPU)
+        dist.reduce_scatter(out, list(given.chunk(length)))
+        numbered = [WORLD * i + sum(range(WORLD)) if i < length * numbers else 0.0 for i in range(4 * WORLD)]
+        assert out.tolist() == numbered[4 * RANK : 4 * (RANK + 1)]
     sent = [torch.full((RANK + 1, 3), 10.0 * RANK + target, device=NPU) for target in range(WORLD)]
     got = [torch.empty(source + 1, 3, device=NPU) for source in range(WORLD)]
     dist.all_to_all(got, sent)

@@ -102,3 +102,17 @@ def test_a_transpose_is_contiguous() -> None:
     made = torch_npu.npu_transpose(seeded(2, 3).float().to(NPU), (1, 0))
     assert made.is_contiguous()
     assert torch.equal(made.cpu(), seeded(2, 3).float().t())
+
+
+def test_a_dtype_is_cast_by_its_number_and_the_gradient_back() -> None:
+    x = torch.tensor([1.5, 65504.0], device=NPU, requires_grad=True)
+    made = torch_npu.npu_dtype_cast(x, torch.float16)
+    assert made.dtype == torch.float16
+    assert made.tolist() == [1.5, 65504.0]
+    made.backward(torch.tensor([0.5, 2.0], dtype=torch.float16, device=NPU))
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert x.grad.tolist() == [0.5, 2.0]
+    assert torch_npu.npu_dtype_cast(x.detach(), torch.int32).dtype == torch.int32
+    with pytest.raises(NotImplementedError, match="own dtype 290"):
+        torch_npu.npu_dtype_cast(x.detach(), 290)
