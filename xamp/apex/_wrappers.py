@@ -128,14 +128,14 @@ _TEMPLATE = """
 def wrapper({parameters}):
     try:
         _plain = {plain}
-    except AttributeError:  # no tensor
+    except Exception:  # no tensor, or one that does not tell: the rule decides
         _plain = False
     if _plain:
         return _original({arguments})
     return _unchecked({arguments})
 """
 _PLAIN = "({0} is None or (_d := {0}.dtype) is not _H and _d is not _B)"
-"""What is neither fp16 nor bf16 is cast by no rule, whatever its type."""
+"""A value with another dtype than these two is cast by no rule, whatever its type."""
 
 
 def _generated(original: _Call, name: str, change: Change) -> _Call | None:

@@ -136,7 +136,8 @@ def _peer_to_peer(name: str) -> Callable[..., Any]:
                     started.keep(tensors, memory, name == "send")
                     made = None if outer else started.finish()  # refuses: the other half is in no batch
                 else:
-                    made = operator(memory, shadow, peer, 0)
+                    with peers():
+                        made = operator(memory, shadow, peer, 0)
                     started.add(tensors, _c10d.Work.unbox(made))
         except BaseException:
             close_batch()  # nobody else does where the body of a batch raises

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from xamp.backends.npu.emulation.crossing import Crossing, aside, over
 from xamp.backends.npu.emulation.reductions import tensors_of
-from xamp.backends.npu.emulation.refusals import peers, refuse_offsets
+from xamp.backends.npu.emulation.refusals import peers, refuse_offsets, refuse_strided
 
 __all__ = ["Batch", "EmulatedHccl", "batch", "close_batch", "finished", "open_batch"]
 
@@ -151,8 +151,8 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
                 raise RuntimeError(f"Value type of {name} should be {'string' if wanted is str else 'int'}.")
             if name == "hccl_exec_timeout" and value >= 2**31:
                 raise RuntimeError(f"Value type of {name} exceeds INT32_MAX(2147483647).")
-        algorithm = self._options.hccl_config.get("hccl_algo", "level0:NA")
-        if not re.search(r"level\d:", algorithm):
+        algorithm = "".join(self._options.hccl_config.get("hccl_algo", "").split())
+        if algorithm and not re.search(r"level\d:", algorithm):
             raise RuntimeError(
                 f"HCCL function error: hccl_algo {algorithm[:40]!r} names no algorithm of a level, "
                 "as 'level0:NA;level1:ring' does (emulated Ascend)"
@@ -210,6 +210,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         """The backend's own allgather, for tensors of cards."""
         return self._waited("allgather", outputs, inputs, *options)
 
+    @peers()
     def _waited(self, name: str, *args: Any) -> Any:
         self._prepare(tensors_of(args))
         with aside():
@@ -221,6 +222,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         self.connect()
         refuse_offsets(tensors)
 
+    @peers()
     def batch_isend_irecv(self, kinds: list[str], tensors: list[torch.Tensor], ranks: list[int]) -> Any:
         """Start all sends and receives in the order of the list, and wait for them."""
         self._prepare(tensors)
@@ -234,12 +236,14 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
                     started.add([tensor], (self.send if sends else self.recv)(memory, rank, 0))
         return started.finish()
 
+    @peers()
     @torch.no_grad()  # as all collectives, these are below autograd
     def reduce_scatter_tensor_uneven(
         self, output: torch.Tensor, input: torch.Tensor, input_split_sizes: Any = (), opts: Any = None
     ) -> Any:
         """Reduce ``input`` over the ranks; each gets its part, of the size (along the first dimension) of its rank."""
         self._prepare([output, input])
+        refuse_strided([output, input])
         whole, options = input.clone(), dist.AllreduceOptions()
         part = self._parts(whole, output, input_split_sizes)[self.rank()]
         if opts is not None:
@@ -248,11 +252,13 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         output.copy_(part.view_as(output))
         return finished([output])
 
+    @peers()
     def all_gather_into_tensor_uneven(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), opts: Any = None
     ) -> Any:
         """Put the ranks' inputs one after the other; their sizes are along the first dimension."""
         self._prepare([output, input])
+        refuse_strided([output, input])
         with aside():
             for rank, part in enumerate(self._parts(over(output), input, output_split_sizes)):
                 if rank == self.rank():
@@ -279,9 +285,11 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         parts: tuple[torch.Tensor, ...] = whole.split(sizes)
         return parts
 
+    @peers()
     def alltoallvc(self, output: torch.Tensor, input: torch.Tensor, counts: list[int]) -> Any:
         """Send ``counts[rank * size + other]`` numbers to each other rank, and receive what they send."""
         self._prepare([output, input])
+        refuse_strided([output, input])
         size, rank = self.size(), self.rank()
         received, sent = counts[rank::size], counts[rank * size : (rank + 1) * size]
         with aside():

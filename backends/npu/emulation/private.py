@@ -96,11 +96,12 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype, *more: Any) -> torch.Tensor:
     return tensor.to(dtype, copy=True)
 
 
-def _cast_by_number(tensor: torch.Tensor, number: int, *more: Any) -> torch.Tensor:
-    """``torch_npu.npu_dtype_cast``. torch_npu hands a dtype over by its number in C++."""
-    if not 0 <= number < _FIRST_OF_TORCH_NPU:
+def _cast_by_number(tensor: torch.Tensor, number: int, given: int | None = None) -> torch.Tensor:
+    """``torch_npu.npu_dtype_cast``. torch_npu hands dtypes over by their numbers in C++."""
+    own = [each for each in (number, given) if each is not None and not 0 <= each < _FIRST_OF_TORCH_NPU]
+    if own:
         raise NotImplementedError(
-            f"npu::npu_dtype_cast to torch_npu's own dtype {number} is not served (emulated Ascend)"
+            f"npu::npu_dtype_cast: torch_npu's own dtype {own[0]} is not served (emulated Ascend)"
         )
     made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, dtype=number)
     return made

@@ -10,11 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._prims_common
 
 from xamp.backends.npu.emulation import deviations
 from xamp.backends.npu.emulation.reductions import tensors_of
 
-__all__ = ["peers", "refuse", "refuse_offsets"]
+__all__ = ["peers", "refuse", "refuse_offsets", "refuse_strided"]
+
+_prims: Any = torch._prims_common
 
 _CONTIGUOUS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "send", "recv_"), (0,)),
@@ -23,15 +26,17 @@ _CONTIGUOUS: dict[str, tuple[int, ...]] = {
 }
 """By operator: where the tensors stand that must be contiguous, in the order of channels if they are images."""
 
-_ONE_DEVICE = {
-    "reduce_scatter_": "reduce_scatter",
-    "allgather_": "scatter/gather",
-    "gather_": "scatter/gather",
-    "scatter_": "scatter/gather",
+_DENSE: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("allgather_", "allreduce_coalesced_"), (0,)),
+    "reduce_scatter_": (1,),
+    "reduce_scatter_tensor_coalesced_": (0, 1),
 }
+"""By operator: where lists stand whose tensors must fill their memory without gaps, in whatever order."""
+
+_ONE_DEVICE = {"reduce_scatter_": "reduce_scatter", "allgather_": "scatter/gather", "scatter_": "scatter/gather"}
 """By operator: its name in the message for an input and an output on two cards."""
 
-_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "Connection refused")
+_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "Application timeout", "Connection refused")
 """Words of gloo's errors for a rank that has ended or does not come."""
 
 
@@ -39,18 +44,33 @@ def refuse(name: str, args: Any) -> None:
     """Refuse a call of the collective ``name`` that torch_npu refuses.
 
     Raises:
-        RuntimeError: a tensor is not contiguous, tensors are on two cards, or a private format does not begin at its
-            storage's begin.
+        RuntimeError: a tensor is not contiguous or has gaps, tensors are on two cards, or a private format does not
+            begin at its storage's begin.
     """
     for place in _CONTIGUOUS.get(name, ()):
-        if not all(map(_is_contiguous, tensors_of(args[place]))):
-            raise RuntimeError(f"Tensors must be contiguous (emulated Ascend, c10d::{name})")
+        refuse_strided(tensors_of(args[place]))
+    for place in _DENSE.get(name, ()):
+        listed = tensors_of(args[place])
+        if not all(map(_is_dense, listed)):
+            raise RuntimeError(f"Tensors must be non-overlapping and dense (emulated Ascend, c10d::{name})")
+        if len({tensor.get_device() for tensor in listed}) > 1:
+            raise RuntimeError(f"Tensors must be on same NPU device (emulated Ascend, c10d::{name})")
     if name in _ONE_DEVICE and len({tensor.get_device() for tensor in tensors_of(args[:2])}) > 1:
         raise RuntimeError(
             f"Corresponding input/output tensors to {_ONE_DEVICE[name]} must all reside on the same device "
             "(emulated Ascend)"
         )
     refuse_offsets(tensors_of(args))
+
+
+def refuse_strided(tensors: list[torch.Tensor]) -> None:
+    """Refuse tensors that are not contiguous, images in the order of channels excepted.
+
+    Raises:
+        RuntimeError: one of ``tensors`` is such.
+    """
+    if not all(map(_is_contiguous, tensors)):
+        raise RuntimeError("Tensors must be contiguous (emulated Ascend, hccl)")
 
 
 def refuse_offsets(tensors: list[torch.Tensor]) -> None:
@@ -83,7 +103,8 @@ def peers() -> Iterator[None]:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    return images is not None and tensor.is_contiguous(memory_format=images)
+    return tensor.is_contiguous(memory_format=_prims.suggest_memory_format(tensor))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return bool(_prims.is_non_overlapping_and_dense_or_false(tensor))

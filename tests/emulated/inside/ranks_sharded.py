@@ -60,6 +60,9 @@ def lists_of_different_sizes() -> None:
     parts = [torch.zeros(shape, device=NPU) for shape in shapes]
     dist.all_gather(parts, torch.full(shapes[RANK], RANK + 1.0, device=NPU))
     assert [part.tolist() for part in parts] == [[[rank + 1.0] * 2] * (rank + 1) for rank in range(WORLD)]
+    like = [torch.zeros(2, 3, device=NPU) for _ in range(WORLD)]  # one rank's input has another shape
+    dist.all_gather(like, torch.full((2, 3) if RANK else (6,), RANK + 1.0, device=NPU))
+    assert [part.flatten().tolist() for part in like] == [[rank + 1.0] * 6 for rank in range(WORLD)]
     for operation, wanted in ((dist.ReduceOp.SUM, float(TOTAL)), (dist.ReduceOp.MAX, float(WORLD))):
         out = torch.empty(shapes[RANK], device=NPU)
         dist.reduce_scatter(out, [torch.full(shape, RANK + 1.0, device=NPU) for shape in shapes], operation)
@@ -184,6 +187,25 @@ def what_torch_npu_refuses_before_hccl() -> None:
     for call in refused:
         with pytest.raises(RuntimeError, match="Tensors must be contiguous"):
             call()
+    gaps = torch.ones(8, device=NPU)[::2]
+    for call in (
+        lambda: dist.all_gather([gaps] * WORLD, full(1)),
+        lambda: dist.reduce_scatter(full(1), [gaps] * WORLD),
+    ):
+        with pytest.raises(RuntimeError, match="Tensors must be non-overlapping and dense"):
+            call()
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(NPU)
+    with pytest.raises(RuntimeError, match="Tensors must be contiguous"):
+        backend.all_gather_into_tensor_uneven(torch.ones(4 * WORLD, device=NPU), gaps)
+    for parts in ([full(1)] * WORLD, [full(1), *[torch.ones(2, device=NPU)] * (WORLD - 1)]):
+        with pytest.raises(RuntimeError, match="operands to scatter/gather must have the same size"):
+            dist.all_gather(parts, torch.ones(5, device=NPU))
+    with pytest.raises(RuntimeError, match="operands to scatter/gather must have the same size"):
+        dist.reduce_scatter(torch.ones(5, device=NPU), [torch.ones(2 + i, device=NPU) for i in range(WORLD)])
+    with pytest.raises(RuntimeError, match="must match number of collective participants"):
+        dist.all_gather([full(1)] * (WORLD + 1), full(1))
+    with pytest.raises(RuntimeError, match="Tensors must be on same NPU device"):
+        dist.all_gather([torch.ones(4, device=f"npu:{i}") for i in range(WORLD)], full(1))
     other = torch.ones(4, device=f"npu:{(RANK + 1) % WORLD}")
     with pytest.raises(RuntimeError, match="tensors to reduce_scatter must all reside on the same device"):
         dist.reduce_scatter(full(1), [other] * WORLD)
@@ -251,7 +273,12 @@ def options_of_hccl_are_checked_at_the_first_collective() -> None:
         group = dist.new_group(backend="hccl", pg_options=options)
         with pytest.raises(RuntimeError, match=told):
             dist.all_reduce(full(1), group=group)
-    options.hccl_config = {"hccl_algo": "level0:NA;level1:ring", "hccl_buffer_size": 200, "hccl_exec_timeout": -1}
+    options.hccl_config = {
+        "hccl_algo": "level0 : NA;level1:ring",
+        "hccl_buffer_size": 200,
+        "hccl_exec_timeout": -1,
+        "group_name": "",
+    }
     groups = [dist.new_group(backend="hccl", pg_options=options) for _ in range(2)]
     options.hccl_config = {}
     names = set()

@@ -116,3 +116,5 @@ def test_a_dtype_is_cast_by_its_number_and_the_gradient_back() -> None:
     assert torch_npu.npu_dtype_cast(x.detach(), torch.int32).dtype == torch.int32
     with pytest.raises(NotImplementedError, match="own dtype 290"):
         torch_npu.npu_dtype_cast(x.detach(), 290)
+    with pytest.raises(NotImplementedError, match="own dtype 290"):
+        torch_npu.npu_dtype_cast(x.detach(), torch.float16, input_dtype=290)

@@ -265,3 +265,23 @@ def test_a_graph_of_operators_casts_the_weights_that_it_holds() -> None:
     with torch.no_grad():
         linear.weight.zero_()
     assert torch.equal(graph(square).float(), linear.bias.half().float().expand(4, 4))
+
+
+class Reticent(torch.Tensor):
+    """Answers for one function and tells nothing else, not even its dtype."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is getattr(F.layer_norm, "__wrapped__", F.layer_norm):
+            return "answered"
+        raise ValueError(f"{func} is not for this")
+
+
+def test_a_subclass_that_does_not_tell_its_dtype_is_called_as_without_casts() -> None:
+    told = square.as_subclass(Reticent)
+    with casts():
+        wrapped = F.layer_norm
+        with pytest.raises(ValueError, match="is not for this"):
+            wrapped(told, (4,))
+    assert wrapped is not F.layer_norm
+    assert wrapped(told, (4,)) == "answered"
