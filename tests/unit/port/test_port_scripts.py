@@ -93,17 +93,30 @@ def test_a_port_runs_at_other_levels(
 
 
 @pytest.mark.slow
+def two_ranks(folder: Path) -> list[float]:
+    """The losses that rank 0 of ``train.py`` in ``folder`` prints.
+
+    The scripts end while their DDP still holds the group, as real ones do. On a busy machine a thread of gloo's may then
+    meet the end of the interpreter, and torch aborts (pytorch/pytorch#190489). Such a run is made again.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XAMP_DEVICE": "cpu"}
+    for _ in range(3):
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    losses: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return losses
+
+
 def test_two_ranks_of_a_port(tmp_path: Path) -> None:
     found = []
     for text in (port_text(source("ddp")).text, source("ddp.by_hand")):
         (tmp_path / "train.py").write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XAMP_DEVICE": "cpu"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout.splitlines()[-1]))
+        found.append(two_ranks(tmp_path))
     assert found[0] == found[1]
     assert found[0][-1] < found[0][0]
 
