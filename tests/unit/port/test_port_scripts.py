@@ -96,7 +96,7 @@ def test_a_port_runs_at_other_levels(
 def two_ranks(folder: Path) -> list[float]:
     """The losses that rank 0 of ``train.py`` in ``folder`` prints.
 
-    The scripts end while their DDP still holds the group, as real ones do. On a busy machine a thread of gloo's may then
+    The scripts end while their DDP still holds the group, as real ones do. On a busy machine a thread of gloo may then
     meet the end of the interpreter, and torch aborts (pytorch/pytorch#190489). Such a run is made again.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
