@@ -77,6 +77,7 @@ def _format_cast_(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, 
 
 # The offset of the address in torch's storage, after the reference counts.
 _ADDRESS = 16
+# torch_npu's own dtypes have numbers above torch's; its hifloat8 is 290.
 _FIRST_OF_TORCH_NPU = 256
 
 

@@ -95,7 +95,7 @@ def peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not any(words in str(error) for words in _GONE):
+        if "EI0002" in str(error) or not any(words in str(error) for words in _GONE):
             raise
         raise RuntimeError(
             f"EI0002: Communication_Error_Timeout: a rank has ended or does not come (emulated Ascend, hccl): {error}"

@@ -1,7 +1,7 @@
 """Collectives of lists that do not fit each other: HCCL takes them, and gloo, which moves the bytes here, does not.
 
-A gather is one broadcast by each rank, and what is scattered is reduced part by part. All ranks see the same list of
-sizes, so they go the same way; what only one rank has, its own input or output, decides nothing.
+A gather is one broadcast by each rank, and what is scattered is reduced part by part. Ranks that gather must go the
+same way, so the list of outputs decides, which all have alike, and not a rank's own input.
 """
 
 from __future__ import annotations
