@@ -37,18 +37,23 @@ _CPU = torch.device("cpu")
 _Group: Any = dist.ProcessGroup
 _c10d: Any = torch._C._distributed_c10d
 
-_COLLECTIVES = (
-    *("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "barrier"),
-    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
-    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-    *("alltoall_", "alltoall_base_", "gather_", "scatter_"),
-)
 # On hccl these count elements and ignore the shape; gloo splits the first dimension.
-_FLAT = (
-    *("_allgather_base_", "allgather_into_tensor_coalesced_"),
-    *("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-)
-_PEER_TO_PEER = ("send", "recv_")
+_FLAT_GATHERS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
+_FLAT_REDUCE_SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
+_FLAT = (*_FLAT_GATHERS, *_FLAT_REDUCE_SCATTERS)
+_COLLECTIVES = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_", "barrier"), "ALLREDUCE"),
+    **dict.fromkeys(("allgather_", "allgather_coalesced_", *_FLAT_GATHERS), "ALLGATHER"),
+    **dict.fromkeys(("reduce_scatter_", *_FLAT_REDUCE_SCATTERS), "REDUCE_SCATTER"),
+    "broadcast_": "BROADCAST",
+    "reduce_": "REDUCE",
+    "gather_": "GATHER",
+    "scatter_": "SCATTER",
+    "alltoall_": "ALLTOALL",
+    "alltoall_base_": "ALLTOALL_BASE",
+}
+"""By operator: the kind of work that torch_npu calls it, which has no barrier of its own."""
+_PEER_TO_PEER = {"send": "SEND", "recv_": "RECV"}
 
 
 def install() -> None:
@@ -74,41 +79,33 @@ def install() -> None:
     reductions.install()
 
 
-def _shadowed(group: Any) -> Any:
+def _backend(group: Any) -> EmulatedHccl:
     backend = _Group.unbox(group)._get_backend(_NPU)
     if not isinstance(backend, EmulatedHccl):
         raise NotImplementedError(f"process groups of {type(backend).__name__} are not served on emulated Ascend cards")
-    backend.connect()
-    return backend.shadow.boxed()
+    return backend
 
 
-def _crossed(name: str, args: Any) -> tuple[int, list[Any]]:
-    refuse(name, args)
-    crossing = Crossing(f"c10d::{name}")
-    crossed = [
-        _shadowed(arg) if isinstance(arg, torch.ScriptObject) and _is_group(arg) else crossing.over(arg) for arg in args
-    ]
-    return crossing.index, crossed
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and value._type().qualified_name().endswith("ProcessGroup")
 
 
-def _is_group(value: torch.ScriptObject) -> bool:
-    return value._type().qualified_name().endswith("ProcessGroup")
-
-
-def _collective(name: str) -> Callable[..., Any]:
+def _collective(name: str, op_type: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
     returns, uneven = len(operator._schema.returns), UNEVEN.get(name)
 
     def kernel(*args: Any) -> Any:
         with aside():
-            index, crossed = _crossed(name, args)
+            refuse(name, args)
+            crossing, backend = Crossing(f"c10d::{name}"), _backend(next(filter(_is_group, args)))
+            crossed = [backend.shadow.boxed() if _is_group(arg) else crossing.over(arg) for arg in args]
             if name in _FLAT:
                 crossed[:2] = map(_flattened, crossed[:2])
-            with peers():
+            with backend.working(op_type, tensors_of(args[1:]) or tensors_of(args)):
                 if uneven is None or not uneven(*crossed):
                     made = operator(*crossed)
                     _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
-            arithmetic.settle(crossed[0], index)
+            arithmetic.settle(crossed[0], crossing.index)
         work = finished(tensors_of(args[0])).boxed()
         return (args[0], work) if returns > 1 else work
 
@@ -121,7 +118,7 @@ def _flattened(value: Any) -> Any:
     return [_flattened(each) for each in value]
 
 
-def _peer_to_peer(name: str) -> Callable[..., Any]:
+def _peer_to_peer(name: str, op_type: str) -> Callable[..., Any]:
     operator = getattr(torch.ops.c10d, name).default
 
     def kernel(tensors: list[torch.Tensor], group: Any, peer: int, _tag: int) -> Any:
@@ -130,15 +127,19 @@ def _peer_to_peer(name: str) -> Callable[..., Any]:
         started = Batch() if outer is None else outer
         try:
             refuse(name, (tensors,))
+            backend = _backend(group)
+            backend.connect()
             with aside():
-                shadow, memory = _shadowed(group), [_holding(tensor) for tensor in tensors]
-                if peer == _Group.unbox(group).rank():
+                memory = [_holding(tensor) for tensor in tensors]
+                if peer == backend.rank():
                     started.keep(tensors, memory, name == "send")
                     made = None if outer else started.finish()  # refuses: the other half is in no batch
                 else:
                     with peers():
-                        made = operator(memory, shadow, peer, 0)
-                    started.add(tensors, _c10d.Work.unbox(made))
+                        made = operator(memory, backend.shadow.boxed(), peer, 0)
+                    work = _c10d.Work.unbox(made)
+                    backend.records.peer_to_peer(op_type, tensors, backend.get_hccl_comm_name(0), work)
+                    started.add(tensors, work)
         except BaseException:
             close_batch()  # nobody else does where the body of a batch raises
             raise
@@ -174,7 +175,7 @@ def _holding(tensor: torch.Tensor) -> torch.Tensor:
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
-    **{f"c10d::{name}": _collective(name) for name in _COLLECTIVES},
-    **{f"c10d::{name}": _peer_to_peer(name) for name in _PEER_TO_PEER},
+    **{f"c10d::{name}": _collective(name, op_type) for name, op_type in _COLLECTIVES.items()},
+    **{f"c10d::{name}": _peer_to_peer(name, op_type) for name, op_type in _PEER_TO_PEER.items()},
     "c10d::recv_any_source_": _recv_any_source,
 }

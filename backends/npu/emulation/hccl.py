@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import datetime
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from xamp.backends.npu.emulation.crossing import Crossing, aside, over
+from xamp.backends.npu.emulation.records import Records
 from xamp.backends.npu.emulation.reductions import tensors_of
 from xamp.backends.npu.emulation.refusals import peers, refuse_offsets, refuse_strided
 
@@ -127,6 +130,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         shadow._register_backend(_NPU, _Group.BackendType.CUSTOM, self)
         shadow._set_default_backend(_Group.BackendType.GLOO)
         self.shadow = shadow
+        self.records = Records(self._options, rank, size)
         self._name = ""
         self._connected = False
         self._streams: dict[object, Any] = {}
@@ -158,6 +162,21 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
                 "as 'level0:NA;level1:ring' does (emulated Ascend)"
             )
         self._connected = True
+
+    @contextlib.contextmanager
+    def working(self, op_type: str, inputs: list[torch.Tensor]) -> Iterator[None]:
+        """What is around each collective: the communicator is made, the work recorded, a rank that is gone told.
+
+        Args:
+            op_type: as torch's ``OpType`` calls it.
+            inputs: on the card.
+
+        Raises:
+            RuntimeError: a rank is gone; see also :meth:`connect`.
+        """
+        self.connect()
+        with self.records.of(op_type, inputs, self.get_hccl_comm_name(0)), peers():
+            yield
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
         """The communicator's name; "" if there is no communicator yet and none is asked for."""
@@ -204,63 +223,58 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
 
     def gather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """The backend's own gather, for tensors of cards."""
-        return self._waited("gather", outputs, inputs, *options)
+        return self._waited("GATHER", super().gather, outputs, inputs, *options)
 
     def allgather(self, outputs: Any, inputs: Any, *options: Any) -> Any:
         """The backend's own allgather, for tensors of cards."""
-        return self._waited("allgather", outputs, inputs, *options)
+        return self._waited("ALLGATHER", super().allgather, outputs, inputs, *options)
 
-    @peers()
-    def _waited(self, name: str, *args: Any) -> Any:
-        self._prepare(tensors_of(args))
-        with aside():
-            crossing = Crossing(f"hccl {name}")
-            getattr(super(), name)(*(crossing.over(arg) for arg in args)).wait()
+    def _waited(self, op_type: str, function: Any, *args: Any) -> Any:
+        refuse_offsets(tensors_of(args))
+        with self.working(op_type, tensors_of(args[1:])), aside():
+            crossing = Crossing(f"hccl {op_type.lower()}")
+            function(*(crossing.over(arg) for arg in args)).wait()
         return finished(tensors_of(args[:1]))
 
-    def _prepare(self, tensors: list[torch.Tensor]) -> None:
-        self.connect()
-        refuse_offsets(tensors)
-
-    @peers()
     def batch_isend_irecv(self, kinds: list[str], tensors: list[torch.Tensor], ranks: list[int]) -> Any:
         """Start all sends and receives in the order of the list, and wait for them."""
-        self._prepare(tensors)
+        refuse_offsets(tensors)
         started = Batch()
-        with aside():
+        with self.working("COALESCED", tensors), aside():
             for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
                 sends, memory = "send" in kind, [over(tensor)]
                 if rank == self.rank():
                     started.keep([tensor], memory, sends)
                 else:
                     started.add([tensor], (self.send if sends else self.recv)(memory, rank, 0))
-        return started.finish()
+            return started.finish()
 
-    @peers()
     @torch.no_grad()  # as all collectives, these are below autograd
     def reduce_scatter_tensor_uneven(
         self, output: torch.Tensor, input: torch.Tensor, input_split_sizes: Any = (), opts: Any = None
     ) -> Any:
         """Reduce ``input`` over the ranks; each gets its part, of the size (along the first dimension) of its rank."""
-        self._prepare([output, input])
+        refuse_offsets([output, input])
         refuse_strided([output, input])
         whole, options = input.clone(), dist.AllreduceOptions()
         part = self._parts(whole, output, input_split_sizes)[self.rank()]
         if opts is not None:
             options.reduceOp = opts.reduceOp
-        self.shadow.allreduce([whole], options).wait()
+        with self.working("REDUCE_SCATTER", [input]):
+            self.shadow.allreduce([whole], options).wait()
         output.copy_(part.view_as(output))
         return finished([output])
 
-    @peers()
     def all_gather_into_tensor_uneven(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), opts: Any = None
     ) -> Any:
         """Put the ranks' inputs one after the other; their sizes are along the first dimension."""
-        self._prepare([output, input])
+        refuse_offsets([output, input])
         refuse_strided([output, input])
         with aside():
-            for rank, part in enumerate(self._parts(over(output), input, output_split_sizes)):
+            parts = self._parts(over(output), input, output_split_sizes)
+        with self.working("ALLGATHER", [input]), aside():
+            for rank, part in enumerate(parts):
                 if rank == self.rank():
                     part.copy_(over(input).view_as(part))
                 root = dist.BroadcastOptions()
@@ -285,14 +299,13 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         parts: tuple[torch.Tensor, ...] = whole.split(sizes)
         return parts
 
-    @peers()
     def alltoallvc(self, output: torch.Tensor, input: torch.Tensor, counts: list[int]) -> Any:
         """Send ``counts[rank * size + other]`` numbers to each other rank, and receive what they send."""
-        self._prepare([output, input])
+        refuse_offsets([output, input])
         refuse_strided([output, input])
         size, rank = self.size(), self.rank()
         received, sent = counts[rank::size], counts[rank * size : (rank + 1) * size]
-        with aside():
+        with self.working("ALLTOALL", [input]), aside():
             flat = over(output).view(-1), over(input).view(-1)
             self.shadow.alltoall_base(*flat, received, sent, dist.AllToAllOptions()).wait()
         return finished([output])

@@ -71,15 +71,26 @@ def next_seed(generator: torch.Generator | None, values: Any) -> int:
         generator = torch.get_device_module("npu").default_generators[_card(values)]
     elif generator.device.type != "npu":
         raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}' (emulated)")
+    index = generator.device.index
+    if index == torch.accelerator.current_device_index():
+        seed, offset = _advance(generator)
+    else:  # torch_npu asks the current card for the state, and would make a context there
+        with torch.get_device_module("npu").device(index):
+            seed, offset = _advance(generator)
+    mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def _advance(generator: torch.Generator) -> tuple[int, int]:
+    """The generator's seed and offset; the offset moves on."""
     state = generator.get_state()
     numbers = state.view(torch.int64)
     seed, offset = (int(number) for number in numbers.tolist()[:2])
     numbers[1] = offset + _STEP
     generator.set_state(state)
-    mixed = (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
+    return seed, offset
 
 
 def _card(values: Any) -> int:
