@@ -7,7 +7,8 @@ overload's own object takes 2 to 6 us more to find out what its arguments are.
 
 Anywhere else, an entry follows the device's own rule for the overload. If there is none, it passes the call on
 unchanged, to the keys below Autocast. The device's own list then still casts the operators that a composite operator
-calls inside.
+calls inside. The operators of :data:`PLAIN` call none that it would cast, and are called as in a region, which takes
+half the time.
 
 The compiler runs entries on fake tensors, and the mark of a region does not reach them there. They read the slot
 instead, a ``torch.autocast`` state that every tracer keeps (:data:`xamp.casting.mark.SLOT`).
@@ -36,7 +37,7 @@ from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
 from xamp.ground.version import __version__
 
-__all__ = ["SAME", "Portable", "additions", "install"]
+__all__ = ["PLAIN", "SAME", "Portable", "additions", "install"]
 
 SAME = "same"
 """In a backend's ``op_rules``: the device needs no entry for this overload, whether or not it has registered one."""
@@ -49,6 +50,14 @@ _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "nor
 _HOMES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]
 _NOT_BY_NAME = frozenset(("binary_cross_entropy", "frobenius_norm", "linalg_matrix_norm", "nuclear_norm", "norm"))
 """Operators that several overloads share whose arguments do not tell them apart for certain."""
+
+PLAIN = {
+    "group_norm": "native_group_norm",
+    "layer_norm": "native_layer_norm",
+    "log_softmax.int": "_log_softmax",
+    "softmax.int": "_softmax",
+}
+"""Operators of most models that do nothing but call one other operator: which one."""
 
 _CELLS = ("gru_cell", "lstm_cell")
 """Operators that call matrix products and work on the results. Their entries leave the weights alone: the products cast
@@ -79,10 +88,13 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     key, found = autocast_key(device_type), {}
     for overload in HERE:
         native = op_rules.get(overload)
-        there = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
-        if native != SAME and (native is not None or not there):
+        if native != SAME and (native is not None or not _has_entry(overload, key)):
             found[overload] = native
     return found
+
+
+def _has_entry(overload: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
 
 
 class Portable(OpPolicy):
@@ -102,10 +114,13 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             return
         library = torch.library.Library("aten", "IMPL")
         key, missing = autocast_key(device_type), additions(device_type, op_rules)
+        plain = {name for name, inner in PLAIN.items() if not _has_entry(inner, key)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, native in missing.items():
-                library.impl(overload, _entry(overload, native, device_type), key, with_keyset=True)
+                passes = overload in _CELLS or (native is None and overload not in plain)
+                make = _passing_entry if passes else _entry
+                library.impl(overload, make(overload, native, device_type), key, with_keyset=passes)
         if missing:
             needs.add_extended(device_type)
             _tag_caches(device_type, missing)
@@ -122,38 +137,63 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
 
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
-    """Make the entry of one overload."""
+    """Make the entry of an overload that the device has a rule for, or that calls nothing which it has a rule for."""
+    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    target = _target(overload)
+    cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
+    cast_natively = None if native is None else _rule_caster(overload, native, device_type)
+    is_portable = active.is_portable
+    # Two calls cost 1 us less than torch's guard as a context manager, 2 to 4 where other operators emptied the caches.
+    # An entry runs only where its key is not excluded, so it need not ask before.
+    exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        cast = cast_portably if is_portable() else cast_natively
+        if cast is not None:
+            args, kwargs = cast(args, kwargs)
+        try:
+            exclude(key, True)
+            return target(*args, **kwargs)
+        finally:
+            exclude(key, False)
+
+    return keep_eager(entry)
+
+
+def _passing_entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
+    """Make the entry of a cell, or of an overload without a rule of the device that may call operators which have one.
+
+    torch makes the first argument, the keys of the dispatcher, for each call: 2 us where other operators emptied the
+    caches.
+    """
     key = getattr(torch._C.DispatchKey, autocast_key(device_type))
     below = torch._C._dispatch_keyset_full_after(key)
-    op = operator(overload)
-    target = _dtype_variant(overload) if overload in _WITH_DTYPE else python_function(overload) or op
-    cast_arguments = _rule_caster(overload, RULES[overload].kind, device_type)
+    target = _target(overload)
+    cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
-    is_cell = overload in _CELLS
-    redispatch, is_portable = op.redispatch, active.is_portable
-    # Two calls cost 1 us less than torch's guard as a context manager, 2 to 4 where other operators emptied the caches.
-    is_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+    redispatch, is_portable, is_cell = operator(overload).redispatch, active.is_portable, overload in _CELLS
     exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_portable():
-            args, kwargs = cast_arguments(args, kwargs)
-            if is_cell:
-                return redispatch(keys & below, *args, **kwargs)
-            call = target
-        elif cast_natively is None:
+        cast = cast_portably if is_portable() else cast_natively
+        if cast is not None:
+            args, kwargs = cast(args, kwargs)
+        if cast is None or is_cell:
             return redispatch(keys & below, *args, **kwargs)
-        else:
-            args, kwargs = cast_natively(args, kwargs)
-            call = op
-        was_excluded = is_excluded(key)
         try:
             exclude(key, True)
-            return call(*args, **kwargs)
+            return target(*args, **kwargs)
         finally:
-            exclude(key, was_excluded)
+            exclude(key, False)
 
     return keep_eager(entry)
+
+
+def _target(overload: str) -> Callable[..., Any]:
+    """Return what calls ``overload`` with the arguments that an entry has cast."""
+    if overload in _WITH_DTYPE:
+        return _dtype_variant(overload)
+    return python_function(overload) or operator(overload)
 
 
 def python_function(overload: str) -> Callable[..., Any] | None:
