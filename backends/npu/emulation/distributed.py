@@ -61,7 +61,7 @@ def install() -> None:
     theirs: Any = sys.modules["torch_npu"]._C._distributed_c10d
     EmulatedHccl.Options = theirs.ProcessGroupHCCL.Options
     theirs.ProcessGroupHCCL = EmulatedHccl
-    start, end = _Group._start_coalescing, _Group._end_coalescing
+    start, end, stop = _Group._start_coalescing, _Group._end_coalescing, _Group.shutdown
 
     @functools.wraps(start)
     def start_coalescing(group: Any, device: torch.device) -> None:
@@ -74,8 +74,16 @@ def install() -> None:
     def end_coalescing(group: Any, device: torch.device) -> Any:
         return end(group, device) if device.type != "npu" else close_batch().finish()
 
+    @functools.wraps(stop)
+    def shutdown(group: Any) -> None:
+        backend = group._get_backend(_NPU) if _NPU in group._device_types else None
+        stop(group)
+        if isinstance(backend, EmulatedHccl):
+            backend.records.close()
+
     _Group._start_coalescing = start_coalescing
     _Group._end_coalescing = end_coalescing
+    _Group.shutdown = shutdown
     reductions.install()
 
 
@@ -135,11 +143,11 @@ def _peer_to_peer(name: str, op_type: str) -> Callable[..., Any]:
                     started.keep(tensors, memory, name == "send")
                     made = None if outer else started.finish()  # refuses: the other half is in no batch
                 else:
+                    last = backend.records.begin(op_type, tensors, backend.get_hccl_comm_name(0))
                     with peers():
                         made = operator(memory, backend.shadow.boxed(), peer, 0)
-                    work = _c10d.Work.unbox(made)
-                    backend.records.peer_to_peer(op_type, tensors, backend.get_hccl_comm_name(0), work)
-                    started.add(tensors, work)
+                    last.work = _c10d.Work.unbox(made)
+                    started.add(tensors, last.work)
         except BaseException:
             close_batch()  # nobody else does where the body of a batch raises
             raise

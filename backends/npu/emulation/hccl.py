@@ -240,7 +240,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         """Start all sends and receives in the order of the list, and wait for them."""
         refuse_offsets(tensors)
         started = Batch()
-        with self.working("COALESCED", tensors), aside():
+        with self.working("UNKNOWN", tensors[:1]), aside():
             for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
                 sends, memory = "send" in kind, [over(tensor)]
                 if rank == self.rank():

@@ -72,7 +72,7 @@ def next_seed(generator: torch.Generator | None, values: Any) -> int:
     elif generator.device.type != "npu":
         raise RuntimeError(f"Expected a 'npu' device type for generator but found '{generator.device.type}' (emulated)")
     index = generator.device.index
-    if index == torch.accelerator.current_device_index():
+    if index in (None, torch.accelerator.current_device_index()):
         seed, offset = _advance(generator)
     else:  # torch_npu asks the current card for the state, and would make a context there
         with torch.get_device_module("npu").device(index):

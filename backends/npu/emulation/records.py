@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
+from xamp.backends.npu.emulation.refusals import LOST
+
 __all__ = ["Records"]
 
-_MODE = 0o750  # of the folders; torch_npu gives no others access
+_FOLDER_MODE, _FILE_MODE = 0o750, 0o640  # torch_npu gives others no access
 
 
 @dataclasses.dataclass
@@ -36,14 +38,14 @@ class _Last:
     seq: int
     op_type: str
     work: Any = None
-    """torch's handle of a send or receive that has begun; None where ``ended`` says all."""
+    """torch's handle of a send or receive that has begun. It keeps their memory."""
     ended: bool = False
 
-    @property
-    def status(self) -> str:
-        """``"start"`` or ``"end"``."""
-        ended = self.ended if self.work is None else self.work.is_completed()
-        return "end" if ended else "start"
+    def settle(self) -> str:
+        """Return ``"start"`` or ``"end"``, and let go of what has ended."""
+        if self.work is not None and self.work.is_completed():
+            self.ended, self.work = self.work.is_success(), None
+        return "end" if self.ended else "start"
 
 
 class Records:
@@ -51,56 +53,54 @@ class Records:
 
     def __init__(self, options: Any, rank: int, size: int) -> None:
         self._group_id: str = options.group_id
-        self._ranks: list[int] = list(options.global_ranks_in_group)
-        self._rank, self._size = rank, size
+        self._ranks = "".join(f"{each} " for each in options.global_ranks_in_group)
         self._seq = self._count = 0  # collectives, and all work
-        self._device = 0
+        self._inside = False  # a collective that is made of another one is one
+        self._status = _status_file() if self._group_id else None
+        self._is_default = bool(self._group_id) and not self._ranks
+        if self._status is not None and self._is_default:
+            self._status.open(rank, size)
+
+    def close(self) -> None:
+        """Write the status for the last time, where this is the group of all ranks."""
+        if self._status is not None and self._is_default:
+            self._status.close()
 
     @contextlib.contextmanager
     def of(self, op_type: str, tensors: list[torch.Tensor], communicator: str) -> Iterator[None]:
-        """Record a collective that the block does, and its failure.
+        """Record a collective that the block does, and if a rank is gone, that. A call that is refused is no failure.
 
         Args:
             op_type: as torch's ``OpType`` calls it.
             tensors: what goes in.
             communicator: the name of the group's communicator.
         """
+        if self._inside:
+            yield
+            return
         self._seq += 1
-        last = self._begin(_Last(self._seq, op_type), tensors, communicator)
+        last = self.begin(op_type, tensors, communicator)
+        self._inside = True
         try:
             yield
-        except BaseException as error:
-            self._fail(error)
+        except RuntimeError as error:
+            if self._status is not None and LOST in str(error):
+                self._status.fail(str(error))
             raise
+        finally:
+            self._inside = False
         last.ended = True
 
-    def peer_to_peer(self, op_type: str, tensors: list[torch.Tensor], communicator: str, work: Any) -> None:
-        """Record a send or receive that has begun; ``work`` says when it has ended."""
-        self._begin(_Last(self._seq, op_type, work), tensors, communicator)
-
-    def _begin(self, last: _Last, tensors: list[torch.Tensor], communicator: str) -> _Last:
+    def begin(self, op_type: str, tensors: list[torch.Tensor], communicator: str) -> _Last:
+        """Record work that begins; the caller sets ``work`` of the result, or ``ended``."""
         self._count += 1
-        if tensors:
-            self._device = tensors[0].get_device()
-        status, volumes = _status_file(), _volumes()
-        if status is not None and self._group_id:
-            status.note(self._group_id, "".join(f"{rank} " for rank in self._ranks), last)
-            if not self._ranks:
-                status.keep_writing(self._file_name())
+        last = _Last(self._seq, op_type)
+        volumes = _volumes()
         if volumes is not None:
-            volumes.add(self._count, last.op_type, tensors, communicator)
+            volumes.add(self._count, op_type, tensors, communicator)
+        if self._status is not None:
+            self._status.note(self._group_id, self._ranks or "all", last, tensors)
         return last
-
-    def _fail(self, error: BaseException) -> None:
-        status = _status_file()
-        if status is not None:
-            status.fail(self._file_name(), str(error))
-
-    def _file_name(self) -> tuple[int, str]:
-        """The rank among all ranks, and the part of the file's name that says whose it is."""
-        rank = self._ranks[self._rank] if self._ranks else self._rank
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        return rank, f"{rank}_{address}_{self._device}_{self._size}"
 
 
 class _StatusFile:
@@ -108,62 +108,80 @@ class _StatusFile:
 
     def __init__(self, folder: Path, interval: float) -> None:
         self._folder, self._interval = folder, interval
-        self._begun = _milliseconds()
+        self._begun, self._process = _milliseconds(), os.getpid()
+        self._rank, self._size, self._device = 0, 1, -1
         self._groups: dict[str, tuple[str, _Last]] = {}
-        self._lock = threading.Lock()
         self._failure = ""
-        self._writer: threading.Thread | None = None
-        self._ends = threading.Event()
+        self._lock = threading.RLock()
+        self._writer: tuple[threading.Thread, threading.Event] | None = None
+        atexit.register(self.close)
 
-    def note(self, group_id: str, ranks: str, last: _Last) -> None:
-        """Note the newest work of a group; ``ranks`` is empty for the group of all ranks."""
+    def open(self, rank: int, size: int) -> None:
+        """Renew the file from now on; the arguments are of the group of all ranks."""
+        self.close()
+        self._rank, self._size, ends = rank, size, threading.Event()
+        writer = threading.Thread(target=self._renew, args=(ends,), daemon=True, name="hccl status")
+        self._writer = writer, ends
+        writer.start()
+
+    def close(self) -> None:
+        """Write the file for the last time."""
+        if self._writer is None or os.getpid() != self._process:
+            return
+        (writer, ends), self._writer = self._writer, None
+        ends.set()
+        writer.join()
+        self._write(ended=True)
+
+    def note(self, group_id: str, ranks: str, last: _Last, tensors: list[torch.Tensor]) -> None:
+        """Note the newest work of a group."""
         with self._lock:
-            self._groups[group_id] = ranks or "all", last
+            self._groups[group_id] = ranks, last
+            if self._device < 0 and tensors:
+                self._device = tensors[0].get_device()
 
-    def keep_writing(self, name: tuple[int, str]) -> None:
-        """Renew the file from now on, and once more at the end of the process."""
-        if self._writer is None:
-            self._writer = threading.Thread(target=self._renew, args=(name,), daemon=True, name="hccl status")
-            self._writer.start()
-            atexit.register(self._end)
-
-    def fail(self, name: tuple[int, str], message: str) -> None:
+    def fail(self, message: str) -> None:
         """Write the file at once; the first failure stays in it."""
         self._failure = self._failure or message
-        self._write(name, ended=True)
+        self._write(ended=True)
 
-    def _renew(self, name: tuple[int, str]) -> None:
-        while not self._ends.wait(self._interval):
-            self._write(name)
-        self._write(name, ended=True)
+    def _renew(self, ends: threading.Event) -> None:
+        while not ends.wait(self._interval):
+            self._write()
 
-    def _end(self) -> None:
-        self._ends.set()
-        if self._writer is not None:
-            self._writer.join()
-
-    def _write(self, name: tuple[int, str], ended: bool = False) -> None:
+    def _write(self, ended: bool = False) -> None:
         """Write the file beside itself and put it in its place. Whatever fails is told: no training ends by it."""
-        rank, owner = name
         with self._lock:
+            if not self._groups:
+                return
             content = {
                 "last_comm_op": [
-                    {"seq": last.seq, "op_type": last.op_type, "pg_id": group, "comm_ids": ranks, "status": last.status}
+                    {"seq": last.seq, "op_type": last.op_type, "pg_id": group, "comm_ids": ranks, "status": status}
                     for group, (ranks, last) in self._groups.items()
+                    for status in [last.settle()]
                 ],
-                "is_master": rank == 0,
+                "is_master": self._rank == 0,
                 "exception_message": self._failure,
                 "global_pg_end_time": _milliseconds() if ended else self._begun,
             }
-            path = self._folder / f"torch_hccl_status-{owner}_{os.getpid()}_{self._begun}.log"
             try:
-                _make(self._folder)
-                beside = path.with_name(f"{path.name}.tmp")
-                beside.write_text(json.dumps(content) + "\n")
-                beside.replace(path)
+                self._put(json.dumps(content) + "\n")
             except OSError as error:
-                sys.stdout.write(f"[recordHcclStatus] failed: {error}\n")
-                sys.stdout.flush()
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may read the output any more
+                    sys.stdout.write(f"[recordHcclStatus] failed: {error}\n")
+                    sys.stdout.flush()
+
+    def _put(self, text: str) -> None:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        owner = f"{self._rank}_{address}_{max(self._device, 0)}_{self._size}_{self._process}_{self._begun}"
+        path = self._folder / f"torch_hccl_status-{owner}.log"
+        beside = path.with_name(f"{path.name}.tmp")
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.chmod(_FOLDER_MODE)
+        with open(beside, "w", opener=_for_us) as file:
+            file.write(text)
+        beside.replace(path)
 
 
 class _Volumes:
@@ -186,14 +204,14 @@ class _Volumes:
                 raise RuntimeError(f"Unable to fetch {what}: the environment has no {name} (emulated Ascend)")
         address, rank = os.environ["MASTER_ADDR"], os.environ["RANK"]
         try:
-            _make(self._folder)
+            if not self._folder.is_dir():
+                self._folder.mkdir(_FOLDER_MODE, exist_ok=True)
             if count <= self._most:
-                volume = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
                 path = self._folder / f"{address}_{communicator}_{rank}.log"
-                self._append(path, f"{op_type.lower()} {volume} {rank}")
+                self._append(path, f"{op_type.lower()} {_bytes(tensors)} {rank}")
             if count >= self._most:
                 self._ended = True
-                (self._folder / f"end_{address}_{os.getpid()}.log").touch(0o640)
+                (self._folder / f"end_{address}_{os.getpid()}.log").touch(_FILE_MODE)
         except OSError as error:
             raise RuntimeError(
                 f"Failed to prepare NSLB_CP={self._folder}. Please verify the path is accessible and writable: {error} "
@@ -204,30 +222,36 @@ class _Volumes:
     def _append(path: Path, line: str) -> None:
         algorithm = os.environ.get("HCCL_ALGO")
         begin = f"HCCL_ALGO={algorithm}\n" if algorithm is not None and not path.exists() else ""
-        with path.open("a") as file:
+        with open(path, "a", opener=_for_us) as file:
             file.write(f"{begin}{line}\n")
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """What one tensor's storage holds; of a list, which torch_npu copies into one, the numbers themselves."""
+    if len(tensors) == 1:
+        return tensors[0].untyped_storage().nbytes()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _for_us(path: str, flags: int) -> int:
+    return os.open(path, flags, _FILE_MODE)
 
 
 def _milliseconds() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _make(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(_MODE, parents=True, exist_ok=True)
-
-
 _lock = threading.Lock()
 
 
 def _status_file() -> _StatusFile | None:
-    """The process's status file; None unless the environment asked for it at the first collective."""
+    """The process's status file; None unless the environment asks for it when its first group is made."""
     with _lock:
         return _status_file_of(os.getpid())
 
 
 def _volumes() -> _Volumes | None:
-    """The process's files of NSLB; None unless the environment asked for them at the first collective."""
+    """The process's files of NSLB; None unless the environment asks for them at its first collective."""
     with _lock:
         return _volumes_of(os.getpid())
 

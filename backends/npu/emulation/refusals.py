@@ -15,7 +15,7 @@ import torch._prims_common
 from xamp.backends.npu.emulation import deviations
 from xamp.backends.npu.emulation.reductions import tensors_of
 
-__all__ = ["peers", "refuse", "refuse_offsets", "refuse_strided"]
+__all__ = ["LOST", "peers", "refuse", "refuse_offsets", "refuse_strided"]
 
 _prims: Any = torch._prims_common
 
@@ -35,6 +35,9 @@ _DENSE: dict[str, tuple[int, ...]] = {
 
 _ONE_DEVICE = {"reduce_scatter_": "reduce_scatter", "allgather_": "scatter/gather", "scatter_": "scatter/gather"}
 """By operator: its name in the message for an input and an output on two cards."""
+
+LOST = "EI0002"
+"""HCCL's code for a rank that has ended or does not come."""
 
 _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "Application timeout", "Connection refused")
 """Words of gloo's errors for a rank that has ended or does not come."""
@@ -95,10 +98,10 @@ def peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "EI0002" in str(error) or not any(words in str(error) for words in _GONE):
+        if LOST in str(error) or not any(words in str(error) for words in _GONE):
             raise
         raise RuntimeError(
-            f"EI0002: Communication_Error_Timeout: a rank has ended or does not come (emulated Ascend, hccl): {error}"
+            f"{LOST}: Communication_Error_Timeout: a rank has ended or does not come (emulated Ascend, hccl): {error}"
         ) from error
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 HEAD = """
 import datetime, os, sys, torch, torch_npu, torch.distributed as dist
@@ -28,18 +27,33 @@ for turn in range(11):
 dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x, group=group)
 dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
 """
+LEFT = """
+group = dist.new_group([0, 1], backend="hccl")
+dist.all_reduce(x, group=group)
+try:
+    dist.all_gather([x], x, group=group)  # refused, which is no failure of the group
+except Exception:
+    pass
+kept = torch.npu.memory_allocated()
+big = torch.empty(1 << 20, device="npu")
+dist.send(big, 1, group=group) if rank == 0 else dist.recv(big, 0, group=group)
+del big
+dist.destroy_process_group()
+print(torch.npu.memory_allocated() - kept)
+os._exit(0)  # as a process that multiprocessing forked does
+"""
 LOST = """
-short = dist.new_group([0, 1], backend="hccl", timeout=datetime.timedelta(seconds=2))
-dist.all_reduce(x, group=short)
-if rank == 0:
-    try:
-        dist.all_reduce(x, group=short)
-    except RuntimeError as error:
-        assert "EI0002" in str(error)
-    x.sum().item()
-    (written,) = os.listdir(os.environ["TORCH_HCCL_STATUS_SAVE_PATH"])
-    print(written)
-dist.barrier()
+group = dist.new_group([0], backend="hccl")
+pair = dist.new_group([0, 1], backend="hccl")
+dist.all_reduce(x, group=pair)
+if rank == 1:
+    os._exit(0)
+try:
+    dist.all_reduce(x, group=pair)
+except RuntimeError as error:
+    assert "EI0002" in str(error)
+(written,) = os.listdir(os.environ["TORCH_HCCL_STATUS_SAVE_PATH"])
+print(written)
 os._exit(0)  # what stands in the file is of the failure
 """
 ONE_CARD = """
@@ -67,7 +81,11 @@ def run(code: str, folder: Path, **variables: str) -> list[str]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     return said
 
@@ -91,6 +109,20 @@ def test_the_status_of_all_groups_is_in_one_file_of_each_process(tmp_path: Path)
         assert (content["is_master"], content["exception_message"]) == (rank == 0, "")
         begun = int(file.stem.rsplit("_", 1)[1])
         assert begun < content["global_pg_end_time"] < begun + 300_000
+
+
+def test_the_status_is_written_when_the_group_ends_and_with_groups_of_some_ranks_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "status"
+    variables = {"TORCH_HCCL_STATUS_SAVE_INTERVAL": "1000", "TORCH_HCCL_STATUS_SAVE_PATH": str(folder)}
+    said = run(LEFT, tmp_path / "f", TORCH_HCCL_STATUS_SAVE_ENABLE="1", **variables)
+    assert [int(each.split()[-1]) for each in said] == [0, 0]  # what was sent is let go
+    assert folder.stat().st_mode & 0o777 == 0o750
+    for rank, file in enumerate(sorted(folder.iterdir())):
+        assert file.stat().st_mode & 0o777 == 0o640
+        content = json.loads(file.read_text())
+        ((_, op_type, ranks, status),) = work_of(content)
+        assert (op_type, ranks, status) == ("RECV" if rank else "SEND", "0 1 ", "end")
+        assert content["exception_message"] == ""
 
 
 def test_work_that_fails_is_written_at_once(tmp_path: Path) -> None:
@@ -129,7 +161,6 @@ def test_the_volumes_of_the_first_work_are_written_for_the_network(tmp_path: Pat
         name = names[rank]
         assert name.startswith("10.0.0.1_emulated-")
         assert name.endswith(f"_{rank}.log")
-        # ten numbers of 4 bytes, which the allocator rounds up
         lines = (folder / name).read_text().splitlines()
         assert lines[0] == "HCCL_ALGO=level0:NA;level1:ring"
         assert lines[1:] == [f"allreduce 40 {rank}"] * 3
@@ -141,4 +172,3 @@ def test_a_script_that_spares_a_card_makes_a_context_on_its_own_card_alone() -> 
     environment = {**os.environ, "ACL_OP_INIT_MODE": "1"}
     done = subprocess.run([sys.executable, "-c", ONE_CARD], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.splitlines()[-1] == "0 [False, True]"
-    assert torch.accelerator.current_device_index() == 0

@@ -30,7 +30,7 @@ class Calls(TorchDispatchMode):
     """Lists the operators that are called below Autocast and Autograd."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
