@@ -51,7 +51,7 @@ TITLES = {
 }
 NOTES = {
     "portable": "Each operator that the policy adds to the device's list runs a few microseconds of Python: for a "
-    "`layer_norm`, on an idle AMD EPYC, 9, of which 6 only hand the call to Python and back. And it casts where the "
+    "`layer_norm`, on an idle AMD EPYC, 10, of which 6 only hand the call to Python and back. And it casts where the "
     "device's list would compute in 16 bits. The bound holds from tensors of some 100 x 100 on. Families of smaller "
     "ones, 16 x 64, where an operator computes for no longer than that, have no bound.\n\n",
 }
