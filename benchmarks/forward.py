@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure, of_difference
-from benchmarks.timing import compare
+from benchmarks.timing import compare_made
 from xamp import policy
 
 LEVELS: dict[str, torch.dtype] = {
@@ -97,16 +98,8 @@ def _output(name: str, device: torch.device, rounds: int) -> Figure:
     """A managed forward with its results cast against autocast and casts by hand."""
     level, dtype = list(LEVELS.items())[-1]
     form, by_hand = FORMS[name]
-    plain, managed = Returning(form).to(device), Returning(form).to(device)
-    xamp.initialize(managed, level=level, op_policy="native", verbosity=0)
-    x = torch.ones(4, 4, device=device)
-    kind = device.type
-
-    def theirs() -> Any:
-        with torch.autocast(kind, dtype=dtype):
-            return by_hand(plain(x))
-
-    pair = compare(lambda: managed(x), theirs, device, calls=200, rounds=rounds)
+    sides = functools.partial(_sides, lambda: Returning(form), level, dtype, device, by_hand)
+    pair = compare_made(sides, device, calls=200, rounds=rounds)
     return of_difference(f"{level} output {name}", pair, bounds.FORWARD_US)
 
 
@@ -119,16 +112,32 @@ def _figure(
     device: torch.device,
     rounds: int,
 ) -> Figure:
+    sides = functools.partial(_sides, make, level, dtype, device)
+    with contextlib.nullcontext() if grad else torch.no_grad():
+        pair = compare_made(sides, device, calls=200, rounds=rounds)
+    case = f"{level} {name}, {'grad' if grad else 'no_grad'}"
+    return of_difference(case, pair, bounds.FORWARD_US)
+
+
+def _sides(
+    make: Callable[[], torch.nn.Module],
+    level: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    by_hand: Callable[[Any], Any] | None = None,
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A managed forward, and a plain one in autocast, with ``by_hand`` of what it returns."""
     plain, managed = make().to(device), make().to(device)
     xamp.initialize(managed, level=level, op_policy="native", verbosity=0)
     x = torch.ones(4, 4, device=device)
     kind = device.type
 
-    def theirs() -> torch.Tensor:
+    def theirs() -> Any:
         with torch.autocast(kind, dtype=dtype):
-            return plain(x)  # type: ignore[no-any-return]
+            return plain(x)
 
-    with contextlib.nullcontext() if grad else torch.no_grad():
-        pair = compare(lambda: managed(x), theirs, device, calls=200, rounds=rounds)
-    case = f"{level} {name}, {'grad' if grad else 'no_grad'}"
-    return of_difference(case, pair, bounds.FORWARD_US)
+    def theirs_cast() -> Any:
+        with torch.autocast(kind, dtype=dtype):
+            return by_hand(plain(x))  # type: ignore[misc]
+
+    return lambda: managed(x), theirs if by_hand is None else theirs_cast

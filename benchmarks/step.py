@@ -6,6 +6,7 @@ the same optimizer form; neither includes a forward.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import xamp
 from benchmarks import bounds
 from benchmarks.report import Figure, of_ratio
-from benchmarks.timing import clock_of, compare, synchronize
+from benchmarks.timing import clock_of, compare_made, synchronize
 
 COUNTS = (1, 50, 300)
 SHAPE = (4, 4)
@@ -151,11 +152,15 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
     ):
         for name, (make, fused) in FORMS.items():
             for count in COUNTS:
-                ours = Ours(count, make, device, "O1", "auto" if fused else False)
-                theirs = Theirs(count, make, device, unscale=unscale)
-                pair = compare(ours, theirs, device, calls=calls_for(count), rounds=rounds)
+                sides = functools.partial(_sides, count, make, device, fused, unscale)
+                pair = compare_made(sides, device, calls=calls_for(count), rounds=rounds)
                 figures.append(of_ratio(f"{name}, {count}{told}", pair, bound[name]))
     return figures
+
+
+def _sides(count: int, make: Make, device: torch.device, fused: bool, unscale: bool) -> tuple[Ours, Theirs]:
+    ours = Ours(count, make, device, "O1", "auto" if fused else False)
+    return ours, Theirs(count, make, device, unscale=unscale)
 
 
 def calls_for(count: int) -> int:

@@ -16,6 +16,7 @@ __all__ = [
     "Pair",
     "clock_of",
     "compare",
+    "compare_made",
     "copy_rate",
     "first_wait",
     "module_of",
@@ -37,6 +38,26 @@ def compare(
     """See :func:`xamp.testing.measure.compare`; the time includes the device's work."""
     clock, wait = clock_of(device), functools.partial(synchronize, device)
     return measure.compare(ours, theirs, wait, calls=calls, rounds=rounds, warm_up=warm_up, clock=clock)
+
+
+MADE = 5
+"""How often a pair is made anew: where its tensors lie in memory moves its times by percents as long as it lives."""
+
+
+def compare_made(
+    make: Callable[[], tuple[Callable[[], object], Callable[[], object]]],
+    device: torch.device,
+    *,
+    calls: int,
+    rounds: int,
+) -> Pair:
+    """Time the two sides that ``make`` returns, which is called several times; the rounds are shared between them."""
+    clock, wait = clock_of(device), functools.partial(synchronize, device)
+    times = []
+    for _ in range(MADE):
+        ours, theirs = make()
+        times += measure.rounds_of(ours, theirs, wait, calls=calls, rounds=max(1, rounds // MADE), clock=clock)
+    return Pair.of(times)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
 
-__all__ = ["Pair", "Storages", "best_ratio", "compare", "quartiles"]
+__all__ = ["Pair", "Storages", "best_ratio", "compare", "quartiles", "rounds_of"]
 
 ATTEMPTS = 5
 """How often a ratio is measured until it is within its bound: other load on the machine can only make it worse."""
@@ -60,6 +60,19 @@ class Pair:
     ratio_spread: tuple[float, float]
     difference_spread: tuple[float, float]
 
+    @classmethod
+    def of(cls, times: Sequence[tuple[float, float]]) -> Pair:
+        """Return the medians of what :func:`rounds_of` returned."""
+        ratios, differences = [a / b for a, b in times], [a - b for a, b in times]
+        return cls(
+            statistics.median(a for a, _ in times),
+            statistics.median(b for _, b in times),
+            statistics.median(ratios),
+            statistics.median(differences),
+            quartiles(ratios),
+            quartiles(differences),
+        )
+
     def __str__(self) -> str:
         return f"{self.ours:7.1f} us : {self.theirs:7.1f} us"
 
@@ -81,30 +94,36 @@ def compare(
     Before the first round each side is called ``warm_up`` times, or ``calls`` times if that is more. ``clock`` returns
     seconds.
     """
+    return Pair.of(rounds_of(ours, theirs, wait, calls=calls, rounds=rounds, warm_up=warm_up, clock=clock))
+
+
+def rounds_of(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    wait: Callable[[], object],
+    *,
+    calls: int,
+    rounds: int,
+    warm_up: int = 20,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[tuple[float, float]]:
+    """Return the microseconds of a call of each side, for each round; see :func:`compare`."""
     for _ in range(max(calls, warm_up)):  # fills allocators and caches; the host decides about the first fused step
         ours()
         theirs()
-    times = []
+    times: list[tuple[float, float]] = []
     gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:
         for index in range(rounds):
             pair = (ours, theirs) if index % 2 else (theirs, ours)
-            found = [_time(call, wait, calls, clock) for call in pair]
-            times.append(found if index % 2 else found[::-1])
+            first, second = (_time(call, wait, calls, clock) for call in pair)
+            times.append((first, second) if index % 2 else (second, first))
     finally:
         if was_on:
             gc.enable()
-    ratios, differences = [a / b for a, b in times], [a - b for a, b in times]
-    return Pair(
-        statistics.median(a for a, _ in times),
-        statistics.median(b for _, b in times),
-        statistics.median(ratios),
-        statistics.median(differences),
-        quartiles(ratios),
-        quartiles(differences),
-    )
+    return times
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
