@@ -52,9 +52,9 @@ TITLES = {
 NOTES = {
     "portable": "Each operator that the policy adds to the device's list runs a few microseconds of Python: for a "
     "`layer_norm`, on an idle AMD EPYC, 10, of which 6 only hand the call to Python and back. And it casts where the "
-    "device's list would compute in 16 bits. The bound holds from tensors of some 100 x 100 on. Families of smaller "
-    "ones, 16 x 64, where an operator computes for no longer than that, have no bound. Of what `10 softmax` takes more in "
-    "bf16, 3 percent are the softmax in fp32 itself, with its casts, forward and backward. They are there too where a "
+    "device's list would compute in 16 bits. The bound is for tensors of some 100 x 100 and more. Smaller ones, "
+    "16 x 64, where an operator computes for no longer than that, have none. Of what `10 softmax` takes more in bf16, "
+    "3 percent are the softmax in fp32 itself, with its casts, forward and backward. They are there too where a "
     "script writes `torch.softmax(x, -1, dtype=torch.float32)` under the native policy.\n\n",
 }
 BUSY = 0.5
