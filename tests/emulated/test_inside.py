@@ -40,8 +40,7 @@ RUNS = [
     *SLOW,
     *((file, chip) for chip, files in TOGETHER.items() for file in files),
     *(("conformance", chip) for chip in reversed(CHIPS)),
-    ("test_processes", A2),
-    ("test_strict", A2),
+    *((file, A2) for file in ("test_processes", "test_records", "test_strict")),
     *((file, chip) for file in ("ranks", "ranks_sharded") for chip in CHIPS),
     *(("test_chip", chip) for chip in ("Ascend910_9391", "Ascend310P3")),
 ]
@@ -66,7 +65,7 @@ def run(file: str, chip: str) -> None:
         words = ("-m", "device", "--device", "npu", f"--ignore={_SUITE}")
         emulated_pytest(chip, *words, *folders, devices=2, timeout=3000, covered=False)
     else:
-        several, strict = 2 if file == "test_processes" else 1, file == "test_strict"
+        several, strict = 2 if file in ("test_processes", "test_records") else 1, file == "test_strict"
         emulated_pytest(chip, INSIDE / f"{file}.py", devices=several, strict=strict)
 
 
