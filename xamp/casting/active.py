@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from xamp.casting import node_numbers
-from xamp.casting.mark import OFF, PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
+from xamp.casting.mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
 from xamp.casting.needs import needs
 from xamp.ground.compiler import keep_eager
 
@@ -87,7 +87,7 @@ def get_slot() -> torch.dtype | None:
 def set_slot(slot: torch.dtype | None) -> None:
     """Set the dtype that :func:`get_slot` returns; None switches the slot off."""
     _set_enabled(SLOT, slot is not None)
-    _set_dtype(SLOT, OFF if slot is None else slot)
+    _set_dtype(SLOT, PORTABLE if slot is None else slot)
 
 
 @keep_eager
@@ -264,7 +264,7 @@ def traced_region(mark: Mark, cached: bool | None = True) -> Iterator[None]:
                 if slot is get_slot():
                     yield
                 else:
-                    with torch.autocast(SLOT, dtype=slot or OFF, enabled=slot is not None):
+                    with torch.autocast(SLOT, dtype=slot or PORTABLE, enabled=slot is not None):
                         yield
     finally:
         if needs.marks:
@@ -314,7 +314,7 @@ def innermost() -> Mark | None:
 @keep_eager
 def is_portable() -> bool:
     """Tell whether the portable policy casts operators here; it does in eager, recomputed and traced code."""
-    if _get_dtype(SLOT) is PORTABLE:
+    if _is_enabled(SLOT) and _get_dtype(SLOT) is PORTABLE:
         _thread.mark_was_read = True
         return True
     if _graph_task() < 0 or _thread.mark is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["APART", "OFF", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
+__all__ = ["APART", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
 
 SLOT = "ipu"
 """The slot: the autocast state of a device type that torch knows and nobody has. xamp stores a dtype in it.
@@ -16,16 +16,12 @@ SLOT = "ipu"
 The slot is part of the autocast state. The compiler's guards and the keys of its caches therefore see it, and so do the
 entries that the compiler runs on fake tensors."""
 
-PORTABLE, REPLACED, APART = torch.bfloat16, torch.float16, torch.float32
+PORTABLE, REPLACED, APART = torch.float16, torch.bfloat16, torch.float32
 """The meanings of the slot's dtype; the compiler's guards compare it while the slot is on.
 
 ``PORTABLE``: a region under the portable policy. ``REPLACED``: a region in which replaced functions cast as its mark
 says, or must not cast. ``APART``: a block outside of regions in which replaced functions behave differently
 than in the code around it."""
-
-OFF = torch.float16
-"""The slot's dtype while it is off, as torch leaves it. It is not :data:`PORTABLE`, so reading the dtype alone tells
-whether a region is portable: every operator of the portable policy asks that."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ overload's own object takes 2 to 6 us more to find out what its arguments are.
 
 Anywhere else, an entry follows the device's own rule for the overload. If there is none, it passes the call on
 unchanged, to the keys below Autocast. The device's own list then still casts the operators that a composite operator
-calls inside. The operators of :data:`PLAIN` call none that it would cast, and are called as in a region, which takes
-half the time.
+calls inside. The operators of :data:`PLAIN` call none that it would cast, and are called with the Autocast key
+excluded too, which takes half the time.
 
 The compiler runs entries on fake tensors, and the mark of a region does not reach them there. They read the slot
 instead, a ``torch.autocast`` state that every tracer keeps (:data:`xamp.casting.mark.SLOT`).
@@ -93,6 +93,13 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     return found
 
 
+def _is_plain(inner: str, device_type: str) -> bool:
+    """Whether a device has a kernel of its own for ``inner``, which else calls others, and no rule of its own."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    kernels = torch._C._dispatch_key_for_device(device_type)
+    return has_kernel(f"aten::{inner}", kernels) and not _has_entry(inner, autocast_key(device_type))
+
+
 def _has_entry(overload: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
 
@@ -114,7 +121,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             return
         library = torch.library.Library("aten", "IMPL")
         key, missing = autocast_key(device_type), additions(device_type, op_rules)
-        plain = {name for name, inner in PLAIN.items() if not _has_entry(inner, key)}
+        plain = {name for name, inner in PLAIN.items() if _is_plain(inner, device_type)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, native in missing.items():
@@ -153,7 +160,10 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
             args, kwargs = cast(args, kwargs)
         try:
             exclude(key, True)
-            return target(*args, **kwargs)
+            if cast is not None:
+                return target(*args, **kwargs)
+            with torch._C.DisableTorchFunction():  # who calls from C++ is not seen by modes and subclasses
+                return target(*args, **kwargs)
         finally:
             exclude(key, False)
 
@@ -171,14 +181,16 @@ def _passing_entry(overload: str, native: str | None, device_type: str) -> Calla
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
-    redispatch, is_portable, is_cell = operator(overload).redispatch, active.is_portable, overload in _CELLS
+    redispatch, is_portable = operator(overload).redispatch, active.is_portable
+    # A rule that lowers a cell leaves its weights to the products inside, which must see the key.
+    lowering = (cast_portably, cast_natively if native == "lower" else None) if overload in _CELLS else ()
     exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
         cast = cast_portably if is_portable() else cast_natively
         if cast is not None:
             args, kwargs = cast(args, kwargs)
-        if cast is None or is_cell:
+        if cast is None or cast in lowering:
             return redispatch(keys & below, *args, **kwargs)
         try:
             exclude(key, True)
