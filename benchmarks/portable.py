@@ -27,7 +27,7 @@ from xamp.testing.measure import quartiles
 
 ROUND_S = 0.05
 """Seconds of a round. The sides take turns round by round, so that they run under the same load."""
-ROUNDS = 9
+ROUNDS = 10
 """Rounds of each case in each pair of processes."""
 PAIRS = {True: 1, False: 5}
 """Pairs of processes, by ``--quick``."""

@@ -35,9 +35,8 @@ def compare(
     rounds: int,
     warm_up: int = 20,
 ) -> Pair:
-    """See :func:`xamp.testing.measure.compare`; the time includes the device's work."""
-    clock, wait = clock_of(device), functools.partial(synchronize, device)
-    return measure.compare(ours, theirs, wait, calls=calls, rounds=rounds, warm_up=warm_up, clock=clock)
+    """Return the medians of :func:`xamp.testing.measure.rounds_of`; the time includes the device's work."""
+    return compare_made(lambda: (ours, theirs), device, calls=calls, rounds=rounds, warm_up=warm_up, made=1)
 
 
 MADE = 5
@@ -50,13 +49,15 @@ def compare_made(
     *,
     calls: int,
     rounds: int,
+    warm_up: int = 20,
+    made: int = MADE,
 ) -> Pair:
-    """Time the two sides that ``make`` returns, which is called several times; the rounds are shared between them."""
+    """As :func:`compare`, of the two sides that ``make`` returns. It is called ``made`` times; they share rounds."""
     clock, wait = clock_of(device), functools.partial(synchronize, device)
     times = []
-    for _ in range(MADE):
-        ours, theirs = make()
-        times += measure.rounds_of(ours, theirs, wait, calls=calls, rounds=max(1, rounds // MADE), clock=clock)
+    each = max(1, rounds // made)
+    for _ in range(made):
+        times += measure.rounds_of(*make(), wait, calls=calls, rounds=each, warm_up=warm_up, clock=clock)
     return Pair.of(times)
 
 

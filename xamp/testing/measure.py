@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
 
-__all__ = ["Pair", "Storages", "best_ratio", "compare", "quartiles", "rounds_of"]
+__all__ = ["Pair", "Storages", "best_ratio", "quartiles", "rounds_of"]
 
 ATTEMPTS = 5
 """How often a ratio is measured until it is within its bound: other load on the machine can only make it worse."""
@@ -40,7 +40,7 @@ def best_ratio(ours: Callable[[], object], theirs: Callable[[], object], lane: L
     wait = getattr(lane.backend.runtime(lane.kind), "synchronize", lambda: None)
     least = float("inf")
     for _ in range(ATTEMPTS):
-        least = min(least, compare(ours, theirs, wait, calls=calls, rounds=ROUNDS).ratio)
+        least = min(least, Pair.of(rounds_of(ours, theirs, wait, calls=calls, rounds=ROUNDS)).ratio)
         if least <= bound:
             break
     return least
@@ -77,26 +77,6 @@ class Pair:
         return f"{self.ours:7.1f} us : {self.theirs:7.1f} us"
 
 
-def compare(
-    ours: Callable[[], object],
-    theirs: Callable[[], object],
-    wait: Callable[[], object],
-    *,
-    calls: int,
-    rounds: int,
-    warm_up: int = 20,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Pair:
-    """Time both sides in ``rounds`` rounds of ``calls`` calls each; they take turns to go first.
-
-    The ratio is taken within a round, where both sides run under the same load. The median over the rounds drops
-    rounds in which something else ran. The minimum would compare two lucky moments. ``wait`` waits for the device.
-    Before the first round each side is called ``warm_up`` times, or ``calls`` times if that is more. ``clock`` returns
-    seconds.
-    """
-    return Pair.of(rounds_of(ours, theirs, wait, calls=calls, rounds=rounds, warm_up=warm_up, clock=clock))
-
-
 def rounds_of(
     ours: Callable[[], object],
     theirs: Callable[[], object],
@@ -107,7 +87,13 @@ def rounds_of(
     warm_up: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[float, float]]:
-    """Return the microseconds of a call of each side, for each round; see :func:`compare`."""
+    """Time both sides in ``rounds`` rounds of ``calls`` calls each; they take turns to go first.
+
+    Returns the microseconds of a call of each side, for each round. The ratio is taken within a round, where both sides
+    run under the same load. The median over the rounds drops rounds in which something else ran. The minimum would
+    compare two lucky moments. ``wait`` waits for the device. Before the first round each side is called ``warm_up``
+    times, or ``calls`` times if that is more. ``clock`` returns seconds.
+    """
     for _ in range(max(calls, warm_up)):  # fills allocators and caches; the host decides about the first fused step
         ours()
         theirs()

@@ -43,7 +43,6 @@ print(torch.npu.memory_allocated() - kept)
 os._exit(0)  # as a process that multiprocessing forked does
 """
 LOST = """
-group = dist.new_group([0], backend="hccl")
 pair = dist.new_group([0, 1], backend="hccl")
 dist.all_reduce(x, group=pair)
 if rank == 1:

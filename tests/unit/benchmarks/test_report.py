@@ -65,7 +65,8 @@ def test_a_pair_has_the_quartiles_of_its_rounds() -> None:
     def theirs() -> None:
         now[0] += next(took)
 
-    pair = measure.compare(ours, theirs, lambda: None, calls=1, rounds=5, warm_up=3, clock=lambda: now[0])
+    times = measure.rounds_of(ours, theirs, lambda: None, calls=1, rounds=5, warm_up=3, clock=lambda: now[0])
+    pair = measure.Pair.of(times)
     assert (pair.ours, pair.theirs, pair.difference) == (1e6, 3e6, -2e6)
     assert pair.difference_spread == (-3e6, -1e6)
     assert pair.ratio_spread == pytest.approx((1 / 4, 1 / 2))
