@@ -47,6 +47,14 @@ def own_hook(model: Any, level: str) -> Any:
     return wrapped
 
 
+def compiled(model: Any, level: str) -> Any:
+    return ddp(engine_cases.compiled(model), level)
+
+
+def checkpointed(model: Any, level: str) -> Any:
+    return ddp(engine_cases.checkpointed(model), level)
+
+
 def half_of(rank: int) -> Sequence[int]:
     size = dist.get_world_size() // 2
     return range(rank // size * size, rank // size * size + size)
@@ -66,6 +74,8 @@ CASES = {
     "compressed": Case(compressed, late=True, spoil_loss=True),
     "own_hook": Case(own_hook, late=True, spoil_loss=True),
     "no_sync": Case(ddp, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()),
+    "compiled": Case(compiled, late=True, spoil_loss=True),
+    "checkpointed": Case(checkpointed, late=True, spoil_loss=True),
     "halves": Case(
         *(halves, True),
         spoil_loss=True,

@@ -37,12 +37,26 @@ def copied(model: Any, _: str) -> Any:
     )
 
 
+def whole_weights(model: Any, _: str) -> Any:
+    """Weights stay gathered between forward and backward: only gradients and the optimizer's state are sharded."""
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    return FullyShardedDataParallel(
+        model, device_id=engine_cases.device, use_orig_params=True, sharding_strategy=strategy
+    )
+
+
+def checkpointed(model: Any, level: str) -> Any:
+    return original(engine_cases.checkpointed(model), level)
+
+
 CASES = {
     "original": Case(original),
     "flat": Case(flat),
     "nested": Case(nested),
     "own_precision": Case(own_precision),
     "copied": Case(copied, spoil_loss=True),
+    "whole_weights": Case(whole_weights),
+    "checkpointed": Case(checkpointed),
     "no_sync": Case(original, micro=2, postponed=lambda model: model.no_sync()),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import engine_cases
 import torch.distributed as dist
 from engine_cases import Case
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import xamp
 
@@ -24,6 +24,25 @@ def blocks(model: Any, level: str) -> Any:
     for part in (model[0], model[2]):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def whole_weights(model: Any, _: str) -> Any:
+    """Weights stay gathered between forward and backward, as small models have it."""
+    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()), reshard_after_forward=False)
+
+
+def offloaded(model: Any, _: str) -> Any:
+    """Shards and optimizer are on the host."""
+    policy = CPUOffloadPolicy(pin_memory=False)
+    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()), offload_policy=policy)
+
+
+def compiled(model: Any, level: str) -> Any:
+    return blocks(engine_cases.compiled(model), level)
+
+
+def checkpointed(model: Any, level: str) -> Any:
+    return blocks(engine_cases.checkpointed(model), level)
 
 
 def some(model: Any, _: str) -> Any:
@@ -42,8 +61,13 @@ def postponed(model: Any) -> Iterator[None]:
 CASES = {
     "plain": Case(plain),
     "blocks": Case(blocks),
+    "whole_weights": Case(whole_weights),
+    "offloaded": Case(offloaded),
+    "compiled": Case(compiled),
+    "checkpointed": Case(checkpointed),
     "some": Case(some, seen=engine_cases.alone),
     "no_sync": Case(plain, micro=2, postponed=postponed),
+    "no_sync, whole_weights": Case(whole_weights, micro=2, postponed=postponed),
 }
 
 if __name__ == "__main__":

@@ -17,9 +17,15 @@ from forked_ranks import Ranks
 
 HERE = Path(__file__).parent
 ENGINES = {
-    "ddp": ("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync", "halves"),
-    "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "no_sync"),
-    "fsdp2": ("plain", "blocks", "some", "no_sync"),
+    "ddp": (
+        *("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync"),
+        *("compiled", "checkpointed", "halves"),
+    ),
+    "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "whole_weights", "checkpointed", "no_sync"),
+    "fsdp2": (
+        *("plain", "blocks", "whole_weights", "offloaded", "compiled", "checkpointed", "some"),
+        *("no_sync", "no_sync, whole_weights"),
+    ),
     "hsdp": ("fsdp2", "fsdp2 of copies", "fsdp1"),
     "zero": ("plain", "two groups"),
     "tensor": ("some", "all", "two meshes", "with fsdp2"),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import xamp
@@ -51,6 +52,20 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+
+def compiled(model: Any) -> Any:
+    """Compile layer by layer, as one does before an engine wraps the whole."""
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def checkpointed(model: Any) -> Any:
+    """Recompute two layers in backward, in the two ways that torch has; the old one needs an input with a gradient."""
+    model[0] = checkpoint_wrapper(model[0], CheckpointImpl.NO_REENTRANT)
+    model[2] = checkpoint_wrapper(model[2], CheckpointImpl.REENTRANT)
+    return model
 
 
 def alone(_: int) -> int:
