@@ -6,7 +6,10 @@ it. ``process_group`` says that all stages decide together, so that the scale is
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
+from collections.abc import Callable
 from typing import Any
 
 import engine_cases
@@ -14,51 +17,88 @@ import torch
 import torch.distributed as dist
 from engine_cases import LR, MAX_NORM, MOMENTUM, SPOILT, STEPS
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import xamp
 
 PARTS = {2: ((0, 2), (2, 5)), 4: ((0, 1), (1, 3), (3, 4), (4, 5))}
+"""By the number of stages: the first layer of each, and the one behind its last."""
 WIDTHS = (8, 12, 12, 8, 8, 5)  # before each layer, and after the last
 
 
-def stage_of(rank: int, world: int) -> tuple[Any, int, int]:
-    first, end = PARTS[world][rank]
-    layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(engine_cases.net())})
-    return nn.Sequential(*(layers[str(number)] for number in range(first, end))), first, end
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A schedule, and which stages a rank has under it: those of a loop, or of a V, or one."""
+
+    schedule: Any
+    stages: Callable[[int, int], tuple[int, ...]] = lambda rank, _: (rank,)
 
 
-def train(level: str) -> dict[str, Any]:
+ONE = {"gpipe": Plan(ScheduleGPipe), "1f1b": Plan(Schedule1F1B)}
+TWO = {
+    "interleaved": Plan(ScheduleInterleaved1F1B, lambda rank, world: (rank, rank + world)),
+    "zero_bubble": Plan(ScheduleInterleavedZeroBubble, lambda rank, world: (rank, rank + world)),
+    "zero_bubble_v": Plan(ScheduleZBVZeroBubble, lambda rank, world: (rank, 2 * world - 1 - rank)),
+}
+"""With two stages on each rank. The net has layers for four stages, so for two ranks."""
+
+
+class Stage:
+    """One stage on this rank: its part of the net, and what the schedule wants."""
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number, self.count, self.device = number, count, engine_cases.device
+        self.first, self.end = PARTS[count][number]
+        self.model = nn.Sequential(*list(engine_cases.net())[self.first : self.end]).to(self.device)
+
+    def scheduled(self) -> PipelineStage:
+        into = torch.empty(1, WIDTHS[self.first], requires_grad=self.number > 0, device=self.device)
+        out = torch.empty(1, WIDTHS[self.end], requires_grad=True, device=self.device)
+        return PipelineStage(self.model, self.number, self.count, self.device, input_args=(into,), output_args=(out,))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """By the names of the whole net."""
+        named = ((name.partition("."), p.cpu()) for name, p in self.model.state_dict().items())
+        return {f"{int(place) + self.first}.{name}": p for (place, _, name), p in named}
+
+
+def train(level: str, plan: Plan = ONE["gpipe"]) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, first, end = stage_of(rank, world)
-    model, device = model.to(engine_cases.device), engine_cases.device
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    numbers = plan.stages(rank, world)
+    count = len(numbers) * world
+    stages = [Stage(number, count) for number in numbers]
+    models = [stage.model for stage in stages]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=LR, momentum=MOMENTUM)
     told: dict[str, Any] = {"loss_scale": "dynamic", "init_scale": 1024.0, "process_group": dist.group.WORLD}
-    xamp.initialize(model, optimizer, level, verbosity=0, **told)
+    xamp.initialize(models if len(models) > 1 else models[0], optimizer, level, verbosity=0, **told)
     factor: list[torch.Tensor] = []
-    into = torch.empty(2, WIDTHS[first], requires_grad=rank > 0, device=device)
-    out = torch.empty(2, WIDTHS[end], requires_grad=True, device=device)
-    stage = PipelineStage(model, rank, world, device, input_args=(into,), output_args=(out,))
-    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, target: engine_cases.loss_of(output, target) * factor[-1])
+    scheduled = [stage.scheduled() for stage in stages]
+    schedule = plan.schedule(
+        scheduled if len(models) > 1 else scheduled[0],
+        4,  # micro-batches, of one row each
+        loss_fn=lambda output, target: engine_cases.loss_of(output, target) * factor[-1],
+    )
     outcomes, scales = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
-        x, target = (each.to(device) for each in engine_cases.batch(step, 0, 0))
-        with xamp.scale_loss(torch.ones((), device=device), optimizer) as scale:
+        x, target = (each.to(engine_cases.device) for each in engine_cases.batch(step, 0, 0))
+        with xamp.scale_loss(torch.ones((), device=engine_cases.device), optimizer) as scale:
             factor.append(scale)
-            if rank == 0:
-                schedule.step(x)
-            else:
-                schedule.step(target=target) if rank == world - 1 else schedule.step()
+            schedule.step(*((x,) if 0 in numbers else ()), **({"target": target} if count - 1 in numbers else {}))
             if step == SPOILT and rank == 1:
-                engine_cases.spoil(model)
+                engine_cases.spoil(models[0])
         clip(optimizer)
         optimizer.step()
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
-    found = {
-        f"{int(name.split('.')[0]) + first}.{name.split('.')[1]}": p.cpu() for name, p in model.state_dict().items()
-    }
+    found = {name: value for stage in stages for name, value in stage.weights().items()}
     compared = engine_cases.compared(found, engine_cases.reference([0], 1), optimizer)
     return {"outcomes": outcomes, "scales": scales, **compared}
 
@@ -77,4 +117,12 @@ def clip(optimizer: Any) -> None:
 
 
 if __name__ == "__main__":
-    engine_cases.work({}, {f"gpipe {level}": functools.partial(train, level) for level in engine_cases.LEVELS})
+    plans = ONE | TWO if int(os.environ["WORLD_SIZE"]) == 2 else ONE
+    engine_cases.work(
+        {},
+        {
+            f"{name} {level}": functools.partial(train, level, plan)
+            for name, plan in plans.items()
+            for level in engine_cases.LEVELS
+        },
+    )
