@@ -74,6 +74,8 @@ CASES = {
     "compressed": Case(compressed, late=True, spoil_loss=True),
     "own_hook": Case(own_hook, late=True, spoil_loss=True),
     "no_sync": Case(ddp, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()),
+    "each_backward": Case(ddp, late=True, spoil_loss=True, micro=2),
+    "each_backward, bucket_view": Case(bucket_view, late=True, spoil_loss=True, micro=2),
     "compiled": Case(compiled, late=True, spoil_loss=True),
     "checkpointed": Case(checkpointed, late=True, spoil_loss=True),
     "halves": Case(

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ENGINES = {
     "ddp": (
         *("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync"),
-        *("compiled", "checkpointed", "halves"),
+        *("each_backward", "each_backward, bucket_view", "compiled", "checkpointed", "halves"),
     ),
     "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "whole_weights", "checkpointed", "no_sync"),
     "fsdp2": (

@@ -60,10 +60,11 @@ class GradientWitness:
         """
         if self._left is None:
             return
-        zeros, version = self._left
-        if self._param.grad is not zeros:
+        if self._is_gone():
             self._drop()
-        elif torch.compiler.is_compiling():
+            return
+        zeros, version = self._left
+        if torch.compiler.is_compiling():
             check_unwritten(self._asked, zeros, version, call)
         elif is_written(zeros, version):
             raise refuse_written(call)
@@ -76,10 +77,10 @@ class GradientWitness:
         """
         if self._left is None:
             return False
-        zeros, version = self._left
-        if self._param.grad is not zeros:
+        if self._is_gone():
             self._drop()
             return False
+        zeros, version = self._left
         if zeros._version != version:
             others = (p.grad for p, _ in self._pairs if p is not self._param)
             if not bool(zeros.any()) and all(g is None for g in others):
@@ -90,6 +91,25 @@ class GradientWitness:
         self._left = None  # first: an interrupt after the next line would look as if somebody had cleared the gradients
         self._param.grad = None
         return True
+
+    def _is_gone(self) -> bool:
+        """Return whether the zeros are gone. Zeros that a wrapper has put elsewhere become the witness.
+
+        DDP with ``gradient_as_bucket_view`` lays its buckets out anew in the second forward, and replaces each gradient
+        that there is by a copy in a bucket. Who clears gradients leaves none, or writes into the zeros.
+        """
+        assert self._left is not None
+        zeros, version = self._left
+        grad = self._param.grad
+        if grad is zeros:
+            return False
+        if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
+            return True
+        # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
+        if any(p.grad is not None for p, _ in self._pairs if p is not self._param) or bool(grad.any()):
+            return True
+        self._left = (grad, grad._version)
+        return False
 
     def _drop(self) -> None:
         for _, master in self._pairs:
