@@ -7,6 +7,7 @@ place is taken by its parameter. Optimizers without masters pass unchanged.
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib.util
 import sys
@@ -27,7 +28,7 @@ class _View:
 
     Attributes:
         param_groups: the optimizer's, with parameters in the places of masters.
-        state: something, for torch makes the state of an optimizer that has none by a step.
+        state: the optimizer's, by parameters too. Never empty: torch makes a state where there is none, by a step.
     """
 
     def __init__(self, optimizer: Any, param_of: dict[int, Any]) -> None:
@@ -35,7 +36,8 @@ class _View:
         self.param_groups = [
             {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
         ]
-        self.state = {"is made": True}
+        self.state = collections.defaultdict[Any, Any](dict, {"is made": True})
+        self.state.update((param_of.get(id(p), p), state) for p, state in optimizer.state.items())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's."""
