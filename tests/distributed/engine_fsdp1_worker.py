@@ -10,39 +10,33 @@ from engine_cases import Case
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 
-def original(model: Any, _: str) -> Any:
-    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True)
+def original(model: Any, _: str, **options: Any) -> Any:
+    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True, **options)
 
 
 def flat(model: Any, _: str) -> Any:
     return FullyShardedDataParallel(model, device_id=engine_cases.device)
 
 
-def nested(model: Any, _: str) -> Any:
-    model[2] = FullyShardedDataParallel(model[2], device_id=engine_cases.device, use_orig_params=True)
-    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True)
+def nested(model: Any, level: str) -> Any:
+    model[2] = original(model[2], level)
+    return original(model, level)
 
 
 def own_precision(model: Any, level: str) -> Any:
     """The user has told FSDP already what the level means."""
     dtype = {"O2": torch.float16, "O5": torch.bfloat16}.get(level)
     told = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    return FullyShardedDataParallel(model, device_id=engine_cases.device, use_orig_params=True, mixed_precision=told)
+    return original(model, level, mixed_precision=told)
 
 
-def copied(model: Any, _: str) -> Any:
-    strategy = ShardingStrategy.NO_SHARD
-    return FullyShardedDataParallel(
-        model, device_id=engine_cases.device, use_orig_params=True, sharding_strategy=strategy
-    )
+def copied(model: Any, level: str) -> Any:
+    return original(model, level, sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
-def whole_weights(model: Any, _: str) -> Any:
-    """Weights stay gathered between forward and backward: only gradients and the optimizer's state are sharded."""
-    strategy = ShardingStrategy.SHARD_GRAD_OP
-    return FullyShardedDataParallel(
-        model, device_id=engine_cases.device, use_orig_params=True, sharding_strategy=strategy
-    )
+def whole_weights(model: Any, level: str) -> Any:
+    """Weights stay gathered between forward and backward."""
+    return original(model, level, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
 
 def checkpointed(model: Any, level: str) -> Any:

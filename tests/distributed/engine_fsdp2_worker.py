@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import xamp
 
 
-def plain(model: Any, _: str) -> Any:
-    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()))
+def plain(model: Any, _: str, **options: Any) -> Any:
+    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()), **options)
 
 
 def blocks(model: Any, level: str) -> Any:
@@ -26,15 +26,14 @@ def blocks(model: Any, level: str) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def whole_weights(model: Any, _: str) -> Any:
+def whole_weights(model: Any, level: str) -> Any:
     """Weights stay gathered between forward and backward, as small models have it."""
-    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()), reshard_after_forward=False)
+    return plain(model, level, reshard_after_forward=False)
 
 
-def offloaded(model: Any, _: str) -> Any:
+def offloaded(model: Any, level: str) -> Any:
     """Shards and optimizer are on the host."""
-    policy = CPUOffloadPolicy(pin_memory=False)
-    return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size()), offload_policy=policy)
+    return plain(model, level, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def compiled(model: Any, level: str) -> Any:

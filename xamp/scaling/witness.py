@@ -60,7 +60,7 @@ class GradientWitness:
         """
         if self._left is None:
             return
-        if self._is_gone():
+        if not self._finds_zeros():
             self._drop()
             return
         zeros, version = self._left
@@ -77,7 +77,7 @@ class GradientWitness:
         """
         if self._left is None:
             return False
-        if self._is_gone():
+        if not self._finds_zeros():
             self._drop()
             return False
         zeros, version = self._left
@@ -92,8 +92,8 @@ class GradientWitness:
         self._param.grad = None
         return True
 
-    def _is_gone(self) -> bool:
-        """Return whether the zeros are gone. Zeros that a wrapper has put elsewhere become the witness.
+    def _finds_zeros(self) -> bool:
+        """Look for the zeros; a copy of them that a wrapper has put in their place becomes the witness.
 
         DDP with ``gradient_as_bucket_view`` lays its buckets out anew in the second forward, and replaces each gradient
         that there is by a copy in a bucket. Who clears gradients leaves none, or writes into the zeros.
@@ -102,14 +102,14 @@ class GradientWitness:
         zeros, version = self._left
         grad = self._param.grad
         if grad is zeros:
-            return False
-        if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
             return True
+        if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
+            return False
         # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
         if any(p.grad is not None for p, _ in self._pairs if p is not self._param) or bool(grad.any()):
-            return True
+            return False
         self._left = (grad, grad._version)
-        return False
+        return True
 
     def _drop(self) -> None:
         for _, master in self._pairs:
