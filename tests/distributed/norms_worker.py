@@ -1,4 +1,4 @@
-"""What each process of test_norms.py runs: the norm of gradients that are sharded in every way, against one process.
+"""What each process of test_norms.py runs: gradients that are sharded in every way and clipped, against one process.
 
 The reference is the same model, whole, in fp64, that sees the batches of all ranks. Each case tells how far norm and
 clipped step are from it. Writes one JSON file a rank.
@@ -22,17 +22,24 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
 
-LR, MAX_NORM = 0.1, 0.05
+LR, MAX_NORM, LIMIT = 0.1, 0.05, 0.02
 
 
 def make() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3), nn.Linear(3, 5))  # 3 and 5: uneven shards
+    layers = nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 7), nn.LayerNorm(7), nn.Linear(7, 5)  # 7 and 5: uneven shards
+    return nn.Sequential(*layers)
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -56,11 +63,11 @@ def fsdp1_original_parameters(model: nn.Module) -> nn.Module:
 
 
 def fsdp1_and_whole(model: Any) -> nn.Module:
-    """The first layer is sharded, the second copied by FSDP1, the third by DDP."""
+    """The first layer is sharded, the second copied by FSDP1, the rest by DDP."""
     options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
     model[0] = FullyShardedDataParallel(model[0], **options)
     model[2] = FullyShardedDataParallel(model[2], sharding_strategy=ShardingStrategy.NO_SHARD, **options)
-    model[3] = DistributedDataParallel(model[3])
+    model[3], model[4] = DistributedDataParallel(model[3]), DistributedDataParallel(model[4])
     return model  # type: ignore[no-any-return]
 
 
@@ -81,10 +88,10 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_and_whole(model: Any) -> nn.Module:
-    """Two layers are sharded, and the last one is in a DDP."""
+    """Two layers are sharded, and the others are in DDPs."""
     for part in (model[0], model[2]):
         fully_shard(part, mesh=mesh(dist.get_world_size()))
-    model[3] = DistributedDataParallel(model[3])
+    model[3], model[4] = DistributedDataParallel(model[3]), DistributedDataParallel(model[4])
     return model  # type: ignore[no-any-return]
 
 
@@ -99,8 +106,19 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh(dist.get_world_size()), plan)
 
 
+def sequence_parallel(model: nn.Module) -> nn.Module:
+    """Each rank has some rows of what the norm sees, so its gradient of the norm's weight is one summand of all."""
+    plan = {
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+        "3": SequenceParallel(sequence_dim=0),
+        "4": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh(dist.get_world_size()), plan)
+
+
 def tensor_parallel_and_fsdp2(model: Any) -> nn.Module:
-    """A mesh of two dimensions: each layer but the last is divided along both."""
+    """A mesh of two dimensions: two layers are divided along both."""
     found = mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
     parallelize_module(model, found["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=found["data"])
@@ -110,25 +128,24 @@ def tensor_parallel_and_fsdp2(model: Any) -> nn.Module:
 Case = Callable[[Any], nn.Module]
 CASES: tuple[Case, ...] = (
     *(ddp, fsdp1, fsdp1_original_parameters, fsdp1_and_whole, fsdp1_hybrid),
-    *(fsdp2, fsdp2_and_whole, fsdp2_hybrid, tensor_parallel, tensor_parallel_and_fsdp2),
+    *(fsdp2, fsdp2_and_whole, fsdp2_hybrid, tensor_parallel, sequence_parallel),
+    tensor_parallel_and_fsdp2,
 )
 
 
 def seen_by(case: Case, rank: int) -> int:
     """The number of the batch that a rank sees: ranks that share the work on a batch see the same."""
-    if case is tensor_parallel:
+    if case in (tensor_parallel, sequence_parallel):
         return 0
     return rank // 2 if case is tensor_parallel_and_fsdp2 else rank
 
 
-def reference(case: Case, norm_type: float) -> tuple[float, list[torch.Tensor]]:
-    """The norm of the whole gradient, and the weights after a clipped step."""
+def gradients(case: Case) -> Any:
+    """A whole model in fp64, with the gradients of the batches of all ranks."""
     model = make().double()
     batches = [batch(seen_by(case, rank)).double() for rank in range(dist.get_world_size())]
     torch.stack([model(x).square().mean() for x in batches]).mean().backward()
-    norm = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]), norm_type))
-    with torch.no_grad():
-        return norm, [p - LR * p.grad * min(1.0, MAX_NORM / norm) for p in model.parameters()]
+    return model
 
 
 def whole(model: nn.Module) -> list[torch.Tensor]:
@@ -136,7 +153,8 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
         return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()]
 
 
-def train(case: Case, level: str, norm_type: float) -> dict[str, Any]:
+def backward(case: Case, level: str) -> tuple[Any, Any]:
+    """The model and its optimizer, with unscaled gradients."""
     zero = case is ddp and level == "O1"
     model: Any = case(make())
     params = model.parameters()
@@ -145,20 +163,40 @@ def train(case: Case, level: str, norm_type: float) -> dict[str, Any]:
     xamp.initialize(model, optimizer, level, loss_scale=1024.0, verbosity=0)
     with xamp.scale_loss(model(batch(seen_by(case, dist.get_rank()))).square().mean(), optimizer) as scaled:
         scaled.backward()
-    unclipped = xamp.session(optimizer).metrics()["grad_norm"]
+    return model, optimizer
+
+
+def steps_off(model: Any, wanted: list[torch.Tensor]) -> float:
+    """How far the weights are from what they should be, as a share of the largest move of one."""
+    moved = max(float((a.detach() - b).abs().max()) for a, b in zip(make().parameters(), wanted, strict=True))
+    return max(float((a - b).abs().max()) for a, b in zip(whole(model), wanted, strict=True)) / moved
+
+
+def clip_norm(case: Case, level: str, norm_type: float) -> dict[str, Any]:
+    model, optimizer = backward(case, level)
+    session: Any = xamp.session(optimizer)
+    unclipped = session.metrics()["grad_norm"]
     norm = float(xamp.clip_grad_norm_(optimizer, MAX_NORM, norm_type))
     optimizer.step()
-    wanted, weights = reference(case, norm_type)
-    off = max(float((a - b).abs().max()) for a, b in zip(whole(model), weights, strict=True))
-    moved = max(float((a - b).abs().max()) for a, b in zip(make().state_dict().values(), weights, strict=True))
-    logged = xamp.session(optimizer).metrics()["grad_norm"]
+    params = list(gradients(case).parameters())
+    wanted = float(torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in params]), norm_type))
     return {
         "norm": abs(norm - wanted) / wanted,
-        "weights": off / moved,
+        "weights": steps_off(model, [(p - LR * p.grad * min(1.0, MAX_NORM / wanted)).detach() for p in params]),
         "value": norm,
-        "logged": logged == norm,
+        "logged": session.metrics()["grad_norm"] == norm,
         "unclipped": None if math.isnan(unclipped) else abs(unclipped - wanted) / wanted,
     }
+
+
+def clip_value(case: Case, level: str) -> float:
+    """How far a step is off where each element of the whole gradient is clipped."""
+    model, optimizer = backward(case, level)
+    xamp.clip_grad_value_(optimizer, LIMIT)
+    optimizer.step()
+    params = list(gradients(case).parameters())
+    assert 0 < sum(int((p.grad.abs() > LIMIT).sum()) for p in params) < sum(p.numel() for p in params)
+    return steps_off(model, [(p - LR * p.grad.clamp(-LIMIT, LIMIT)).detach() for p in params])
 
 
 def one_without_gradient() -> float:
@@ -176,11 +214,13 @@ def one_without_gradient() -> float:
 
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    found: dict[str, Any] = {}
+    norms, values = {}, {}
     for case in CASES:
         for level, norm_type in (("O0", 2.0), ("O0", math.inf), ("O0", 1.0), ("O1", 2.0)):
-            found[f"{case.__name__} {level} {norm_type}"] = train(case, level, norm_type)
-    found["no element"] = one_without_gradient()
+            norms[f"{case.__name__} {level} {norm_type}"] = clip_norm(case, level, norm_type)
+        for level in ("O0", "O1"):
+            values[f"{case.__name__} {level}"] = clip_value(case, level)
+    found = {"norms": norms, "values": values, "no element": one_without_gradient()}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from xamp.errors import StateError
 from xamp.scaling import foreach
 from xamp.scaling.rank_groups import WHOLE, Layout, layout_of
-from xamp.scaling.shards import local
+from xamp.scaling.shards import local, whole_sum
 
 __all__ = ["clip", "is_divided", "total"]
 
@@ -64,7 +64,7 @@ def total(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> to
         groups = _shards(param, layout)
         _, parts = buckets.setdefault(tuple(map(id, groups)), (groups, []))
         if (grad := param.grad) is not None:
-            parts.append(local(_whole_sum(grad)))
+            parts.append(local(whole_sum(grad)))
     norms = [_over(groups, _norm(parts, norm_type, device), norm_type) for groups, parts in buckets.values()]
     return functools.reduce(lambda a, b: _norm([a, b], norm_type, device), norms)
 
@@ -73,15 +73,6 @@ def _shards(param: torch.Tensor, layout: Layout) -> Sequence[Any]:
     """Return the groups that divide the gradient of ``param``, which is placed as it likes where it is a DTensor."""
     grad = param.grad
     return layout.shards if grad is None or not hasattr(grad, "placements") else layout_of(grad, {}).shards
-
-
-def _whole_sum(grad: Any) -> Any:
-    """Return ``grad``; a DTensor of which each rank has one summand is added up."""
-    if not any(place.is_partial() for place in getattr(grad, "placements", ())):
-        return grad
-    from torch.distributed.tensor import Replicate
-
-    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
 
 def _device(params: Sequence[tuple[torch.Tensor, Layout]]) -> torch.device:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["align", "copy", "is_dtensor", "local", "set_data"]
+__all__ = ["align", "copy", "is_dtensor", "local", "set_data", "whole_sum"]
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -36,6 +36,18 @@ def align(tensor: Any, like: Any) -> torch.Tensor:
     if not is_dtensor(tensor) or not is_dtensor(like) or tuple(tensor.placements) == tuple(like.placements):
         return tensor  # type: ignore[no-any-return]
     return tensor.redistribute(placements=like.placements)  # type: ignore[no-any-return]
+
+
+def whole_sum(tensor: Any) -> Any:
+    """Return ``tensor``; a ``DTensor`` of which each rank has one summand (``Partial``) is added up.
+
+    All ranks of the mesh must call this.
+    """
+    if not any(place.is_partial() for place in getattr(tensor, "placements", ())):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 @torch.no_grad()

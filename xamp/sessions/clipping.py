@@ -101,7 +101,7 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
 
     Does not wait for the device. At O2 and O5 it clips the gradients of the fp32 masters. A step that overflowed is
     skipped all the same: its inf was seen before it was clipped. Sharded gradients are clipped on the rank that has
-    them.
+    them; where parameters are DTensors, every rank must call this.
 
     Args:
         optimizer: one optimizer, or several.
@@ -116,9 +116,12 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    torch.nn.utils.clip_grad_value_([p for p in params if not shards.is_dtensor(p)], limit)
+    whole = [p for p in params if not shards.is_dtensor(p)]
+    if whole:  # torch does not take an empty list
+        torch.nn.utils.clip_grad_value_(whole, limit)
     for param in params:
         if shards.is_dtensor(param) and param.grad is not None:
+            param.grad = shards.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
             shards.local(param.grad).clamp_(-limit, limit)
 
 
