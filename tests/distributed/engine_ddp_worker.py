@@ -55,6 +55,18 @@ def checkpointed(model: Any, level: str) -> Any:
     return ddp(engine_cases.checkpointed(model), level)
 
 
+def compiled_whole(model: Any, level: str) -> Any:
+    return torch.compile(ddp(model, level), backend="aot_eager")
+
+
+def compiled_before(model: Any, level: str) -> Any:
+    """Compiled and run before DDP wraps it, and the other ranks start out with other weights than the first."""
+    model.compile(backend="aot_eager")
+    model(engine_cases.batch(0, 0, 0)[0])
+    model.load_state_dict({name: value + 0.5 * dist.get_rank() for name, value in model.state_dict().items()})
+    return ddp(model, level)
+
+
 def half_of(rank: int) -> Sequence[int]:
     size = dist.get_world_size() // 2
     return range(rank // size * size, rank // size * size + size)
@@ -77,6 +89,11 @@ CASES = {
     "each_backward": Case(ddp, late=True, spoil_loss=True, micro=2),
     "each_backward, bucket_view": Case(bucket_view, late=True, spoil_loss=True, micro=2),
     "compiled": Case(compiled, late=True, spoil_loss=True),
+    "compiled whole": Case(compiled_whole, late=True, spoil_loss=True),
+    "compiled whole, no_sync": Case(
+        compiled_whole, late=True, spoil_loss=True, micro=2, postponed=lambda model: model.no_sync()
+    ),
+    "compiled before": Case(compiled_before, late=True, spoil_loss=True),
     "checkpointed": Case(checkpointed, late=True, spoil_loss=True),
     "halves": Case(
         *(halves, True),

@@ -20,6 +20,7 @@ ENGINES = {
     "ddp": (
         *("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync"),
         *("each_backward", "each_backward, bucket_view", "compiled", "checkpointed", "halves"),
+        *("compiled whole", "compiled whole, no_sync", "compiled before"),
     ),
     "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "whole_weights", "checkpointed", "no_sync"),
     "fsdp2": (

@@ -127,7 +127,9 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         if spare is None and into is not None:
             args, kwargs = cast(args, into), cast(kwargs, into)
-        distributed.note_wrapper_while_tracing()
+        active_ddp = ddp._active_ddp_module
+        if active_ddp is not None:
+            distributed.note_wrapper_while_tracing(id(active_ddp))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = active.run_traced(mark, function, self, *args, **kwargs)
         else:

@@ -55,8 +55,14 @@ def note_wrapper() -> None:
         _noted[ddp] = bool(ddp.require_backward_grad_sync)
 
 
-def note_wrapper_while_tracing() -> None:
-    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept."""
+def note_wrapper_while_tracing(identity: int) -> None:
+    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept.
+
+    Args:
+        identity: the ``id`` of that DDP. That the caller has asked for it binds the graph to this DDP: another one, or
+            one that comes later, is compiled anew, and so comes here too.
+    """
+    del identity
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and ddp not in _noted:
         _noted[ddp] = None
