@@ -157,7 +157,10 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     full = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     assert all(value.dtype == torch.float32 for value in full.values()), {n: v.dtype for n, v in full.items()}
-    return {name.removeprefix("_orig_mod.").removeprefix("module."): value.detach().cpu().clone() for name, value in full.items()}
+    return {
+        name.removeprefix("_orig_mod.").removeprefix("module."): value.detach().cpu().clone()
+        for name, value in full.items()
+    }
 
 
 def reference(seen: Sequence[int], micro: int) -> dict[str, torch.Tensor]:
