@@ -3,6 +3,7 @@
 ``part``: DDP around the trunk of a model that is in a session already; three micro-batches, two of them without
 reduction. ``two``: two models in a DDP each; the first postpones its reduction while the second steps.
 ``compiled``: DDP around a compiled model, in whose graph nothing is noted again.
+``whole``: a whole compiled training step, with a DDP that is made after ``initialize``, against the eager one.
 ``before``: DDP is there before the session.
 """
 
@@ -73,6 +74,30 @@ def compiled(level: str, rank: int) -> dict[str, Any]:
     return {"seen": clipping_refused, "grads": [p.flatten().tolist() for p in xamp.master_params(optimizer)]}
 
 
+def whole(level: str, rank: int) -> dict[str, Any]:
+    def trained(is_compiled: bool) -> list[list[float]]:
+        torch.manual_seed(rank)
+        model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+        ddp = DistributedDataParallel(model)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                backward(ddp(data(number, rank)).square().mean(), optimizer)
+            backward(ddp(data(number + 10, rank)).square().mean(), optimizer)
+            optimizer.step()
+
+        run: Any = torch.compile(step, backend="aot_eager") if is_compiled else step
+        for number in range(3):
+            run(number)
+        return [p.flatten().tolist() for p in xamp.master_params(optimizer)]
+
+    eager, compiled = trained(False), trained(True)
+    return {"seen": [one == other for one, other in zip(eager, compiled, strict=True)], "grads": compiled}
+
+
 def before(level: str, rank: int) -> dict[str, Any]:
     model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     ddp: Any = DistributedDataParallel(model)
@@ -107,7 +132,7 @@ def main(mode: str, level: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    result = {"part": part, "two": two, "compiled": compiled, "before": before}[mode](level, rank)
+    result = {"part": part, "two": two, "compiled": compiled, "whole": whole, "before": before}[mode](level, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -31,7 +31,7 @@ from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.pickle_names import pickled_as
-from xamp.scaling import masters
+from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
 from xamp.scaling.witness import clear_gradients
 
@@ -255,7 +255,7 @@ class InstanceMethod:
         """Call the attribute in its region."""
         module = None if self._module is None else self._module()
         if module is not None and self._region.follows:
-            masters.write_changed_into(module)
+            followers.catch_up(module)
         if self._spare is not None:
             args, kwargs = self._spare(args, kwargs)
         run = _caller(self._inside)

@@ -26,7 +26,7 @@ from xamp.ground.caster import caster
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
-from xamp.scaling import distributed, masters
+from xamp.scaling import distributed, followers
 from xamp.scaling.overflow_flag import watched
 
 __all__ = ["Cast", "Region", "in_region", "make_region"]
@@ -168,4 +168,4 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
         functools.update_wrapper(method, function)
     if region.watched:
         method = watched(method)
-    return masters.following(method) if region.follows else method
+    return followers.following(method) if region.follows else method

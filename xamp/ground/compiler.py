@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["keep_eager"]
+__all__ = ["break_graphs", "keep_eager"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -24,3 +24,18 @@ def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if inner else default))
     return function
+
+
+def break_graphs(why: str) -> Callable[[_Function], _Function]:
+    """Make the compiler break the graph where a function is called, as ``torch.compiler.disable`` does.
+
+    Args:
+        why: the reason, for the compiler's messages.
+    """
+
+    def mark(function: _Function) -> _Function:
+        marked: Any = keep_eager(function)
+        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, why
+        return marked  # type: ignore[no-any-return]
+
+    return mark

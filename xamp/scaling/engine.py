@@ -22,8 +22,8 @@ from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
-from xamp.scaling import distributed, masters
-from xamp.scaling.lost_writes import LostWrites, warn_of_lost
+from xamp.scaling import distributed, followers, masters
+from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
@@ -101,6 +101,7 @@ class Engine:
         self._pairs: list[masters.Pair] = []
         self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._reconciled = False
+        self._found_old = False  # a forward ran without masters that had changed, for no graph asked
         self._lost_writes = LostWrites()
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
@@ -307,6 +308,8 @@ class Engine:
             self._reconciled = True
         elif fresh:
             masters.use(self._pairs)
+        elif self._model_is_behind():
+            return
         elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self._pairs):
             self._look_for_lost_writes()
         for ddp in fresh:
@@ -348,6 +351,22 @@ class Engine:
         """Before a forward: write the masters that changed since the last step into the model."""
         for state in self._states:
             state.master_versions.follow()
+
+    def may_be_behind(self) -> bool:
+        """Return whether compiled forwards must ask whether a master has changed."""
+        return self._found_old or any(state.master_versions.lent for state in self._states)
+
+    def _model_is_behind(self) -> bool:
+        """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
+        if not followers.graphs.exist or torch.compiler.is_compiling():
+            return False
+        if not any(state.master_versions.are_old for state in self._states):
+            return False
+        if not self._found_old:
+            self._found_old = True
+            followers.look()
+            warn_of_old(self.policy.level)
+        return True
 
     def _use_masters(self) -> None:
         """Use the masters for the first time."""

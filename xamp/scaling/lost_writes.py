@@ -18,7 +18,7 @@ from xamp.ground.log import say
 from xamp.scaling import masters, shards
 from xamp.scaling.late_reads import copies_without_waiting, copy_without_waiting
 
-__all__ = ["LostWrites", "warn_of_lost"]
+__all__ = ["LostWrites", "warn_of_lost", "warn_of_old"]
 
 
 class LostWrites:
@@ -113,5 +113,22 @@ def warn_of_lost(names: Sequence[str], level: str) -> None:
         "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at "
         "its next forward.",
         *(names[0], others, level),
+        level=logging.WARNING,
+    )
+
+
+def warn_of_old(level: str) -> None:
+    """Warn that a compiled forward ran with the weights from before something wrote into the masters.
+
+    Args:
+        level: the level.
+    """
+    say(
+        "something other than optimizer.step() wrote into the fp32 masters, and the forward before this scale_loss ran "
+        "with the weights of before: it is a part of a larger compiled function, and such a graph sees no write into a "
+        "tensor. From now on these graphs break before the forward and let the model follow, at level %s. To have no "
+        "step wrong write in a loop, `with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`, "
+        "after which the model follows at once, or compile the model itself, whose forward looks each time.",
+        level,
         level=logging.WARNING,
     )

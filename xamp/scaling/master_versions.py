@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from xamp.scaling import masters
+import torch
+
+from xamp.ground.compiler import keep_eager
+from xamp.scaling import followers, masters
 from xamp.scaling.gradients import Gradients
 
 __all__ = ["MasterVersions"]
@@ -13,16 +16,34 @@ class MasterVersions:
 
     Args:
         gradients: the gradients of the optimizer, which know its masters.
+
+    Attributes:
+        lent: compiled code got the masters to write into since the last step or forward, and nothing tells whether it
+            did.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._seen: list[int] = []
+        self.lent = False
 
     def note(self) -> None:
         """Remember the masters' versions: the lowered parameters agree with them."""
         self._seen = [master._version for _, master in self._gradients.pairs]
 
+    @property
+    def are_old(self) -> bool:
+        """Whether something other than a step has changed a master, and the model has not followed."""
+        return self._seen != [master._version for _, master in self._gradients.pairs]
+
+    def lend(self) -> None:
+        """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
+        if torch.compiler.is_compiling():
+            self.lent = followers.graphs.ask = True
+        elif followers.graphs.exist:  # else each forward asks
+            self.follow()
+
+    @keep_eager
     def follow(self) -> None:
         """Before a forward: write those masters into the model that something other than ``step`` has changed.
 
@@ -30,10 +51,13 @@ class MasterVersions:
         Costs 0.05 us a master where nothing has changed.
         """
         pairs = self._gradients.pairs
-        if self._seen != [master._version for _, master in pairs]:
+        if self.are_old:
             before = self._seen
             masters.write_changed([pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen])
             self.note()
+        if self.lent:
+            self.lent = False
+            followers.look()
 
     def at_rest(self) -> list[masters.Pair]:
         """Return the pairs whose masters nothing but a step, or what the model followed, has written to."""

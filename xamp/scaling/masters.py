@@ -8,8 +8,6 @@ step.
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.ground.compiler import break_graphs
 from xamp.policy import Policy
 from xamp.scaling import shards
 
@@ -29,8 +28,6 @@ __all__ = [
     "copy_back",
     "ensure_master",
     "exact",
-    "follow",
-    "following",
     "forget_lowered",
     "fp32_of",
     "has_fp32",
@@ -46,7 +43,6 @@ __all__ = [
     "up_to_date",
     "use",
     "write_changed",
-    "write_changed_into",
     "write_quietly",
 ]
 
@@ -235,38 +231,11 @@ def write_changed(pairs: Iterable[Pair]) -> None:
         _reconciled_versions[master] = master._version
 
 
+@break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
 def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:
         shards.local(param).data.copy_(shards.local(master.detach()))  # .data has a version counter of its own
-
-
-_followers: Any = WeakIdKeyDictionary()  # model -> what writes changed masters into it
-
-
-def follow(model: nn.Module, write_changed: Callable[[], None]) -> None:
-    """Have :func:`following` call ``write_changed``, a method that is held weakly, before each forward of ``model``."""
-    _followers[model] = weakref.WeakMethod(write_changed)
-
-
-def write_changed_into(model: nn.Module) -> None:
-    """Call what :func:`follow` was given for ``model``, if anything."""
-    found = _followers.get(model)
-    write = None if found is None else found()
-    if write is not None:
-        write()
-
-
-def following(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method(model, ...)`` that first lets the model follow its masters. Compiled code goes without."""
-
-    @functools.wraps(method)
-    def after_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            write_changed_into(self)
-        return method(self, *args, **kwargs)
-
-    return after_masters
 
 
 def use(pairs: Sequence[Pair]) -> None:

@@ -347,6 +347,8 @@ class OptimizerState:
         if self.gradients.pairs and outcome is not StepOutcome.SKIPPED:
             masters.copy_back(self.gradients.pairs)
             self.master_versions.note()
+        if self.master_versions.lent:
+            self.master_versions.follow()
         checks = self.engine.policy.checks
         if checks and not self.fresh and outcome is not StepOutcome.APPLIED and self.engine.moves_before_step:
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag

@@ -15,6 +15,7 @@ from xamp.ground.shown import shown
 from xamp.scaling import norms, shards
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.rank_groups import Layout, layout_of
+from xamp.scaling.step import OptimizerState
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 
@@ -35,7 +36,14 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     state = state_of(optimizer)
     if state is not None:
         state.settle("master_params(optimizer)")
-    return (param for group in optimizer.param_groups for param in group["params"])
+    return _lend(optimizer, state)
+
+
+def _lend(optimizer: Optimizer, state: OptimizerState | None) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    if state is not None and state.gradients.pairs:
+        state.master_versions.lend()
 
 
 def clip_grad_norm_(

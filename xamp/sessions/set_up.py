@@ -22,7 +22,7 @@ from xamp.errors import StateError
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
-from xamp.scaling import masters
+from xamp.scaling import followers
 from xamp.scaling.engine import Engine
 from xamp.sessions import checks, lowering
 from xamp.sessions.averaged_model import serve_averaged_models
@@ -95,7 +95,7 @@ def set_up(
         if plan.lowered and policy.master_weights:
             serve_torch_states()
         for model in arguments.models if policy.master_weights else ():
-            masters.follow(model, engine.follow_masters)
+            followers.follow(model, engine)
         take_optimizers(engine, arguments.optimizers, forms, undo)
         rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
         register(engine, arguments.objects)

@@ -1,0 +1,105 @@
+"""Lets a model follow its masters where something other than a step changed them: before each of its forwards.
+
+Versions of tensors tell of a change, and compiled code cannot read them. So what asks for them stays out of the graph
+wherever the model's forward is the outermost function that is compiled: ``torch.compile(model)``, ``model.compile()``.
+Where the forward is a part of another function's graph, :data:`graphs` says whether these graphs break before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp.ground.compiler import break_graphs, keep_eager
+
+__all__ = ["Follower", "catch_up", "follow", "following", "graphs", "look"]
+
+
+class Follower(Protocol):
+    """The part of :class:`xamp.scaling.engine.Engine` that writes masters into models."""
+
+    def follow_masters(self) -> None:
+        """Write the masters that changed since the last step into the model."""
+
+    def may_be_behind(self) -> bool:
+        """Return whether compiled code may have changed masters, or changes come where nothing tells of them."""
+
+
+class Graphs:
+    """The graphs of other functions that a forward of a model with masters is a part of.
+
+    Attributes:
+        exist: there are such graphs, so that not each forward asks whether a master has changed.
+        ask: they break before such a forward, to let all models follow. They are guarded on this.
+    """
+
+    exist = False
+    ask = False
+
+
+graphs = Graphs()
+
+_followers: Any = WeakIdKeyDictionary()  # model -> weakref of its Follower
+
+
+def follow(model: nn.Module, follower: Follower) -> None:
+    """Have ``follower``, which is held weakly, write its masters into ``model`` before each forward."""
+    _followers[model] = weakref.ref(follower)
+
+
+@keep_eager
+def catch_up(model: nn.Module) -> None:
+    """Write the masters that changed since the last step into ``model``."""
+    found = _followers.get(model)
+    follower: Follower | None = None if found is None else found()
+    if follower is not None:
+        follower.follow_masters()
+
+
+def following(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method(model, ...)`` that first lets the model follow its masters."""
+
+    @functools.wraps(method)
+    def after_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            catch_up(self)
+        else:  # another function's graph
+            _all_catch_up_once()
+            if graphs.ask:
+                _all_catch_up()
+        return method(self, *args, **kwargs)
+
+    return keep_eager(after_masters, inner=False)
+
+
+@keep_eager
+def look() -> None:
+    """Decide anew whether graphs ask. Called where a follower may have changed its mind."""
+    graphs.ask = any(follower.may_be_behind() for follower in _alive())
+
+
+def _alive() -> list[Follower]:
+    return [follower for ref in list(_followers.values()) if (follower := ref()) is not None]
+
+
+@break_graphs(
+    "something other than optimizer.step() has written into the fp32 masters, and the model follows them here"
+)
+def _all_catch_up() -> None:
+    for follower in _alive():
+        follower.follow_masters()
+
+
+def _all_catch_up_once() -> None:
+    """Let models follow what was written before the graph existed. The compiler runs this while it traces."""
+    graphs.exist = True
+    _all_catch_up()
+
+
+_all_catch_up_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
