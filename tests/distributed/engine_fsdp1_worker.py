@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import engine_cases
 import torch
+import torch.distributed as dist
 from engine_cases import Case
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+import xamp
 
 
 def original(model: Any, _: str, **options: Any) -> Any:
@@ -43,6 +47,40 @@ def checkpointed(model: Any, level: str) -> Any:
     return original(engine_cases.checkpointed(model), level)
 
 
+def head(level: str, collapses: bool = False) -> tuple[list[Any], int]:
+    """Only the last layer is trained, and some ranks have no element of it; what they saw, and how many they have."""
+    model = engine_cases.net().to(engine_cases.device)
+    for param in (p for layer in model[:-1] for p in layer.parameters()):
+        param.requires_grad_(False)
+    sharded = original(model, level)
+    optimizer = torch.optim.SGD([p for p in sharded.parameters() if p.requires_grad], lr=0.1)
+    xamp.initialize(sharded, optimizer, level, loss_scale="dynamic", init_scale=4.0 if collapses else 1024.0)
+    session: Any = xamp.session(optimizer)
+    seen: list[Any] = []
+    try:
+        for step in range(60 if collapses else 4):
+            optimizer.zero_grad()
+            x, target = (each.to(engine_cases.device) for each in engine_cases.batch(step, 0, dist.get_rank()))
+            loss = engine_cases.loss_of(sharded(x), target)
+            with xamp.scale_loss(loss * float("inf") if collapses or step == 1 else loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            seen.append(session.last_step.name)
+    except xamp.LossScaleCollapsed:
+        seen = ["collapsed", len(seen)]
+    return [*seen, session.stats.applied, session.stats.skipped], sum(
+        p.numel() for p in optimizer.param_groups[0]["params"]
+    )
+
+
+def heads() -> dict[str, Any]:
+    """What :func:`head` tells, and the warnings."""
+    said: list[str] = []
+    logging.getLogger("xamp").addFilter(lambda record: said.append(record.getMessage()) or True)
+    found = {level: head(level) for level in engine_cases.LEVELS}
+    return {**found, "collapse": head("O1", collapses=True), "said": [text for text in said if "no gradient" in text]}
+
+
 CASES = {
     "original": Case(original),
     "flat": Case(flat),
@@ -55,4 +93,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(original)})
+    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(original), "heads": heads})

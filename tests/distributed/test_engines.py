@@ -86,6 +86,16 @@ def test_fsdp_gathers_in_16_bits_what_the_optimizer_steps_in_32(engine: str, ran
         }
 
 
+def test_a_rank_without_elements_of_what_is_trained_sees_the_same_steps(ranks_of: Callable[[str], Found]) -> None:
+    """FSDP1, where only the head is trained: all its elements lie on the last ranks."""
+    ranks = [rank["heads"] for rank in ranks_of("fsdp1")]
+    assert 0 in [rank["O1"][1] for rank in ranks]
+    for rank in ranks:
+        assert [rank[level][0] for level in ERROR] == [[*DECIDED[0], 3, 1]] * len(ERROR)
+        assert rank["collapse"][0] == ["collapsed", 51, 0, 52]
+        assert rank["said"] == []
+
+
 def test_zero_says_what_it_cannot(ranks_of: Callable[[str], Found]) -> None:
     for rank in ranks_of("zero"):
         assert "Make it without parameters_as_bucket_view" in rank["buckets"]  # which "plain" is

@@ -29,6 +29,7 @@ from xamp.scaling import early_moves, foreach, masters
 from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
+from xamp.scaling.rank_groups import is_shard
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.unscaler import Unscaler
 from xamp.scaling.witness import GradientWitness
@@ -43,6 +44,7 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
+        in_shards: FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
         mixed: the next check also sees gradients that an earlier check has seen already.
@@ -60,6 +62,7 @@ class Gradients:
         self.plain: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
+        self.in_shards = False
         self.ready = False
         self.used: dict[int, None] = {}
         self.mixed = False
@@ -90,6 +93,7 @@ class Gradients:
                     self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self._unscaler.fit(self.plain, self.stepped)
+        self.in_shards = any(map(is_shard, self.stepped))
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
         self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
@@ -220,7 +224,7 @@ class Gradients:
                 self._check_left_over([old for _, old in back], found_inf)
             foreach.add_(back)
         self._entry = OUTSIDE
-        self.ready = self.ready or bool(grads) or moved
+        self.ready = self.ready or bool(grads) or moved or self.in_shards
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 

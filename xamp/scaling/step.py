@@ -254,6 +254,8 @@ class OptimizerState:
 
     def _warn_of_no_gradient(self) -> None:
         """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
+        if self.gradients.in_shards:
+            return
         if not self._warned_of_no_gradient and all(param.grad is None for param in self.gradients.stepped):
             self.engine.check_not_sharded("optimizer.step()")
             self._warned_of_no_gradient = True
