@@ -76,7 +76,12 @@ def head(level: str, collapses: bool = False) -> tuple[list[Any], int]:
 def heads() -> dict[str, Any]:
     """What :func:`head` tells, and the warnings."""
     said: list[str] = []
-    logging.getLogger("xamp").addFilter(lambda record: said.append(record.getMessage()) or True)
+
+    def note(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    logging.getLogger("xamp").addFilter(note)
     found = {level: head(level) for level in engine_cases.LEVELS}
     return {**found, "collapse": head("O1", collapses=True), "said": [text for text in said if "no gradient" in text]}
 

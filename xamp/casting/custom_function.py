@@ -21,6 +21,7 @@ __all__ = ["custom_bwd", "custom_fwd"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DEVICE_TYPE = "_xamp_device_type"
 _WRAPPED = "_xamp_watched"
+_HOOK = "_xamp_hook"
 
 
 _State = tuple[str, bool, "torch.dtype"]  # of a forward: device type, whether autocast was on inside, autocast dtype
@@ -51,6 +52,9 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     """
     if fwd is None:
         return functools.partial(custom_fwd, cast_inputs=cast_inputs)
+    around = sys._getframe(1).f_locals
+    if "__qualname__" in around and "__module__" in around:  # the body of a class
+        around.setdefault(_HOOK, _SetupHook())
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,6 +114,17 @@ def _device_type(values: tuple[Any, ...]) -> str:
     return next((kind for kind in kinds if kind != HOST), HOST) if kinds else device_in_use.device_type()
 
 
+class _SetupHook:
+    """Stands in the body of a class until the class is made, and wraps its ``setup_context`` then.
+
+    The compiler takes ``setup_context`` before it has traced the forward, which is too late for the forward to wrap it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        delattr(owner, name)
+        _wrap_setup_context(owner)
+
+
 def _wrap_setup_context(cls: Any) -> None:
     """Wrap ``setup_context`` of ``cls`` to store the state of the forward that ran just before, on the same thread.
 
@@ -117,6 +132,8 @@ def _wrap_setup_context(cls: Any) -> None:
     """
     setup = getattr(cls, "setup_context", None)
     if setup is None or not issubclass(cls, torch.autograd.Function) or hasattr(setup, _WRAPPED):
+        return
+    if setup is torch.autograd.Function.setup_context:  # it has none of its own
         return
 
     @functools.wraps(setup)

@@ -282,6 +282,26 @@ class Traced(torch.autograd.Function):
         return grad @ x.t() + x.t() @ grad
 
 
+class TracedWithSetup(torch.autograd.Function):
+    """No test runs it eagerly first."""
+
+    @staticmethod
+    @xamp.custom_fwd(cast_inputs=torch.float32)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @xamp.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].float()
+        return grad @ x.t() + x.t() @ grad
+
+
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -292,18 +312,19 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_a_compiled_function_uses_it_in_one_graph(compiler: str) -> None:
+@pytest.mark.parametrize("function", [Traced, TracedWithSetup])
+def test_a_compiled_function_uses_it_in_one_graph(function: Any, compiler: str) -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = apply(Traced)(x * 1.0)
+        made: torch.Tensor = apply(function)(x * 1.0)
         return made
 
     compiled: Any = torch.compile(run, fullgraph=True, backend=compiler)
     results = []
-    for function in (run, compiled):
+    for called in (compiled, run):
         x = torch.randn(3, 3, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
         with xamp.autocast(dtype=torch.bfloat16):
-            y = function(x)
+            y = called(x)
         y.sum().backward()
         results.append((y, x.grad))
-    assert results[1][0].dtype == torch.float32
+    assert results[0][0].dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
