@@ -86,6 +86,15 @@ def test_fsdp_gathers_in_16_bits_what_the_optimizer_steps_in_32(engine: str, ran
         }
 
 
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_gradients_that_hsdp_has_yet_to_add_up_stay_scaled(level: str, ranks_of: Callable[[str], Found]) -> None:
+    """``set_requires_all_reduce(False)``: FSDP2 keeps them to itself, so the scale stays until they are there."""
+    for rank in ranks_of("hsdp"):
+        told = rank[f"moving scales {level}"]
+        assert told["scales"] == [8.0, 8.0, 16.0, 16.0, 16.0, 32.0, 32.0, 32.0, 64.0]
+        assert told["off"] < ERROR[level]
+
+
 def test_a_rank_without_elements_of_what_is_trained_sees_the_same_steps(ranks_of: Callable[[str], Found]) -> None:
     """FSDP1, where only the head is trained: all its elements lie on the last ranks."""
     ranks = [rank["heads"] for rank in ranks_of("fsdp1")]

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.log import say
-from xamp.scaling.fsdp import sharded_params
+from xamp.scaling.fsdp import groups2, sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
 from xamp.scaling.shards import is_dtensor, local
@@ -322,8 +322,12 @@ def _reduces(module: Any) -> bool:
     """Return whether an FSDP module reduces the gradients of its next backward."""
     if hasattr(module, "_sync_gradients"):  # FSDP1
         return bool(module._sync_gradients)
-    group = module._get_fsdp_state()._fsdp_param_group  # FSDP2
-    return group is None or bool(group.reduce_grads)
+    return all(group.reduce_grads and _adds_copies_up(group) for group in groups2(module))  # FSDP2
+
+
+def _adds_copies_up(group: Any) -> bool:
+    """Return whether a group of HSDP reduces between the copies too; see FSDP2's ``set_requires_all_reduce``."""
+    return bool(group.all_reduce_grads) or not hasattr(group.mesh_info, "replicate_process_group")
 
 
 _AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # of torch's default_hooks

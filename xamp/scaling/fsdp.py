@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Unit", "mixed_precision", "sharded_params", "units_of"]
+__all__ = ["Unit", "groups2", "mixed_precision", "sharded_params", "units_of"]
 
 Undo = Callable[[], None]
 
@@ -59,7 +59,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yield the sharded parameters of FSDP in ``modules``, also while whole ones stand in their place."""
     for module in modules:
-        for group in _groups2(module):
+        for group in groups2(module):
             yield from (param.sharded_param for param in group.fsdp_params)
         handle = _handle1(module)
         if handle is not None:
@@ -82,7 +82,8 @@ def _state2(module: nn.Module) -> Any:
     return module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
 
 
-def _groups2(module: nn.Module) -> Sequence[Any]:
+def groups2(module: nn.Module) -> Sequence[Any]:
+    """Return the parameter groups of a module of ``fully_shard``, each of which is gathered and reduced in one call."""
     state = _state2(module)
     if state is None:
         return ()
@@ -91,7 +92,7 @@ def _groups2(module: nn.Module) -> Sequence[Any]:
 
 
 def _unit2(name: str, module: Any) -> list[Unit]:
-    groups = [group for group in _groups2(module) if group.fsdp_params]
+    groups = [group for group in groups2(module) if group.fsdp_params]
     if not groups:
         return []
     module.reshard()  # the root stays gathered after a forward without backward
@@ -111,7 +112,7 @@ def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool
     others = {"reduce_dtype": reduced} if reduced is not None and dtype is not None else {}
     casts = given and own.cast_forward_inputs and not is_root
     made = mixed_precision(dtype, output_dtype=None, cast_forward_inputs=casts, **others)
-    before = state._mp_policy, [group.mp_policy for group in _groups2(module)]
+    before = state._mp_policy, [group.mp_policy for group in groups2(module)]
     undo = functools.partial(_set2, ref, *before)
     try:
         _set2(ref, made, [made for _ in before[1]])
@@ -127,7 +128,7 @@ def _set2(ref: weakref.ref[Any], outer: Any, inner: Sequence[Any]) -> None:
         return
     module.reshard()
     module._get_fsdp_state()._mp_policy = outer
-    for group, policy in zip(_groups2(module), inner, strict=True):
+    for group, policy in zip(groups2(module), inner, strict=True):
         group.mp_policy = policy
         for param in group.fsdp_params:
             param.mp_policy = policy
