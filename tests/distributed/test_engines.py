@@ -30,7 +30,7 @@ ENGINES = {
     "hsdp": ("fsdp2", "fsdp2 of copies", "fsdp1"),
     "zero": ("plain", "two groups"),
     "tensor": ("some", "all", "two meshes", "with fsdp2"),
-    "pipeline": ("gpipe", "1f1b"),
+    "pipeline": ("gpipe", "1f1b", "gpipe in ddp", "1f1b in ddp", "1f1b in fsdp2"),
 }
 ON_TWO_RANKS = {"pipeline": ("interleaved", "zero_bubble", "zero_bubble_v")}
 """More cases, for which the net has too few layers where there are more ranks."""

@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import logging
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -47,12 +48,27 @@ __all__ = [
 # DDP object -> whether its last forward with gradients enabled asked for a reduction. None: ask the DDP when needed.
 _noted: Any = WeakIdKeyDictionary()
 
+_STAGE = "torch.distributed.pipelining.stage"
+
 
 def note_wrapper() -> None:
     """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
     ddp = DistributedDataParallel._active_ddp_module
     if ddp is not None and torch.is_grad_enabled():
-        _noted[ddp] = bool(ddp.require_backward_grad_sync)
+        _noted[ddp] = bool(ddp.require_backward_grad_sync) or _in_pipeline()
+
+
+def _in_pipeline() -> bool:
+    """Return whether a pipeline stage runs this forward: in ``no_sync``, and reduces after the last micro-batch.
+
+    It tells DDP's reducer of that directly, before the last backward, so that no forward of DDP's ever does.
+    """
+    if _STAGE not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != _STAGE:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == _STAGE
 
 
 def note_wrapper_while_tracing(identity: int) -> None:
