@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import engine_cases
 import torch
 import torch.distributed as dist
 from engine_cases import LR, MOMENTUM, Case
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -45,6 +46,14 @@ def with_fsdp2(model: Any, _: str) -> Any:
     return fully_shard(model, mesh=found["data"])
 
 
+def with_fsdp1(model: Any, _: str) -> Any:
+    """The same under FSDP1, which keeps no DTensor. The last two layers are whole on the ranks of a tensor."""
+    found = engine_cases.mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    parallelize_module(model, found["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    told: dict[str, Any] = {"device_id": engine_cases.device, "device_mesh": found["data"], "use_orig_params": True}
+    return FullyShardedDataParallel(model, **told)
+
+
 def one_by_one(params: Iterable[Any]) -> torch.optim.Optimizer:
     """Some parameters are DTensors, others are not: torch's operators on lists refuse such."""
     return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, foreach=False)
@@ -56,6 +65,8 @@ CASES = {
     "two meshes": Case(two_meshes, seen=engine_cases.alone, optimizer=one_by_one),
     "with fsdp2": Case(with_fsdp2, seen=lambda rank: rank // 2),
 }
+if int(os.environ.get("WORLD_SIZE", "1")) > 2:  # torch's FSDP1 does not take DTensors where it has one copy
+    CASES["with fsdp1"] = Case(with_fsdp1, seen=lambda rank: rank // 2)
 
 if __name__ == "__main__":
     engine_cases.work(CASES)

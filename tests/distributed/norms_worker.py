@@ -125,11 +125,36 @@ def tensor_parallel_and_fsdp2(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+def tensor_parallel_and_fsdp1(model: Any) -> nn.Module:
+    found = mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    parallelize_module(model, found["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    told: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(model, device_mesh=found["data"], **told)
+
+
+def flattened_refusal() -> str:
+    """What clipping says where one flat parameter holds divided ones and whole ones."""
+    model: Any = make()
+    found = mesh(dist.get_world_size() // 2, 2, names=("data", "tensor"))
+    parallelize_module(model, found["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), device_mesh=found["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    xamp.initialize(model, optimizer, "O1", verbosity=0)
+    with xamp.scale_loss(model(batch(0)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    try:
+        xamp.clip_grad_norm_(optimizer, MAX_NORM)
+    except xamp.StateError as error:
+        return str(error)
+    return "clipped"
+
+
 Case = Callable[[Any], nn.Module]
 CASES: tuple[Case, ...] = (
     *(ddp, fsdp1, fsdp1_original_parameters, fsdp1_and_whole, fsdp1_hybrid),
     *(fsdp2, fsdp2_and_whole, fsdp2_hybrid, tensor_parallel, sequence_parallel),
     tensor_parallel_and_fsdp2,
+    tensor_parallel_and_fsdp1,
 )
 
 
@@ -137,7 +162,7 @@ def seen_by(case: Case, rank: int) -> int:
     """The number of the batch that a rank sees: ranks that share the work on a batch see the same."""
     if case in (tensor_parallel, sequence_parallel):
         return 0
-    return rank // 2 if case is tensor_parallel_and_fsdp2 else rank
+    return rank // 2 if case in (tensor_parallel_and_fsdp2, tensor_parallel_and_fsdp1) else rank
 
 
 def gradients(case: Case) -> Any:
@@ -215,12 +240,13 @@ def one_without_gradient() -> float:
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     norms, values = {}, {}
-    for case in CASES:
+    for case in CASES if dist.get_world_size() > 2 else CASES[:-1]:  # torch's FSDP1 takes no DTensors in one copy
         for level, norm_type in (("O0", 2.0), ("O0", math.inf), ("O0", 1.0), ("O1", 2.0)):
             norms[f"{case.__name__} {level} {norm_type}"] = clip_norm(case, level, norm_type)
         for level in ("O0", "O1"):
             values[f"{case.__name__} {level}"] = clip_value(case, level)
     found = {"norms": norms, "values": values, "no element": one_without_gradient()}
+    found["flattened"] = flattened_refusal() if dist.get_world_size() > 2 else ""
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -34,6 +34,8 @@ ENGINES = {
 }
 ON_TWO_RANKS = {"pipeline": ("interleaved", "zero_bubble", "zero_bubble_v")}
 """More cases, for which the net has too few layers where there are more ranks."""
+ON_FOUR_RANKS = {"tensor": ("with fsdp1",)}
+"""More cases, for which there must be several copies of what tensor parallelism divides between two."""
 
 Found = list[dict[str, Any]]
 
@@ -62,7 +64,7 @@ def test_all_ranks_decide_alike_and_train_as_one_process(
     engine: str, level: str, ranks_of: Callable[[str], Found]
 ) -> None:
     ranks = ranks_of(engine)
-    more = ON_TWO_RANKS.get(engine, ()) if len(ranks) == 2 else ()
+    more = (ON_TWO_RANKS if len(ranks) == 2 else ON_FOUR_RANKS).get(engine, ())
     for case in (*ENGINES[engine], *more):
         found = [rank[f"{case} {level}"] for rank in ranks]
         assert [(rank["outcomes"], rank["scales"]) for rank in found] == [DECIDED] * len(ranks), case

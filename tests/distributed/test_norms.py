@@ -72,3 +72,8 @@ def test_a_logger_gets_the_norm_of_the_whole_or_none(ranks: list[dict[str, Any]]
 
 def test_a_rank_without_any_element_takes_part(ranks: list[dict[str, Any]]) -> None:
     assert [found["no element"] for found in ranks] == [3.0] * len(ranks)
+
+
+def test_a_flat_parameter_of_divided_and_whole_ones_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(ranks) == 2 or "Make FullyShardedDataParallel with use_orig_params=True." in found["flattened"]

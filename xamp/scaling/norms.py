@@ -55,12 +55,8 @@ def total(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> to
     device = _device(params)
     buckets: dict[tuple[int, ...], tuple[Sequence[Any], list[torch.Tensor]]] = {}
     for param, layout in params:
-        if not layout.known:
-            raise StateError(
-                "clip_grad_norm_: FSDP shards a parameter of this optimizer, and its module is not in a model that "
-                "initialize was given, so the ranks that hold the rest are unknown. Give xamp.initialize the "
-                "FullyShardedDataParallel module itself."
-            )
+        if layout.unknown:
+            raise StateError(f"clip_grad_norm_: {layout.unknown}")
         groups = _shards(param, layout)
         _, parts = buckets.setdefault(tuple(map(id, groups)), (groups, []))
         if (grad := param.grad) is not None:

@@ -25,18 +25,25 @@ class Layout:
     Attributes:
         holders: process groups whose ranks hold the parameter, whole or in parts.
         shards: those of ``holders`` between whose ranks its elements are divided.
-        known: False for a parameter of FSDP1 whose module xamp was not given, so that its groups are unknown.
+        unknown: why nobody can say which ranks have which elements, for an error; empty: it is known.
     """
 
     holders: tuple[Any, ...] = ()
     shards: tuple[Any, ...] = ()
-    known: bool = True
+    unknown: str = ""
 
 
 WHOLE = Layout()
 """The layout of a parameter that nobody shards. DDP may hold it all the same: DDP leaves no trace in a parameter."""
 
-_UNKNOWN = Layout(known=False)
+_NOT_GIVEN = Layout(
+    unknown="FSDP shards a parameter of this optimizer, and its module is not in a model that initialize was given, so "
+    "the ranks that hold the rest are unknown. Give xamp.initialize the FullyShardedDataParallel module itself."
+)
+_FLATTENED = (
+    "FSDP has flattened parameters that tensor parallelism divides and others that it does not into one, and the norm "
+    "of that would count the latter several times. Make FullyShardedDataParallel with use_orig_params=True."
+)
 
 
 def is_shard(param: torch.Tensor | None) -> bool:
@@ -52,12 +59,16 @@ def layout_of(param: Any, fsdp1: Mapping[int, Layout]) -> Layout:
         fsdp1: what :func:`fsdp1_layouts` found.
     """
     if hasattr(param, "placements"):
-        groups = tuple(param.device_mesh.get_all_groups())
-        divided = (not place.is_replicate() and not place.is_partial() for place in param.placements)
-        return Layout(groups, tuple(group for group, is_divided in zip(groups, divided, strict=True) if is_divided))
+        return _layout_on(param.device_mesh, param.placements)
     if is_shard(param):
-        return fsdp1.get(id(param), _UNKNOWN)
+        return fsdp1.get(id(param), _NOT_GIVEN)
     return WHOLE
+
+
+def _layout_on(mesh: Any, placements: Iterable[Any]) -> Layout:
+    groups = tuple(mesh.get_all_groups())
+    divided = (not place.is_replicate() and not place.is_partial() for place in placements)
+    return Layout(groups, tuple(group for group, is_divided in zip(groups, divided, strict=True) if is_divided))
 
 
 def fsdp1_layouts(modules: Iterable[nn.Module]) -> dict[int, Layout]:
@@ -69,10 +80,32 @@ def fsdp1_layouts(modules: Iterable[nn.Module]) -> dict[int, Layout]:
             continue
         across = getattr(module, "_inter_node_pg", None)  # of HSDP: between the copies
         holders = tuple(group for group in (handle.process_group, across) if group is not None)
-        layout = Layout(holders, (handle.process_group,) if handle.uses_sharded_strategy else ())
-        for param in (handle.flat_param, *(getattr(handle.flat_param, "_params", None) or ())):
-            found[id(param)] = layout
+        outer = Layout(holders, (handle.process_group,) if handle.uses_sharded_strategy else ())
+        flat = handle.flat_param
+        each = [_within(outer, spec) for spec in flat._param_extensions]
+        found[id(flat)] = _flattened(outer, each)
+        found.update((id(param), layout) for param, layout in zip(flat._params or (), each, strict=False))
     return found
+
+
+def _within(outer: Layout, spec: Any) -> Layout:
+    """Return the layout under FSDP1, ``outer``, of a parameter that was a DTensor as ``spec`` says (None: it was none).
+
+    FSDP1 divides the local tensors of tensor parallelism once more, and keeps no DTensor.
+    """
+    if not hasattr(spec, "placements"):
+        return outer
+    inner = _layout_on(spec.mesh, spec.placements)
+    return Layout((*outer.holders, *inner.holders), (*outer.shards, *inner.shards))
+
+
+def _flattened(outer: Layout, each: Sequence[Layout]) -> Layout:
+    """Return the layout of a flat parameter that is made of parameters with the layouts ``each``."""
+    alike = all(layout.shards == each[0].shards for layout in each)
+    holders = {id(group): group for layout in (outer, *each) for group in layout.holders}
+    return Layout(
+        tuple(holders.values()), each[0].shards if alike and each else outer.shards, "" if alike else _FLATTENED
+    )
 
 
 def ranks_of(group: Any) -> frozenset[int]:
