@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
@@ -24,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "O1 static": {"level": "O1", "loss_scale": 1024.0},
     "O0": {"level": "O0"},
     "O4": {"level": "O4"},
+    "O1 static, ZeRO": {"level": "O1", "loss_scale": 1024.0},
+    "O4, ZeRO": {"level": "O4"},
 }
 
 
@@ -32,14 +35,17 @@ def train(name: str) -> dict[str, Any]:
     where = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=20))
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero, params = name.endswith("ZeRO"), model.parameters()
+    shared: dict[str, Any] = {"lr": 0.1, "process_group": where}
+    made: Any = ZeroRedundancyOptimizer(params, torch.optim.SGD, **shared) if zero else torch.optim.SGD(params, lr=0.1)
+    optimizer: torch.optim.Optimizer = made
     xamp.initialize(model, optimizer, verbosity=0, **CASES[name])
     ddp = DistributedDataParallel(model, process_group=where)
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     outcomes: list[str] = []
     error = ""
     try:
-        with Join([ddp]):
+        with Join([ddp, made] if zero else [ddp]):
             for step in range(2 + rank):
                 optimizer.zero_grad()
                 loss = ddp(torch.full((4, 6), step + rank + 1.0)).square().mean()

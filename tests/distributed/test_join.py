@@ -32,7 +32,15 @@ def test_what_the_last_rank_could_not_hand_over_is_refused(level: str, what: str
         assert (told["outcomes"], told["moved"]) == ([], False)
 
 
-@pytest.mark.parametrize("case", ["O0", "O1 static", "O4"])
+def test_an_optimizer_that_join_steps_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        told = found["O1 static, ZeRO"]
+        assert told["error"].startswith("scale_loss: this ZeroRedundancyOptimizer is under torch's Join")
+        assert "At level O1 give Join the DistributedDataParallel alone" in told["error"]
+        assert (told["outcomes"], told["moved"]) == ([], False)
+
+
+@pytest.mark.parametrize("case", ["O0", "O1 static", "O4", "O4, ZeRO"])
 def test_what_the_error_names_trains_alike_on_all_ranks(case: str, ranks: list[dict[str, Any]]) -> None:
     first, second = (found[case] for found in ranks)
     assert first["error"] == second["error"] == ""

@@ -271,7 +271,8 @@ class Engine:
         fresh = self._wrappers.find()
         if self._wrappers.any_joins():
             params = [p for state in states for p in state.gradients.model_params()]
-            self._rank_checks.refuse_join(self.policy, bool(self._pairs), params)
+            joining = [state.optimizer for state in states]
+            self._rank_checks.refuse_join(self.policy, bool(self._pairs), params, joining)
         if fresh or not self._rank_checks.is_settled:
             self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from xamp.errors import StateError
 from xamp.policy import Policy, levels_where, listed
@@ -60,23 +61,37 @@ class RankChecks:
         """Compare with the ranks that have written their settings by now."""
         self._settings.look()
 
-    def refuse_join(self, policy: Policy, has_masters: bool, params: Sequence[torch.Tensor]) -> None:
+    def refuse_join(
+        self, policy: Policy, has_masters: bool, params: Sequence[torch.Tensor], optimizers: Iterable[Optimizer]
+    ) -> None:
         """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
 
-        At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters.
+        At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters. An
+        optimizer that joins is stepped by ``Join`` itself, with the gradients of the rank's last batch.
 
         Raises:
             StateError: ``params`` are in a model that is under ``Join``.
         """
-        if not (policy.dynamic or has_masters) or not self._wrappers.may_be_left(params):
+        if not self._wrappers.may_be_left(params):
+            return
+        joining = [one for one in optimizers if getattr(getattr(one, "_join_config", None), "enable", False)]
+        if joining and policy.manages_gradients:
+            name = type(joining[0]).__name__
+            raise StateError(
+                f"scale_loss: this {name} is under torch's Join, which steps it on a rank that has run out of batches, "
+                f"with gradients that came through no scale_loss. At level {policy.level} give Join the "
+                "DistributedDataParallel alone, with an optimizer that every rank has whole, or give every rank as "
+                f"many batches as the others; or use level {_plain_levels()}."
+            )
+        if not (policy.dynamic or has_masters):
             return
         what = "a dynamic loss scale" if policy.dynamic else "master weights"
-        plain = listed(levels_where(lambda row: not row.manages_gradients), "and")
         raise StateError(
             f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {policy.level} has "
             f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
             "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
-            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
+            f"out; or use level {_plain_levels()}, or O1 with a static scale, such as initialize(..., "
+            "loss_scale=1024.0)."
         )
 
     def compare(self, engine: _Engine, params: Sequence[torch.Tensor]) -> None:
@@ -107,6 +122,11 @@ class RankChecks:
             settled.tell([None], _ALONE, settings)
         elif policy.checks and not holders:  # some ranks may never come
             settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
+
+
+def _plain_levels() -> str:
+    """Return the levels that leave gradients and weights as they are."""
+    return listed(levels_where(lambda row: not row.manages_gradients), "and")
 
 
 def _settings_of(engine: _Engine) -> dict[str, str]:
