@@ -351,6 +351,8 @@ class Gradients:
         self._pending = None
         if self.pairs:
             self.drop_lowered()
+            if self._witness is not None:
+                self._witness.forget()
             if self._early is not None:
                 self._early.clear()
         if self._entry.stash is not None:

@@ -46,6 +46,10 @@ class GradientWitness:
         """Return whether the gradient of ``param`` is the witness."""
         return self._left is not None and param is self._param
 
+    def forget(self) -> None:
+        """Forget the zeros, after ``optimizer.zero_grad()``: what comes into the masters now is to be stepped."""
+        self._left = None
+
     def renew(self) -> None:
         """Leave new zeros: ``zero_grad`` of a managed model took the old ones and has cleared its masters."""
         if self._left is not None:

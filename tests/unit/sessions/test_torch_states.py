@@ -71,3 +71,21 @@ def test_flat_names_are_those_of_the_model(level: str) -> None:
     names = [name for name, _ in model.named_parameters()]
     for name, master in zip(names, xamp.master_params(optimizer), strict=True):
         assert torch.equal(found[f"state.{name}.exp_avg"], optimizer.state[master]["exp_avg"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_a_state_is_made_where_every_step_was_skipped(form: str, level: str) -> None:
+    """torch makes it by a step with gradients of zeros, which are not taken for gradients that somebody cleared."""
+    model, optimizer = made(level, "adam", seed=0)
+    start = [p.detach().clone() for p in xamp.master_params(optimizer)]
+    with xamp.scale_loss(model(torch.ones(8, 4)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    if level != "O5":  # nothing is skipped there
+        optimizer.step()
+    optimizer.zero_grad()
+    found: Any = get_optimizer_state_dict(model, optimizer, options=FORMS[form])
+    for name, _ in model.named_parameters():
+        moment = found[f"state.{name}.exp_avg"] if form == "flat" else found["state"][name]["exp_avg"]
+        assert not moment.any()
+    assert all(map(torch.equal, xamp.master_params(optimizer), start))
