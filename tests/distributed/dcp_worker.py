@@ -59,7 +59,7 @@ def main(mode: str, level: str, folder: Path) -> None:
     names = {"model": model, "optimizer": optimizer, "folder": str(folder / "checkpoint"), "torch": torch, "xamp": xamp}
     docs_blocks.run("checkpoints.md", names, "class Whole")
     if mode == "load":
-        docs_blocks.run("checkpoints.md", names, "dcp.load")
+        docs_blocks.run("checkpoints.md", names, "dcp.load(parts")
     ddp = DistributedDataParallel(model)
     if mode == "save":
         train(ddp, optimizer, range(STEPS))

@@ -1,7 +1,8 @@
 """What the processes of test_resumed.py run: sharded training, saved and loaded by torch.distributed.checkpoint.
 
 ``save`` writes a checkpoint after three steps. ``load`` starts with other weights, on another number of ranks perhaps,
-and reads it. Both tell how they stand there, gathered from all ranks, and after two steps more.
+and reads it; ``load whole`` reads it into models without shards. All tell how they stand there, gathered from all
+ranks, and after two steps more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import docs_blocks
 import engine_cases
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -57,7 +60,8 @@ def standing(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
-    model = shard(engine_cases.net(), how)
+    """Train at a level; "load whole" is a model without shards that loads what ``how`` saved."""
+    model = shard(engine_cases.net(), "whole" if mode == "load whole" else how)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=1024.0, growth_interval=2, verbosity=0)
     names = {"model": model, "optimizer": optimizer, "folder": str(folder / f"{how} {level}"), "xamp": xamp}
@@ -68,7 +72,14 @@ def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             for param in xamp.master_params(optimizer):
                 param.mul_(0.5)
-        docs_blocks.run("checkpoints.md", names, "get_state_dict", "load(sharded")
+        if mode == "load":
+            docs_blocks.run("checkpoints.md", names, "get_state_dict", "load(sharded")
+        else:  # its state has places for masters, which the file of shards lacks
+            docs_blocks.run("checkpoints.md", names, "get_state_dict")
+            names["parts"], names["dcp"] = names["sharded"], torch.distributed.checkpoint
+            docs_blocks.run("checkpoints.md", names, "dcp.load(others")
+            parts = {"model_state_dict": names["of_model"], "optim_state_dict": names["of_optimizer"]}
+            set_state_dict(model, optimizer, **parts)
     found = {"there": standing(model, optimizer)}
     train(model, optimizer, range(3, 5))
     return {**found, "end": standing(model, optimizer)}

@@ -45,3 +45,10 @@ def test_shards_are_resumed(count: int, forked_ranks: Ranks, saved: tuple[Path, 
             assert found["end"] == before[case]["end"], case
         else:
             assert_close(found["end"], before[case]["end"], case)
+
+
+def test_a_model_without_shards_loads_them(forked_ranks: Ranks, saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, before = saved
+    for case, found in run(forked_ranks, "load whole", 1, folder).items():
+        assert found["there"] == before[case]["there"], case
+        assert_close(found["end"], before[case]["end"], case)
