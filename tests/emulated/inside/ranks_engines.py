@@ -30,7 +30,7 @@ ddp, fsdp1, fsdp2, hsdp, pipeline, tensor, zero = (
 engine_cases.device = NPU
 
 MAIN: dict[Any, tuple[str, ...]] = {
-    ddp: ("plain", "own_hook", "no_sync"),
+    ddp: ("plain", "own_hook", "no_sync", "each_backward, bucket_view"),
     fsdp1: ("original",),
     fsdp2: ("blocks", "no_sync"),
     hsdp: ("fsdp2",),
@@ -60,7 +60,9 @@ def cases() -> Iterator[Callable[[], None]]:
             for name in names:
                 train = functools.partial(engine_cases.train, engine.CASES[name])
                 yield named(f"{engine.__name__} {name} {level}", trained, train, level)
-        yield named(f"pipeline {level}", trained, pipeline.train, level, False)
+        for name in ("gpipe", "gpipe in ddp"):
+            train = functools.partial(pipeline.train, plan=pipeline.ONE[name])
+            yield named(f"pipeline {name} {level}", trained, train, level, False)
 
 
 def named(name: str, function: Callable[..., None], *args: Any) -> Callable[[], None]:
