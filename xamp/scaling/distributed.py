@@ -14,7 +14,7 @@ import logging
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.log import say
-from xamp.scaling.fsdp import groups2, sharded_params
+from xamp.scaling.fsdp import groups2, hidden_gradients, sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
 from xamp.scaling.shards import is_dtensor, local
@@ -196,7 +196,7 @@ class Wrappers:
             reduced = _noted.get(ddp)
             if not (ddp.require_backward_grad_sync if reduced is None else reduced) and not held.isdisjoint(ids):
                 return True
-        return any(not _reduces(module) for module in self._shards())
+        return any(self._yet_to_reduce(ids))
 
     def agree(self, flags: torch.Tensor, params: Sequence[torch.Tensor], saturates: bool) -> None:
         """Raise ``flags`` (1.0: overflow) to their maximum over the ranks that decide together.
@@ -266,9 +266,16 @@ class Wrappers:
             self._layouts = fsdp1_layouts(self._modules())
         return layout_of(param, self._layouts)
 
-    def keep_gradients(self) -> bool:
-        """Return whether FSDP2 has yet to reduce gradients. It keeps them outside of any parameter's ``.grad``."""
-        return any(hasattr(module, "_get_fsdp_state") and not _reduces(module) for module in self._shards())
+    def hidden_gradients(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of ``params`` that FSDP2 has yet to reduce: it keeps them outside of any ``.grad``."""
+        ids = {id(p) for p in params}
+        return list(hidden_gradients(self._shards(), ids))
+
+    def _yet_to_reduce(self, params: Collection[int]) -> Iterator[nn.Module]:
+        """Yield the modules whose FSDP leaves gradients of parameters with these ids to a later backward."""
+        for module in self._shards():
+            if not _reduces(module) and any(id(p) in params for p in sharded_params([module])):
+                yield module
 
     def note_held(self, params: Iterable[torch.Tensor]) -> None:
         """Remember which of ``params``, those of an optimizer, are in the models now."""

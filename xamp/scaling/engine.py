@@ -8,6 +8,7 @@ that it is freed when they are.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -378,15 +379,15 @@ class Engine:
     ) -> None:
         """After a backward: unscale and check the gradients, then move the scale; or postpone all of this."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        why, hidden = None, False
+        why = None
         if delay_unscale:
             why = "delay_unscale=True postponed it"
         elif params and self._wrappers.postponed(params):
             why = "the wrapper's no_sync postponed its reduction"
-            hidden = self._wrappers.keep_gradients()
         if why is not None:
             for state in states:
-                state.gradients.postpone(scaler, why, hidden)
+                of_state = state.gradients.model_params()
+                state.gradients.postpone(scaler, why, functools.partial(self._wrappers.hidden_gradients, of_state))
             return
         if not self.policy.checks:
             for state in states:

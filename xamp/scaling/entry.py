@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from xamp.scaling.scale import LossScaler
 
-__all__ = ["NOTHING", "OUTSIDE", "Entry", "Pending"]
+__all__ = ["NOTHING", "OUTSIDE", "Entry", "Hidden", "Pending"]
+
+
+Hidden = Callable[[], Sequence[torch.Tensor]]
 
 
 class Pending:
@@ -17,10 +20,10 @@ class Pending:
     Attributes:
         why: the reason, for messages.
         overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
-        hidden: the wrapper keeps the gradients outside of any parameter's ``.grad``.
+        hidden: returns those of them that a wrapper keeps outside of any parameter's ``.grad``.
     """
 
-    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: bool) -> None:
+    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: Hidden) -> None:
         self.version = scaler.version
         self.inverse = scaler.inverse.clone()
         self.why = why

@@ -13,13 +13,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Unit", "groups2", "mixed_precision", "sharded_params", "units_of"]
+from xamp.scaling.shards import local
+
+__all__ = ["Unit", "groups2", "hidden_gradients", "mixed_precision", "sharded_params", "units_of"]
 
 Undo = Callable[[], None]
 
@@ -65,6 +67,23 @@ def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         if handle is not None:
             yield handle.flat_param
             yield from getattr(handle.flat_param, "_params", None) or ()
+
+
+def hidden_gradients(modules: Iterable[nn.Module], params: Collection[int]) -> Iterator[torch.Tensor]:
+    """Yield the gradients that ``fully_shard`` keeps outside of any ``.grad`` until it reduces them: this rank's parts.
+
+    Args:
+        modules: where to look.
+        params: ids of the sharded parameters that count.
+    """
+    for group in (group for module in modules for group in groups2(module)):
+        if group._partial_reduce_output is not None and id(group.fsdp_params[0].sharded_param) in params:
+            yield group._partial_reduce_output  # of HSDP, for all of the group
+        for param in group.fsdp_params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            kept = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
+            if id(param.sharded_param) in params:
+                yield from (local(grad) for grad in kept if grad is not None)
 
 
 def mixed_precision(dtype: torch.dtype | None, **others: Any) -> Any:

@@ -26,7 +26,7 @@ from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import early_moves, foreach, masters
-from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
+from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Hidden, Pending
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.rank_groups import is_shard
@@ -192,7 +192,7 @@ class Gradients:
         self._entry = NOTHING
         self.mixed = self.mixed and bool(scaled)
         if pending.version is not scaler.version:  # no two scalers have the same
-            foreach.multiply_(scaled, scaler.scale * pending.inverse)
+            foreach.multiply_([*scaled, *pending.hidden()], scaler.scale * pending.inverse)
             self._pending = Pending(scaler, pending.why, pending.overflow, pending.hidden)
         self._entry = Entry(scaled)
 
@@ -262,8 +262,8 @@ class Gradients:
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
-    def postpone(self, scaler: LossScaler, why: str, hidden: bool) -> None:
-        """Leave the gradients scaled until a later ``scale_loss``. ``hidden``: a wrapper keeps them to itself."""
+    def postpone(self, scaler: LossScaler, why: str, hidden: Hidden) -> None:
+        """Leave the gradients scaled until a later ``scale_loss``. ``hidden``: those that a wrapper keeps to itself."""
         if self._entry.stash is not None:  # the later scale_loss knows no stash, so its values are scaled and added now
             back = self._entry.to_put_back()
             foreach.multiply_([old for _, old in back], scaler.scale)
@@ -375,7 +375,7 @@ class Gradients:
         """Raise a StateError if gradients are still scaled."""
         if self._pending is None:
             return
-        if self._pending.hidden or self._scaled():
+        if self._scaled() or self._pending.hidden():
             raise StateError(
                 f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."
