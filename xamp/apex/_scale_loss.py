@@ -15,7 +15,7 @@ from xamp.apex._several import LossOfSeveralCalls
 from xamp.apex._state import state
 from xamp.errors import StateError
 from xamp.ground.log import say
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import lent_params, state_of
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import scale_loss as of_sessions
 
@@ -109,8 +109,7 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
 
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """Iterate over the parameters that ``optimizer`` steps: at O2 and O5 the fp32 masters."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    return lent_params(optimizer)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -165,6 +165,7 @@ def forget_policy(copied: nn.Module) -> None:
                 module.__dict__[name] = method.function
 
 
+_KEPT = "_xamp_subclasses"
 _Key = tuple[int, Region, tuple[str, ...]]
 _subclasses: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
 
@@ -172,7 +173,8 @@ _subclasses: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictiona
 def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> type:
     """Return the subclass of ``base`` whose methods run in ``region``: the same class each time.
 
-    The subclass keeps ``base`` alive, so that the id of ``base`` stays valid as a key.
+    The subclass keeps ``base`` alive, so that the id of ``base`` stays valid as a key. ``base`` keeps the subclass
+    alive: the compiler drops the graphs of a class that is gone, and the next model of this one would compile anew.
     """
     found = _subclasses.get((id(base), region, explained))
     if found is not None:
@@ -199,6 +201,9 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
         namespace["recompile"] = _recompile(base, region)
     made = make_subclass(base, _UnderPolicy, namespace)
     _subclasses[id(base), region, explained] = made
+    if _KEPT not in base.__dict__:
+        setattr(base, _KEPT, [])
+    getattr(base, _KEPT).append(made)
     return made
 
 
@@ -233,6 +238,7 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
             return base.recompile(self)
         finally:
             _subclasses.pop((id(base), region, ()), None)
+            base.__dict__.get(_KEPT, []).clear()  # each GraphModule has a class of its own
             set_class(self, _subclass(base, region))
 
     return recompile

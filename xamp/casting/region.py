@@ -23,6 +23,7 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
 from xamp.ground.caster import caster
+from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
@@ -116,7 +117,6 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
-    ddp = nn.parallel.DistributedDataParallel
     is_compiling, is_enabled = torch.compiler.is_compiling, torch._C.is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     cast, apart, lowers = region.cast, region.apart, region.lowers
@@ -127,9 +127,6 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         if spare is None and into is not None:
             args, kwargs = cast(args, into), cast(kwargs, into)
-        active_ddp = ddp._active_ddp_module
-        if active_ddp is not None:
-            distributed.note_wrapper_while_tracing(id(active_ddp))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = active.run_traced(mark, function, self, *args, **kwargs)
         else:
@@ -143,8 +140,6 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
             return traced(self, args, kwargs)
         if into is not None and spare is None:
             args, kwargs = take(args), take(kwargs)
-        if ddp._active_ddp_module is not None:
-            distributed.note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
                 return finish(function(self, *args, **kwargs))
@@ -166,6 +161,34 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
+    # The compiler keeps graphs by code object, and compiles no more after 8: no two classes share one.
+    method.__code__ = method.__code__.replace()
     if region.watched:
         method = watched(method)
-    return followers.following(method) if region.follows else method
+    return _noting(method, region)
+
+
+def _noting(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """Return ``method(model, ...)`` after what must happen at each call and cannot be in a graph.
+
+    It notes the DDP that runs the forward, and lets the model follow its masters. The compiler skips this frame, and
+    begins with that of ``method``. Where it traces another function that calls this one, it notes the DDP while it
+    traces, and masters are followed as :mod:`xamp.scaling.followers` says.
+    """
+    ddp, follows = nn.parallel.DistributedDataParallel, region.follows
+    is_tracing = torch.compiler.is_dynamo_compiling
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            if ddp._active_ddp_module is not None:
+                distributed.note_wrapper_while_tracing(id(ddp._active_ddp_module))
+            if follows:
+                followers.follow_in_graph()
+        else:  # also under torch.export
+            if ddp._active_ddp_module is not None:
+                distributed.note_wrapper()
+            if follows:
+                followers.catch_up(self)
+        return method(self, *args, **kwargs)
+
+    return functools.update_wrapper(keep_eager(noted, inner=False), method)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.scaling.masters import master_of
-from xamp.sessions.clipping import clip_grad_norm_, master_params
+from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_
 from xamp.sessions.initialize import initialize
 from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import session
@@ -95,7 +95,7 @@ def drive(accelerator: Any, optimizers: Sequence[Optimizer]) -> None:
 
     def clip_value(parameters: Any, clip_value: float) -> None:
         for optimizer in _holders(parameters, optimizers):
-            torch.nn.utils.clip_grad_value_(list(master_params(optimizer)), clip_value)
+            clip_grad_value_(optimizer, clip_value)
 
     accelerator.backward, accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = backward, clip, clip_value
 

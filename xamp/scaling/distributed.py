@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.ground.compiler import break_graphs, keep_eager
 from xamp.ground.log import say
 from xamp.scaling.fsdp import groups2, hidden_gradients, sharded_params
 from xamp.scaling.masters import master_of
@@ -33,6 +34,7 @@ __all__ = [
     "Wrappers",
     "groups_of_meshes",
     "groups_sharing",
+    "has_replicated",
     "is_running",
     "is_shard",
     "is_sharded",
@@ -51,6 +53,7 @@ _noted: Any = WeakIdKeyDictionary()
 _STAGE = "torch.distributed.pipelining.stage"
 
 
+@keep_eager
 def note_wrapper() -> None:
     """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
     ddp = DistributedDataParallel._active_ddp_module
@@ -124,12 +127,18 @@ class _Plan:
         params: the parameters of the step.
         groups: process groups of more than one rank, over each of which the ranks agree; empty: this rank is alone.
         averagers: DDPs that hold all of ``params`` between them and span exactly the ranks of the one group; empty
-            where there are none, so that the gradients of the ranks may differ.
+            where there are none, so that the gradients of the ranks may differ. Weak: a DDP holds the model, by which
+            sessions are known.
     """
 
     params: Sequence[torch.Tensor] = ()
     groups: Sequence[Any] = ()
-    averagers: Sequence[DistributedDataParallel] = ()
+    averagers: Sequence[weakref.ref[DistributedDataParallel]] = ()
+
+    def averages(self) -> bool:
+        """Return whether all ranks get the same gradients from :attr:`averagers`, which then are some, and alive."""
+        ddps = [ref() for ref in self.averagers]
+        return bool(ddps) and all(ddp is not None and _averages(ddp) for ddp in ddps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +214,7 @@ class Wrappers:
         overflow of one rank is then in the gradients of all. On a device that ``saturates``, it is not.
         """
         plan = self._plan_for(params)
-        if plan.groups and (saturates or not plan.averagers or not all(map(_averages, plan.averagers))):
+        if plan.groups and (saturates or not plan.averages()):
             for group in plan.groups:
                 share_overflow(flags, group)
 
@@ -225,6 +234,7 @@ class Wrappers:
             self._plan = self._make_plan(params)
         return self._plan
 
+    @break_graphs("ranks find out once which of them decide together")
     def _make_plan(self, params: Sequence[torch.Tensor]) -> _Plan:
         if not is_running():
             return _Plan(params)
@@ -235,7 +245,9 @@ class Wrappers:
         ranks = ranks_of(groups[0])
         spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == ranks]
         held: set[int] = set().union(*(self._held[ddp] for ddp in spanning))
-        return _Plan(params, groups, spanning if all(id(p) in held for p in params) else ())
+        return _Plan(
+            params, groups, [weakref.ref(ddp) for ddp in spanning] if all(id(p) in held for p in params) else ()
+        )
 
     def _between(self, params: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Yield the groups between whose ranks elements of ``params`` are divided: a part is not stepped alone."""
@@ -339,6 +351,13 @@ def groups_of_meshes(params: Iterable[torch.Tensor]) -> list[Any]:
 def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP1 or FSDP2 manages ``module``."""
     return hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state")
+
+
+def has_replicated(module: nn.Module) -> bool:
+    """Return whether torch's ``replicate`` has run the forward of ``module``: so has its DDP, which is no module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    states = {} if contract is None else module.__dict__.get(contract.STATE_KEY, {})
+    return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in states.values())
 
 
 def _reduces(module: Any) -> bool:

@@ -362,7 +362,7 @@ class Engine:
         """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
         if not followers.graphs.exist or torch.compiler.is_compiling():
             return False
-        if not any(state.master_versions.are_old for state in self._states):
+        if not any(state.master_versions.were_missed for state in self._states):
             return False
         if not self._found_old:
             self._found_old = True

@@ -1,24 +1,22 @@
 """Lets a model follow its masters where something other than a step changed them: before each of its forwards.
 
 Versions of tensors tell of a change, and compiled code cannot read them. So what asks for them stays out of the graph
-wherever the model's forward is the outermost function that is compiled: ``torch.compile(model)``, ``model.compile()``.
-Where the forward is a part of another function's graph, :data:`graphs` says whether these graphs break before it.
+wherever the model's forward is the outermost function that is compiled: ``torch.compile(model)``, ``model.compile()``;
+:func:`xamp.casting.region.in_region` sees to that. Where the forward is a part of another function's graph,
+:data:`graphs` says whether these graphs break before it.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs, keep_eager
 
-__all__ = ["Follower", "catch_up", "follow", "following", "graphs", "look"]
+__all__ = ["Follower", "catch_up", "follow", "follow_in_graph", "graphs", "look"]
 
 
 class Follower(Protocol):
@@ -51,6 +49,7 @@ _followers: Any = WeakIdKeyDictionary()  # model -> weakref of its Follower
 def follow(model: nn.Module, follower: Follower) -> None:
     """Have ``follower``, which is held weakly, write its masters into ``model`` before each forward."""
     _followers[model] = weakref.ref(follower)
+    look()  # another follower may have gone, with what made graphs ask
 
 
 @keep_eager
@@ -62,20 +61,12 @@ def catch_up(model: nn.Module) -> None:
         follower.follow_masters()
 
 
-def following(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method(model, ...)`` that first lets the model follow its masters."""
-
-    @functools.wraps(method)
-    def after_masters(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            catch_up(self)
-        else:  # another function's graph
-            _all_catch_up_once()
-            if graphs.ask:
-                _all_catch_up()
-        return method(self, *args, **kwargs)
-
-    return keep_eager(after_masters, inner=False)
+def follow_in_graph() -> None:
+    """Let all models follow their masters, in the graph of another function that a forward is a part of, if it asks."""
+    ask = graphs.ask  # read first: the next line may change it, and the graph is guarded on what was read
+    _all_catch_up_once()
+    if ask:
+        _all_catch_up()
 
 
 @keep_eager

@@ -21,7 +21,7 @@ from torch import nn
 
 from xamp.scaling.shards import local
 
-__all__ = ["Unit", "groups2", "hidden_gradients", "mixed_precision", "sharded_params", "units_of"]
+__all__ = ["Unit", "groups2", "hidden_gradients", "mixed_precision", "reshard", "sharded_params", "units_of"]
 
 Undo = Callable[[], None]
 
@@ -67,6 +67,24 @@ def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         if handle is not None:
             yield handle.flat_param
             yield from getattr(handle.flat_param, "_params", None) or ()
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP drop the whole weights that it still has: the root keeps them after a forward without backward.
+
+    Then parameters are the shards, and the next forward gathers what is in them.
+    """
+    for module in modules:
+        if groups2(module):
+            module.reshard()  # type: ignore[operator]
+        handle = _handle1(module)
+        if handle is not None and hasattr(handle.flat_param, "_local_shard"):
+            _reshard1(handle)
+
+
+def _reshard1(handle: Any) -> None:
+    handle.reshard(handle.uses_sharded_strategy)
+    handle.post_reshard()
 
 
 def hidden_gradients(modules: Iterable[nn.Module], params: Collection[int]) -> Iterator[torch.Tensor]:
@@ -195,8 +213,7 @@ def _set1(ref: weakref.ref[Any], dtype: torch.dtype | None, reduced: torch.dtype
     handle = module._handle
     is_used = hasattr(handle.flat_param, "_local_shard")
     if is_used:
-        handle.reshard(handle.uses_sharded_strategy)
-        handle.post_reshard()
+        _reshard1(handle)
     handle._init_param_reduce_dtypes(dtype, reduced)
     if is_used:  # a forward has run: what it is gathered into has the other dtype
         handle.init_flat_param_attributes()

@@ -44,7 +44,6 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
-        in_shards: FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
         mixed: the next check also sees gradients that an earlier check has seen already.
@@ -62,7 +61,6 @@ class Gradients:
         self.plain: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
-        self.in_shards = False
         self.ready = False
         self.used: dict[int, None] = {}
         self.mixed = False
@@ -93,7 +91,6 @@ class Gradients:
                     self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self._unscaler.fit(self.plain, self.stepped)
-        self.in_shards = any(map(is_shard, self.stepped))
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
         self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
@@ -118,6 +115,11 @@ class Gradients:
         """Return whether every gradient is zero or absent. Waits for the device."""
         holders = [*self.stepped, *(p for p, _ in self.pairs)]
         return not any(bool(foreach.values(g).any()) for p in holders if (g := p.grad) is not None)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer."""
+        return any(map(is_shard, self.stepped))
 
     @property
     def in_parts(self) -> bool:

@@ -18,8 +18,8 @@ class MasterVersions:
         gradients: the gradients of the optimizer, which know its masters.
 
     Attributes:
-        lent: compiled code got the masters to write into since the last step or forward, and nothing tells whether it
-            did.
+        lent: compiled code got the masters to write into since the last step or eager forward, and nothing tells
+            whether it did.
     """
 
     def __init__(self, gradients: Gradients) -> None:
@@ -36,6 +36,14 @@ class MasterVersions:
         """Whether something other than a step has changed a master, and the model has not followed."""
         return self._seen != [master._version for _, master in self._gradients.pairs]
 
+    @property
+    def were_missed(self) -> bool:
+        """Whether the model has not followed a change. A load has written what it loaded into the model too."""
+        return self.are_old and any(
+            master._version != seen and not masters.agrees(master)
+            for (_, master), seen in zip(self._gradients.pairs, self._seen, strict=True)
+        )
+
     def lend(self) -> None:
         """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
         if torch.compiler.is_compiling():
@@ -50,10 +58,14 @@ class MasterVersions:
         SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
         Costs 0.05 us a master where nothing has changed.
         """
-        pairs = self._gradients.pairs
         if self.are_old:
-            before = self._seen
-            masters.write_changed([pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen])
+            before, pairs = self._seen, self._gradients.pairs
+            with (
+                torch.utils._python_dispatch._disable_current_modes()
+            ):  # as of torch.export: these are the real weights
+                masters.write_changed(
+                    [pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen]
+                )
             self.note()
         if self.lent:
             self.lent = False

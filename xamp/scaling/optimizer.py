@@ -11,7 +11,7 @@ import copyreg
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
 from xamp.scaling.step import OptimizerState
 
-__all__ = ["cast_state", "is_zero", "manage", "replace_params", "state_of"]
+__all__ = ["cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
 
 _is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
 
@@ -31,6 +31,23 @@ _is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._
 def state_of(optimizer: object) -> OptimizerState | None:
     """Return what xamp keeps for ``optimizer``; None where no session manages it."""
     return getattr(optimizer, "__dict__", {}).get("_xamp")
+
+
+def lent_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors that ``optimizer`` steps. Where user code writes into masters, the model follows."""
+    state = state_of(optimizer)
+    versions = None if state is None or not state.gradients.pairs else state.master_versions
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if versions is None:
+        yield from params
+    elif torch.compiler.is_compiling():
+        versions.lend()
+        yield from params
+    else:
+        try:
+            yield from params
+        finally:  # a caller may leave the loop early
+            versions.lend()
 
 
 def manage(optimizer: Optimizer, state: OptimizerState) -> Callable[[], None]:
@@ -254,7 +271,7 @@ def replace_params(optimizer: Any, pairs: Iterable[tuple[torch.Tensor, torch.Ten
     """
     pairs = list(pairs)
     _replace_in(optimizer, pairs)
-    if is_zero(optimizer):
+    if is_zero(optimizer) and hasattr(optimizer, "optim"):  # where it overlaps with DDP, only after two steps
         _replace_in(optimizer.optim, pairs)
         optimizer._clear_cache()
 

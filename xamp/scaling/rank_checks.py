@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xamp.errors import StateError
+from xamp.ground.compiler import break_graphs
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed
 from xamp.scaling.rank_groups import widest
@@ -94,6 +95,7 @@ class RankChecks:
             "loss_scale=1024.0)."
         )
 
+    @break_graphs("ranks compare their settings once, at the first scale_loss")
     def compare(self, engine: _Engine, params: Sequence[torch.Tensor]) -> None:
         """Compare the settings of all ranks; see :mod:`xamp.scaling.rank_settings`.
 

@@ -254,9 +254,10 @@ class OptimizerState:
 
     def _warn_of_no_gradient(self) -> None:
         """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
-        if self.gradients.in_shards:
+        gradients = self.gradients
+        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
             return
-        if not self._warned_of_no_gradient and all(param.grad is None for param in self.gradients.stepped):
+        if not gradients.in_shards:
             self.engine.check_not_sharded("optimizer.step()")
             self._warned_of_no_gradient = True
             say(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from xamp.casting.forward import forget_policy, is_under_policy
-from xamp.scaling import masters
+from xamp.scaling import masters, shards
 
 __all__ = ["serve_averaged_models"]
 
@@ -62,6 +62,6 @@ def _make_fp32(average: nn.Module, model: nn.Module) -> None:
     sources = (*model.parameters(), *model.buffers())
     for copied, source in zip(own, sources, strict=False):
         if copied.dtype in masters.LOWER and masters.is_lowered(source):
-            copied.data = copied.data.float()
+            shards.set_data(copied, copied.detach().float())
     if any(is_under_policy(module) for module in average.modules()):
         forget_policy(average)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.scaling import masters
+from xamp.scaling import distributed, fsdp, masters
 from xamp.scaling.outcomes import StepOutcome
 from xamp.sessions.session import session
 from xamp.sessions.wrappers import unwrap
@@ -96,8 +96,14 @@ class Average:
     def _model(self) -> nn.Module:
         return unwrap(self._given)
 
+    def _reshard(self) -> None:
+        """Under FSDP: make the parameters this rank's shards, and let the next forward gather what is in them then."""
+        if distributed.is_running():
+            fsdp.reshard(self._given.modules())
+
     def _sources(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return by name each tensor of the model and its exact values, which are fp32 if the tensor is lower."""
+        self._reshard()
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         found.update({name: (param, _exact(param)) for name, param in self._model.named_parameters()})
         if self._buffers != "leave":
@@ -188,6 +194,7 @@ class Average:
             torch.clear_autocast_cache()  # it knows weights by their versions, which stay
             yield self._given
         finally:
+            self._reshard()
             for (target, _), before in zip(pairs, backup, strict=True):
                 _values(target).copy_(before)
             torch.clear_autocast_cache()

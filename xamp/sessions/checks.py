@@ -17,7 +17,7 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling.distributed import is_shard, is_sharded
+from xamp.scaling.distributed import has_replicated, is_shard, is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
@@ -178,6 +178,13 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
                     f"initialize: parameter {name!r} of {type(model).__name__} belongs to another session, which has "
                     "cast it. Give all models that share it to one initialize call, or close that session first."
                 )
+            if getattr(param, "_in_backward_optimizers", None) and policy.manages_gradients:
+                takes = listed(levels_where(lambda row: not row.manages_gradients), "and")
+                raise UnsupportedPolicy(
+                    f"initialize(level={policy.level!r}): parameter {name!r} of {type(model).__name__} has an "
+                    "optimizer that steps in the backward (torch's _apply_optimizer_in_backward), where gradients are "
+                    f"still scaled. Step it after the backward, or use {takes}."
+                )
             if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
                 raise _half_model(name, param.dtype, type(model).__name__, policy.level)
         if policy.casts_parameters:
@@ -206,6 +213,12 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
             f"{listed(uncast, 'and')} take a wrapped one."
         )
     for module in model.modules():
+        if has_replicated(module):
+            raise StateError(
+                f"initialize(level={level!r}): replicate() has run this {name} already and has laid its buckets out "
+                "for fp32. Call initialize before the first forward, or before replicate(); "
+                f"{listed(uncast, 'and')} take it as it is."
+            )
         if is_sharded(module) and not policy.master_weights:
             masters = listed(levels_where(lambda row: row.master_weights))
             raise StateError(
@@ -246,7 +259,9 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
     for optimizer in optimizers:
         foreign.refuse_optimizer(optimizer, policy)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if policy.master_weights:
+        if is_zero(optimizer) and policy.manages_gradients:
+            _check_zero(optimizer, policy)
+        elif policy.master_weights:
             _check_no_inner_optimizer(optimizer, policy)
         if any(p.dtype in LOWER for p in params if id(p) not in known):
             raise PolicyError(
@@ -334,9 +349,6 @@ def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
 
 def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     """Refuse an optimizer around one with groups of its own, which would keep the lowered parameters and never move."""
-    if is_zero(optimizer):
-        _check_zero(optimizer, policy)
-        return
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
@@ -349,16 +361,17 @@ def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
 
 
 def _check_zero(optimizer: Any, policy: Policy) -> None:
-    """Refuse a ZeroRedundancyOptimizer that keeps the parameters in buckets of its own."""
-    for option, is_on in (
-        ("parameters_as_bucket_view", optimizer.parameters_as_bucket_view),
-        ("overlap_with_ddp", optimizer._overlap_with_ddp),
-    ):
-        if is_on:
-            raise UnsupportedPolicy(
-                f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer({option}=True) lays the model's "
-                f"parameters out for fp32, and this level casts them. Make it without {option}."
-            )
+    """Refuse a ZeroRedundancyOptimizer that steps in the backward, or keeps the parameters in buckets of its own."""
+    if optimizer._overlap_with_ddp:
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in the "
+            "backward, where gradients are still scaled. Make it without overlap_with_ddp."
+        )
+    if optimizer.parameters_as_bucket_view and policy.master_weights:
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer(parameters_as_bucket_view=True) lays the "
+            "model's parameters out for fp32, and this level casts them. Make it without parameters_as_bucket_view."
+        )
 
 
 def _check_eps(optimizer: Optimizer, policy: Policy) -> None:

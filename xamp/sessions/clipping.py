@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, StateError
 from xamp.ground.arguments import boolean, number
+from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
 from xamp.scaling import norms, shards
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import lent_params, state_of
 from xamp.scaling.rank_groups import Layout, layout_of
-from xamp.scaling.step import OptimizerState
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 
@@ -36,14 +36,7 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     state = state_of(optimizer)
     if state is not None:
         state.settle("master_params(optimizer)")
-    return _lend(optimizer, state)
-
-
-def _lend(optimizer: Optimizer, state: OptimizerState | None) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    if state is not None and state.gradients.pairs:
-        state.master_versions.lend()
+    return lent_params(optimizer)
 
 
 def clip_grad_norm_(
@@ -78,13 +71,18 @@ def clip_grad_norm_(
     if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
         _refuse_nonfinite(given, params, norm_type)
     if norms.is_divided(param for _, param in params):
-        norm = norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
+        norm = _clip_divided(params, max_norm, norm_type)
     else:
         norm = torch.nn.utils.clip_grad_norm_([param for _, param in params], max_norm, norm_type)
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
     return norm
+
+
+@break_graphs("the norms of shards are gathered, over the groups of their meshes")
+def _clip_divided(params: Sequence[tuple[Any, torch.Tensor]], max_norm: float, norm_type: float) -> torch.Tensor:
+    return norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
 
 
 def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
@@ -124,7 +122,7 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    whole = [p for p in params if not shards.is_dtensor(p)]
+    whole = [p for p in params if p.grad is not None and not shards.is_dtensor(p)]
     if whole:  # torch does not take an empty list
         torch.nn.utils.clip_grad_value_(whole, limit)
     for param in params:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import xamp
+import xamp.apex
 from xamp.scaling.followers import graphs
 
 pytestmark = [
@@ -54,7 +55,8 @@ class Trained:
         self.counter = CompileCounter()
         self.forward: Callable[[torch.Tensor], torch.Tensor] = self._compiled(how)
         whole = how.startswith("whole")
-        self.loops, self.clips = how == "whole, loop in it", how == "whole, clips"
+        self.loops, self.clips = how.startswith("whole, loop"), how == "whole, clips"
+        self.zips = how == "whole, loop left early"
         self.step = torch.compile(self._step, backend=self.counter) if whole else self._step
 
     def _compiled(self, how: str) -> Any:
@@ -85,6 +87,10 @@ class Trained:
     def clamp(self) -> None:
         """As a WGAN clips its weights."""
         with torch.no_grad():
+            if self.zips:  # the iterator never learns that it was the last
+                for _, param in zip(range(len(self.kept)), xamp.master_params(self.optimizer), strict=False):
+                    param.clamp_(-BOUND, BOUND)
+                return
             for param in xamp.master_params(self.optimizer):
                 param.clamp_(-BOUND, BOUND)
 
@@ -138,12 +144,57 @@ def test_a_forward_in_a_larger_graph_follows_a_loop_over_master_params(level: st
     assert not graphs.ask
 
 
+@pytest.mark.parametrize("how", ["whole, loop in it", "whole, loop left early"])
 @pytest.mark.parametrize("level", DTYPES)
-def test_a_write_that_is_compiled_itself_reaches_the_next_forward(level: str) -> None:
-    trained = Trained(level, "whole, loop in it")
-    for number in range(4):
+def test_a_write_that_is_compiled_itself_reaches_the_next_forward(level: str, how: str) -> None:
+    trained = Trained(level, how)
+    frames = []
+    for number in range(6):
         trained.check_step(batch(number))
+        frames.append(trained.counter.frame_count)
         assert max(float(p.detach().abs().max()) for p in trained.kept) <= BOUND
+    assert frames[2] == frames[-1]
+
+
+@pytest.mark.parametrize("leave", ["break", "zip", "apex"])
+def test_a_larger_graph_follows_a_loop_that_is_left_early(leave: str) -> None:
+    trained = Trained("O2", "larger")
+    trained.check_step(batch(0))
+    params = (xamp.apex.amp if leave == "apex" else xamp).master_params(trained.optimizer)
+    with torch.no_grad():
+        for number, param in enumerate(params) if leave != "zip" else zip(range(2), params, strict=False):
+            param.mul_(0.5)
+            if leave == "break" and number == 1:
+                break
+    del params
+    trained.check_step(batch(1))
+    assert not graphs.ask
+
+
+@pytest.mark.parametrize("what", ["model", "xamp"])
+def test_a_load_is_no_write_that_was_missed(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    trained = Trained("O2", "larger")
+    trained.check_step(batch(0))
+    if what == "model":
+        trained.model.load_state_dict({name: value * 0.5 for name, value in trained.model.state_dict().items()})
+    else:
+        state = xamp.state_dict(trained.optimizer)
+        trained.check_step(batch(1))
+        xamp.load_state_dict(state, trained.optimizer)
+    for number in range(3):
+        trained.check_step(batch(number))
+    assert not graphs.ask
+    assert not [record for record in caplog.records if record.name == "xamp"]
+
+
+def test_an_export_leaves_the_weights_where_they_belong() -> None:
+    trained = Trained("O2", "eager")
+    trained.check_step(batch(0))
+    trained.halve()
+    exported = torch.export.export(trained.model, (batch(1),)).module()
+    for found in (exported(batch(2)), trained.model(batch(2))):
+        torch.testing.assert_close(found.detach(), trained.by_hand(batch(2)), rtol=2e-2, atol=2e-3)
+    assert not graphs.exist
 
 
 @pytest.mark.parametrize("how", ["whole", "whole, clips"])

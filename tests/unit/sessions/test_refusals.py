@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -86,7 +87,8 @@ def test_flags_travel_where_gradients_do_not_tell(
 ) -> None:
     """DDP averages gradients, so an inf of one rank is in those of all; a saturated number is not."""
     calls: list[object] = []
-    plan = distributed._Plan((), ["a group"], [object()])  # type: ignore[list-item]
+    ddp: Any = nn.Identity()
+    plan = distributed._Plan((), ["a group"], [weakref.ref(ddp)])
     monkeypatch.setattr(Wrappers, "_plan_for", lambda self, params: plan)
     monkeypatch.setattr(distributed, "_averages", lambda ddp: averages)
     monkeypatch.setattr(distributed, "share_overflow", lambda flags, group: calls.append(group))
