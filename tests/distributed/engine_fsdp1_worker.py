@@ -98,4 +98,11 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(original), "heads": heads})
+    engine_cases.work(
+        CASES,
+        {
+            "dtypes": lambda: engine_cases.dtypes(original),
+            "averages": lambda: engine_cases.averages(original),
+            "heads": heads,
+        },
+    )

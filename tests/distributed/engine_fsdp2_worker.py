@@ -70,4 +70,6 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    engine_cases.work(CASES, {"dtypes": lambda: engine_cases.dtypes(plain)})
+    engine_cases.work(
+        CASES, {"dtypes": lambda: engine_cases.dtypes(plain), "averages": lambda: engine_cases.averages(plain)}
+    )

@@ -5,14 +5,17 @@ reduction. ``two``: two models in a DDP each; the first postpones its reduction 
 ``compiled``: DDP around a compiled model, in whose graph nothing is noted again.
 ``whole``: a whole compiled training step, with a DDP that is made after ``initialize``, against the eager one.
 ``before``: DDP is there before the session.
+``gone``: nothing keeps a DDP that has trained, nor its model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,19 @@ def before(level: str, rank: int) -> dict[str, Any]:
     return {"seen": moved, "grads": [p.flatten().tolist() for p in model.parameters()]}
 
 
+def gone(level: str, rank: int) -> dict[str, Any]:
+    model: Any = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    backward(ddp(data(0, rank)).square().mean(), optimizer)
+    optimizer.step()
+    found = weakref.ref(ddp), weakref.ref(model), weakref.ref(optimizer)
+    del ddp, model, optimizer
+    gc.collect()
+    return {"seen": [ref() is None for ref in found], "grads": []}
+
+
 def two(level: str, rank: int) -> dict[str, Any]:
     models: Any = [nn.Linear(8, 4), nn.Linear(8, 4)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
@@ -132,7 +148,9 @@ def main(mode: str, level: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    result = {"part": part, "two": two, "compiled": compiled, "whole": whole, "before": before}[mode](level, rank)
+    result = {"part": part, "two": two, "compiled": compiled, "whole": whole, "before": before, "gone": gone}[mode](
+        level, rank
+    )
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

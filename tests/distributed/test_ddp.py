@@ -52,7 +52,7 @@ def test_ranks_that_see_other_gradients_decide_together(wrapper: str, level: str
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("mode", ["part", "two", "compiled", "whole"])
+@pytest.mark.parametrize("mode", ["part", "two", "compiled", "whole", "gone"])
 def test_a_ddp_that_no_region_of_ours_notes_is_seen(mode: str, level: str, torchrun: Torchrun) -> None:
     assert_ranks_agree(torchrun("parts_worker.py", mode, level))
 

@@ -107,6 +107,14 @@ def test_a_rank_without_elements_of_what_is_trained_sees_the_same_steps(ranks_of
         assert rank["said"] == []
 
 
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_an_average_of_shards_is_evaluated_and_training_goes_on(engine: str, ranks_of: Callable[[str], Found]) -> None:
+    for rank in ranks_of(engine):
+        assert [told["same"] for told in rank["averages"].values()] == [True, True]
+        assert rank["averages"]["O0"]["off"] < 1e-5
+        assert rank["averages"]["O2"]["off"] < 5e-3
+
+
 def test_zero_says_what_it_cannot(ranks_of: Callable[[str], Found]) -> None:
     for rank in ranks_of("zero"):
         assert "Make it without parameters_as_bucket_view" in rank["buckets"]  # which "plain" is

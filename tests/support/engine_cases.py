@@ -210,6 +210,46 @@ def dtypes(wrap: Callable[[Any, str], Any]) -> dict[str, list[str]]:
     return found
 
 
+def averages(wrap: Callable[[Any, str], Any]) -> dict[str, dict[str, Any]]:
+    """By level: whether evaluating an average changes the training, and how far what it computes is off.
+
+    FSDP keeps the root's whole weights after a forward without backward.
+    """
+
+    def trained(level: str, evaluates: bool) -> tuple[list[float], float]:
+        model = wrap(net().to(device), level)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        xamp.initialize(model, optimizer, level, verbosity=0)
+        average = xamp.ema(model, 0.5)
+        by_hand = whole(model)
+        losses, off = [], 0.0
+        for step in range(STEPS):
+            x, target = (each.to(device) for each in batch(step, 0, dist.get_rank()))
+            optimizer.zero_grad()
+            loss = loss_of(model(x), target)
+            with xamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            if evaluates:
+                with torch.no_grad():
+                    model(x)
+            average.update()
+            by_hand = {name: 0.5 * by_hand[name] + 0.5 * value for name, value in whole(model).items()}
+            if evaluates:
+                plain = net()
+                plain.load_state_dict(by_hand)
+                with average.swapped(), torch.no_grad():
+                    off = max(off, float((model(x).float().cpu() - plain(x.cpu())).abs().max()))
+        return losses, off
+
+    found = {}
+    for level in ("O0", "O2"):
+        (losses, off), (wanted, _) = trained(level, True), trained(level, False)
+        found[level] = {"same": losses == wanted, "off": off}
+    return found
+
+
 def work(cases: dict[str, Case], others: dict[str, Callable[[], Any]] | None = None) -> None:
     """Run all cases as one rank. Writes one JSON file."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))

@@ -7,8 +7,10 @@ ranks do is in tests/distributed/test_engines.py.
 from __future__ import annotations
 
 import copy
+import importlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -343,3 +346,88 @@ def test_lists_of_dtensors_and_plain_tensors_are_refused_before_anything_trains(
     xamp.initialize(model, optimizer, level="O2", verbosity=0)
     train(model, optimizer)
     assert not any(torch.equal(whole(a), whole(b)) for a, b in zip(before, xamp.master_params(optimizer), strict=True))
+
+
+def distributed_optim() -> Any:
+    """The module, which warns of parts of its own when it is imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("torch.distributed.optim")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_zero_that_steps_in_the_backward(level: str) -> None:
+    model = net()
+    told: dict[str, Any] = {"lr": 0.1, "overlap_with_ddp": True}
+    optimizer = distributed_optim().ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **told)
+    if level in levels_where(lambda row: row.manages_gradients):
+        with pytest.raises(UnsupportedPolicy, match=r"overlap_with_ddp=True\) steps in the backward"):
+            xamp.initialize(model, optimizer, level, verbosity=0)
+    else:
+        xamp.initialize(model, optimizer, level, verbosity=0)
+        xamp.session(optimizer).close()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parameters_with_optimizers_of_their_own(level: str) -> None:
+    model = net()
+    distributed_optim()._apply_optimizer_in_backward(torch.optim.SGD, model[0].parameters(), {"lr": 0.1})
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    if level in levels_where(lambda row: row.manages_gradients):
+        with pytest.raises(UnsupportedPolicy, match=r"parameter '0\.weight' .* steps in the backward"):
+            xamp.initialize(model, optimizer, level, verbosity=0)
+    else:
+        xamp.initialize(model, optimizer, level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_what_replicate_has_run(level: str) -> None:
+    for has_run in (False, True):
+        model = replicate(net())
+        if has_run:
+            model(torch.ones(2, 8)).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if has_run:
+            with pytest.raises(StateError, match=r"replicate\(\) has run this .* before the first forward"):
+                xamp.initialize(model, optimizer, level, verbosity=0)
+        else:
+            xamp.initialize(model, optimizer, level, verbosity=0)
+
+
+def test_torchs_average_of_a_divided_model_is_fp32() -> None:
+    model = parallelize_module(net(), init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    xamp.initialize(model, optimizer, "O2", verbosity=0)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    assert {p.dtype for p in average.parameters()} == {torch.float32}
+    local = [p._local_tensor if hasattr(p, "_local_tensor") else p for p in average.parameters()]
+    assert {p.dtype for p in local} == {torch.float32}
+    assert average(torch.ones(2, 8)).dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_whole_compiled_step_of_shards(level: str) -> None:
+    def losses(is_compiled: bool) -> list[float]:
+        torch.compiler.reset()
+        model = shard(net(), "fsdp2")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            with xamp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            xamp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            return loss.detach()
+
+        run: Any = torch.compile(step, backend="aot_eager") if is_compiled else step
+        batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(4)]
+        return [float(run(x)) for x in batches]
+
+    eager, compiled = losses(is_compiled=False), losses(is_compiled=True)
+    assert compiled == pytest.approx(eager, rel=1e-2)
