@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoint_mutants
@@ -18,6 +19,7 @@ import pytest
 import scaling_mutants
 from mutants import Mutant
 
+from xamp.casting import forward
 from xamp.policy import LEVELS
 from xamp.testing import TIERS, Conformance, lane
 from xamp.testing.lane import CAPABILITIES, open_lane
@@ -70,6 +72,14 @@ def test_requirements_can_fail() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "lane.py")
     asked = set(re.findall(r'lane\.(?:need|cannot)\(\s*"(\w+)"', source)) | set(LEVELS) | {"float16", "bfloat16"}
     assert set(CAPABILITIES) == asked
+
+
+@pytest.fixture(autouse=True)
+def _classes_made_anew() -> Iterator[None]:
+    """A class under a policy is made once, from functions as they are then: neither before a fault nor with it."""
+    forward._subclasses.clear()
+    yield
+    forward._subclasses.clear()
 
 
 SLOW_TIERS = ("distributed", "compiled", "overhead")
