@@ -82,13 +82,13 @@ def clip_grad_norm_(
 
 @break_graphs("the norms of shards are gathered, over the groups of their meshes")
 def _clip_divided(params: Sequence[tuple[Any, torch.Tensor]], max_norm: float, norm_type: float) -> torch.Tensor:
-    return norms.clip([(param, _layout(one, param)) for one, param in params], max_norm, norm_type)
+    return norms.clip(_laid_out(params), max_norm, norm_type)
 
 
 def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
     """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
     if norms.is_divided(param for _, param in params):
-        norm = norms.total([(param, _layout(one, param)) for one, param in params], norm_type)
+        norm = norms.total(_laid_out(params), norm_type)
     else:
         norm = torch.nn.utils.get_total_norm([p.grad for _, p in params if p.grad is not None], norm_type)
     states = [state for one in given if (state := state_of(managed(one))) is not None]
@@ -129,6 +129,11 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         if shards.is_dtensor(param) and param.grad is not None:
             param.grad = shards.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
             shards.local(param.grad).clamp_(-limit, limit)
+
+
+def _laid_out(params: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, Layout]]:
+    """Return each of ``params``, which stand behind their optimizers, with its layout."""
+    return [(param, _layout(one, param)) for one, param in params]
 
 
 def _layout(optimizer: object, param: torch.Tensor) -> Layout:
