@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 import xamp.apex
+from xamp.scaling import followers
 from xamp.scaling.followers import graphs
 
 pytestmark = [
@@ -31,7 +33,9 @@ BOUND = 0.25
 
 @pytest.fixture(autouse=True)
 def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin without graphs, and without models of earlier tests, which live until the collector finds them."""
     torch._dynamo.reset()
+    monkeypatch.setattr(followers, "_followers", WeakIdKeyDictionary())
     monkeypatch.setattr(graphs, "exist", False)
     monkeypatch.setattr(graphs, "ask", False)
     yield
