@@ -1,8 +1,8 @@
 """What the processes of test_resumed.py run: sharded training, saved and loaded by torch.distributed.checkpoint.
 
 ``save`` writes a checkpoint after three steps. ``load`` starts with other weights, on another number of ranks perhaps,
-and reads it; ``load whole`` reads it into models without shards. All tell how they stand there, gathered from all
-ranks, and after two steps more.
+and reads it; ``load whole`` reads it into models without shards, ``load other`` into another engine at another level.
+All tell how they stand there, gathered from all ranks, and after two steps more.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import xamp
 
 HOW = ("fsdp2", "tensor", "whole")
+OTHER = {"fsdp2": "tensor", "tensor": "whole", "whole": "fsdp2", "O2": "O5", "O5": "O1"}
+"""Where "load other" loads what an engine saved at a level."""
 
 
 def shard(model: Any, how: str) -> Any:
@@ -60,11 +62,14 @@ def standing(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
-    """Train at a level; "load whole" is a model without shards that loads what ``how`` saved."""
+    """Train at a level, from what ``how`` saved at this level or on."""
+    checkpoint = str(folder / f"{how} {level}")
+    if mode == "load other":
+        how, level = OTHER[how], OTHER[level]
     model = shard(engine_cases.net(), "whole" if mode == "load whole" else how)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=1024.0, growth_interval=2, verbosity=0)
-    names = {"model": model, "optimizer": optimizer, "folder": str(folder / f"{how} {level}"), "xamp": xamp}
+    names = {"model": model, "optimizer": optimizer, "folder": checkpoint, "xamp": xamp}
     if mode == "save":
         train(model, optimizer, range(3))
         docs_blocks.run("checkpoints.md", names, "get_state_dict", "save(sharded")
@@ -74,7 +79,7 @@ def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
                 param.mul_(0.5)
         if mode == "load":
             docs_blocks.run("checkpoints.md", names, "get_state_dict", "load(sharded")
-        else:  # its state has places for masters, which the file of shards lacks
+        else:  # its state may have places for masters, which the file lacks
             docs_blocks.run("checkpoints.md", names, "get_state_dict")
             names["parts"], names["dcp"] = names["sharded"], torch.distributed.checkpoint
             docs_blocks.run("checkpoints.md", names, "dcp.load(others")

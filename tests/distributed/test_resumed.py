@@ -52,3 +52,11 @@ def test_a_model_without_shards_loads_them(forked_ranks: Ranks, saved: tuple[Pat
     for case, found in run(forked_ranks, "load whole", 1, folder).items():
         assert found["there"] == before[case]["there"], case
         assert_close(found["end"], before[case]["end"], case)
+
+
+def test_another_engine_at_another_level_loads_them(forked_ranks: Ranks, saved: tuple[Path, dict[str, Any]]) -> None:
+    folder, before = saved
+    for case, found in run(forked_ranks, "load other", 2, folder).items():
+        assert found["there"] == before[case]["there"], case
+        assert found["end"]["scale"] == before[case]["end"]["scale"] == 1024.0, case
+        assert_close(found["end"], before[case]["end"], case)
