@@ -27,7 +27,8 @@ from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
-from xamp.scaling import distributed, followers
+from xamp.scaling import followers
+from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
 from xamp.scaling.overflow_flag import watched
 
 __all__ = ["Cast", "Region", "in_region", "make_region"]
@@ -129,7 +130,7 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
         if spare is None and into is not None:
             args, kwargs = cast(args, into), cast(kwargs, into)
         if notes and ddp._active_ddp_module is not None:
-            distributed.note_wrapper_while_tracing(id(ddp._active_ddp_module))
+            note_wrapper_while_tracing(id(ddp._active_ddp_module))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = active.run_traced(mark, function, self, *args, **kwargs)
         else:
@@ -144,7 +145,7 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
         if into is not None and spare is None:
             args, kwargs = take(args), take(kwargs)
         if notes and ddp._active_ddp_module is not None:
-            distributed.note_wrapper()
+            note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
                 return finish(function(self, *args, **kwargs))
@@ -187,11 +188,11 @@ def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             if ddp._active_ddp_module is not None:
-                distributed.note_wrapper_while_tracing(id(ddp._active_ddp_module))
+                note_wrapper_while_tracing(id(ddp._active_ddp_module))
             followers.follow_in_graph()
         else:  # also under torch.export
             if ddp._active_ddp_module is not None:
-                distributed.note_wrapper()
+                note_wrapper()
             followers.catch_up(self)
         return method(self, *args, **kwargs)
 

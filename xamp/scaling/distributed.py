@@ -1,18 +1,14 @@
-"""What xamp must know of the wrappers (DDP, FSDP) that share a model between processes.
+"""The wrappers (DDP, FSDP) that share a session's models between processes, and which ranks decide together.
 
-The module answers three questions: Has the wrapper postponed its reduction of the gradients (``no_sync``)? Do all
-ranks see the same gradients anyway? Do the masters of all ranks start out equal? xamp notices a
-DistributedDataParallel (DDP) while it runs a model's forward, because a user may put DDP around the model at any time
-and DDP leaves no trace in the model. xamp finds FSDP in the model itself.
+:class:`Wrappers` answers three questions: Has a wrapper postponed its reduction of the gradients (``no_sync``)? Who
+decides on a step, and do these ranks see the same gradients anyway? Has sharding taken a parameter out of a model?
+:mod:`xamp.scaling.ddp` notices DistributedDataParallel (DDP); FSDP is found in the models themselves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import logging
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,8 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.ground.compiler import break_graphs, keep_eager
-from xamp.ground.log import say
+from xamp.ground.compiler import break_graphs
+from xamp.scaling import ddp as ddps
 from xamp.scaling.fsdp import groups2, hidden_gradients, sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
@@ -34,69 +30,14 @@ __all__ = [
     "Wrappers",
     "groups_of_meshes",
     "groups_sharing",
-    "has_replicated",
     "is_running",
     "is_shard",
     "is_sharded",
-    "note_given",
-    "note_wrapper",
-    "note_wrapper_while_tracing",
     "own_groups",
     "share_from_rank_zero",
     "share_overflow",
     "world_size",
 ]
-
-# DDP object -> whether its last forward with gradients enabled asked for a reduction. None: ask the DDP when needed.
-_noted: Any = WeakIdKeyDictionary()
-
-_STAGE = "torch.distributed.pipelining.stage"
-
-
-@keep_eager
-def note_wrapper() -> None:
-    """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and torch.is_grad_enabled():
-        _noted[ddp] = bool(ddp.require_backward_grad_sync) or _in_pipeline()
-
-
-def _in_pipeline() -> bool:
-    """Return whether a pipeline stage runs this forward: in ``no_sync``, and reduces after the last micro-batch.
-
-    It tells DDP's reducer of that directly, before the last backward, so that no forward of DDP's ever does.
-    """
-    if _STAGE not in sys.modules:
-        return False
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__") != _STAGE:
-        frame = frame.f_back
-    return frame.f_globals.get("__name__") == _STAGE
-
-
-def note_wrapper_while_tracing(identity: int) -> None:
-    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept.
-
-    Args:
-        identity: the ``id`` of that DDP. That the caller has asked for it binds the graph to this DDP: another one, or
-            one that comes later, is compiled anew, and so comes here too.
-    """
-    del identity
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and ddp not in _noted:
-        _noted[ddp] = None
-
-
-# torch.compiler.assume_constant_result sets this attribute: the compiler runs the function while it traces, and takes
-# the result as a constant. Calling the decorator would import the compiler with every import of xamp.
-note_wrapper_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def note_given(wrapper: object) -> None:
-    """Remember ``wrapper`` if it is a DDP. Whether it reduces is read from it when needed."""
-    if isinstance(wrapper, DistributedDataParallel) and wrapper not in _noted:
-        _noted[wrapper] = None
-
 
 is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
 """Returns whether there is a default process group. Each step asks, so this is torch's function itself."""
@@ -137,8 +78,8 @@ class _Plan:
 
     def averages(self) -> bool:
         """Return whether all ranks get the same gradients from :attr:`averagers`, which then are some, and alive."""
-        ddps = [ref() for ref in self.averagers]
-        return bool(ddps) and all(ddp is not None and _averages(ddp) for ddp in ddps)
+        found = [ref() for ref in self.averagers]
+        return bool(found) and all(ddp is not None and ddps.averages(ddp) for ddp in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +124,15 @@ class Wrappers:
     @staticmethod
     def absent() -> bool:
         """Return whether nothing is shared between processes. Then no other question need be asked."""
-        return not is_running() and not _noted.data  # .data: a weak dictionary counts its length in Python
+        return not is_running() and not ddps.noted.data  # .data: a weak dictionary counts its length in Python
 
     def find(self) -> list[DistributedDataParallel]:
         """Return the DDP objects noticed since the last call."""
         if not self._searched_models and is_running():
             self._searched_models = True  # a DDP around a part of a model has no region inside that would note it
             for module in self._modules():
-                note_given(module)
-        new = [ddp for ddp in _noted if ddp not in self._held]
+                ddps.note_given(module)
+        new = [ddp for ddp in ddps.noted if ddp not in self._held]
         for ddp in new:
             ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
             self._held[ddp] = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
@@ -202,7 +143,7 @@ class Wrappers:
         """Return whether a wrapper has yet to reduce the gradients that the last backward left in ``params``."""
         ids = {id(p) for p in params}
         for ddp, held in self._held.items():
-            reduced = _noted.get(ddp)
+            reduced = ddps.noted.get(ddp)
             if not (ddp.require_backward_grad_sync if reduced is None else reduced) and not held.isdisjoint(ids):
                 return True
         return any(self._yet_to_reduce(ids))
@@ -336,9 +277,7 @@ def groups_sharing(params: Iterable[torch.Tensor]) -> list[Any]:
     This searches all objects, and is called once: a parameter does not know its DDP.
     """
     params = list(params)
-    ids = {id(p) for p in params}
-    ddps: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    found = [ddp.process_group for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
+    found = [ddp.process_group for ddp in ddps.search(params)]
     return list(widest({id(group): group for group in [*found, *groups_of_meshes(params)]}.values()))
 
 
@@ -353,13 +292,6 @@ def is_sharded(module: nn.Module) -> bool:
     return hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state")
 
 
-def has_replicated(module: nn.Module) -> bool:
-    """Return whether torch's ``replicate`` has run the forward of ``module``: so has its DDP, which is no module."""
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    states = {} if contract is None else module.__dict__.get(contract.STATE_KEY, {})
-    return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in states.values())
-
-
 def _reduces(module: Any) -> bool:
     """Return whether an FSDP module reduces the gradients of its next backward."""
     if hasattr(module, "_sync_gradients"):  # FSDP1
@@ -370,44 +302,6 @@ def _reduces(module: Any) -> bool:
 def _adds_copies_up(group: Any) -> bool:
     """Return whether a group of HSDP reduces between the copies too; see FSDP2's ``set_requires_all_reduce``."""
     return bool(group.all_reduce_grads) or not hasattr(group.mesh_info, "replicate_process_group")
-
-
-_AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")  # of torch's default_hooks
-
-
-_MEMORY = ("use_error_feedback", "warm_start")  # of a comm hook's state: it keeps numbers for the next backward
-
-
-def _averages(ddp: Any) -> bool:
-    """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
-    for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
-        is_own = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks") and state in (
-            None,
-            ddp.process_group,
-        )
-        if not is_own or getattr(hook, "__name__", "") not in _AVERAGING:
-            return False
-    return True
-
-
-def warn_of_memory(ddps: Iterable[DistributedDataParallel]) -> None:
-    """Warn of each comm hook that keeps numbers of one backward for the next, as PowerSGD does.
-
-    After one overflow they hold inf or nan, and so do all gradients from then on.
-    """
-    for ddp in ddps:
-        for hook, state in ddp._comm_hooks:
-            kept = [name for name in _MEMORY if getattr(state, name, False)]
-            if kept:
-                say(
-                    "DistributedDataParallel has the comm hook %s with %s, which keeps parts of each gradient for the "
-                    "next backward. After one overflow these are inf or nan, and every later step is skipped. Make its "
-                    "state as PowerSGDState(..., use_error_feedback=False, warm_start=False), or use a level without "
-                    "loss scaling.",
-                    getattr(hook, "__name__", type(hook).__name__),
-                    " and ".join(f"{name}=True" for name in kept),
-                    level=logging.WARNING,
-                )
 
 
 def share_from_rank_zero(tensors: Iterable[torch.Tensor], group: Any) -> None:

@@ -23,6 +23,7 @@ from xamp.errors import StateError
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
+from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, followers, masters
 from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.optimizer import replace_params
@@ -277,7 +278,7 @@ class Engine:
         if fresh or not self._rank_checks.is_settled:
             self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:
-                distributed.warn_of_memory(fresh)
+                ddps.warn_of_memory(fresh)
         return fresh
 
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:

@@ -17,7 +17,8 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling.distributed import has_replicated, is_shard, is_sharded
+from xamp.scaling.ddp import has_replicated
+from xamp.scaling.distributed import is_shard, is_sharded
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered

@@ -30,7 +30,7 @@ from xamp.ground.shown import shown
 from xamp.policy import Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling import distributed
+from xamp.scaling import ddp
 from xamp.scaling.engine import Engine
 from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
@@ -307,5 +307,5 @@ def _set_up_disabled(arguments: Arguments) -> None:
     engine.undo = arguments.undo
     engine.undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
     for model in arguments.given:  # no region notes it
-        distributed.note_given(model)
+        ddp.note_given(model)
     register(engine, arguments.objects)

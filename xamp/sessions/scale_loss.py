@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, StateError
 from xamp.ground.shown import shown
-from xamp.scaling import distributed, masters
+from xamp.scaling import ddp, distributed, masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler
@@ -64,7 +64,7 @@ def scale_loss(
     """
     states, engine = _states_of("scale_loss", optimizers)
     if model is not None:
-        distributed.note_given(model)
+        ddp.note_given(model)
     if not engine.enabled:
         if distributed.is_running():
             engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)

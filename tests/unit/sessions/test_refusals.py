@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.errors import PolicyError, StateError
+from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed
 from xamp.scaling.distributed import Wrappers
 
@@ -90,7 +91,7 @@ def test_flags_travel_where_gradients_do_not_tell(
     ddp: Any = nn.Identity()
     plan = distributed._Plan((), ["a group"], [weakref.ref(ddp)])
     monkeypatch.setattr(Wrappers, "_plan_for", lambda self, params: plan)
-    monkeypatch.setattr(distributed, "_averages", lambda ddp: averages)
+    monkeypatch.setattr(ddps, "averages", lambda ddp: averages)
     monkeypatch.setattr(distributed, "share_overflow", lambda flags, group: calls.append(group))
     Wrappers([], None).agree(torch.zeros(1), [], saturates)
     assert len(calls) == shared

@@ -1,0 +1,132 @@
+"""What xamp must know of DistributedDataParallel (DDP): which there are, and what each does with gradients.
+
+A user may put DDP around a model at any time, and DDP leaves no trace in the model or its parameters. So xamp notes a
+DDP while it runs the forward of a model, or where a call is given one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp.ground.compiler import keep_eager
+from xamp.ground.log import say
+
+__all__ = [
+    "averages",
+    "has_replicated",
+    "note_given",
+    "note_wrapper",
+    "note_wrapper_while_tracing",
+    "noted",
+    "search",
+    "warn_of_memory",
+]
+
+_STAGE = "torch.distributed.pipelining.stage"
+_AVERAGING = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+"""The functions of torch's default_hooks."""
+_MEMORY = ("use_error_feedback", "warm_start")
+"""What the state of a comm hook calls it that it keeps numbers for the next backward."""
+
+noted: Any = WeakIdKeyDictionary()
+"""By DDP: whether its last forward with gradients enabled asked for a reduction. None: ask the DDP when needed."""
+
+
+@keep_eager
+def note_wrapper() -> None:
+    """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and torch.is_grad_enabled():
+        noted[ddp] = bool(ddp.require_backward_grad_sync) or _in_pipeline()
+
+
+def _in_pipeline() -> bool:
+    """Return whether a pipeline stage runs this forward: in ``no_sync``, and reduces after the last micro-batch.
+
+    It tells DDP's reducer of that directly, before the last backward, so that no forward of DDP's ever does.
+    """
+    if _STAGE not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") != _STAGE:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == _STAGE
+
+
+def note_wrapper_while_tracing(identity: int) -> None:
+    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept.
+
+    Args:
+        identity: the ``id`` of that DDP. That the caller has asked for it binds the graph to this DDP: another one, or
+            one that comes later, is compiled anew, and so comes here too.
+    """
+    del identity
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is not None and ddp not in noted:
+        noted[ddp] = None
+
+
+# torch.compiler.assume_constant_result sets this attribute: the compiler runs the function while it traces, and takes
+# the result as a constant. Calling the decorator would import the compiler with every import of xamp.
+note_wrapper_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def note_given(wrapper: object) -> None:
+    """Remember ``wrapper`` if it is a DDP. Whether it reduces is read from it when needed."""
+    if isinstance(wrapper, DistributedDataParallel) and wrapper not in noted:
+        noted[wrapper] = None
+
+
+def search(params: Iterable[torch.Tensor]) -> list[Any]:
+    """Return the DDPs that hold any of ``params``, where none was noted. This searches all objects."""
+    ids = {id(p) for p in params}
+    ddps: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
+
+
+def has_replicated(module: nn.Module) -> bool:
+    """Return whether torch's ``replicate`` has run the forward of ``module``: so has its DDP, which is no module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    states = {} if contract is None else module.__dict__.get(contract.STATE_KEY, {})
+    return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in states.values())
+
+
+def averages(ddp: Any) -> bool:
+    """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
+    for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
+        is_own = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks") and state in (
+            None,
+            ddp.process_group,
+        )
+        if not is_own or getattr(hook, "__name__", "") not in _AVERAGING:
+            return False
+    return True
+
+
+def warn_of_memory(ddps: Iterable[DistributedDataParallel]) -> None:
+    """Warn of each comm hook that keeps numbers of one backward for the next, as PowerSGD does.
+
+    After one overflow they hold inf or nan, and so do all gradients from then on.
+    """
+    for ddp in ddps:
+        for hook, state in ddp._comm_hooks:
+            kept = [name for name in _MEMORY if getattr(state, name, False)]
+            if kept:
+                say(
+                    "DistributedDataParallel has the comm hook %s with %s, which keeps parts of each gradient for the "
+                    "next backward. After one overflow these are inf or nan, and every later step is skipped. Make its "
+                    "state as PowerSGDState(..., use_error_feedback=False, warm_start=False), or use a level without "
+                    "loss scaling.",
+                    getattr(hook, "__name__", type(hook).__name__),
+                    " and ".join(f"{name}=True" for name in kept),
+                    level=logging.WARNING,
+                )
