@@ -21,6 +21,7 @@ __all__ = ["custom_bwd", "custom_fwd"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DEVICE_TYPE = "_xamp_device_type"
 _WRAPPED = "_xamp_watched"
+_DECORATED = "_xamp_tells"
 _HOOK = "_xamp_hook"
 
 
@@ -71,6 +72,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         _last.state = state  # only now: the forward may have run another forward
         return result
 
+    setattr(forward, _DECORATED, True)
     return forward
 
 
@@ -115,14 +117,22 @@ def _device_type(values: tuple[Any, ...]) -> str:
 
 
 class _SetupHook:
-    """Stands in the body of a class until the class is made, and wraps its ``setup_context`` then.
+    """Stands in the body of a class until the class is made, and wraps its ``setup_context`` then, and of each subclass.
 
     The compiler takes ``setup_context`` before it has traced the forward, which is too late for the forward to wrap it.
     """
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __set_name__(self, owner: Any, name: str) -> None:
         delattr(owner, name)
         _wrap_setup_context(owner)
+        if "__init_subclass__" in vars(owner):
+            return
+
+        def init_subclass(cls: type, **kwargs: Any) -> None:
+            super(owner, cls).__init_subclass__(**kwargs)
+            _wrap_setup_context(cls)
+
+        owner.__init_subclass__ = classmethod(init_subclass)
 
 
 def _wrap_setup_context(cls: Any) -> None:
@@ -138,13 +148,27 @@ def _wrap_setup_context(cls: Any) -> None:
 
     @functools.wraps(setup)
     def setup_context(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and not _tells_state(ctx):
+            _last.state = None  # that of another forward
         if _last.state is not None:
             _store_state(ctx, _last.state)
-        _last.state = None
+        if compiling:
+            _last.state = None
         return setup(ctx, *args, **kwargs)
 
     setattr(setup_context, _WRAPPED, True)
     cls.setup_context = staticmethod(setup_context)
+
+
+def _tells_state(ctx: Any) -> bool:
+    """Return whether the forward that a context belongs to has just stored its state.
+
+    ``torch.func`` calls ``setup_context`` once more at each of its levels, with contexts of classes that it makes. Their
+    forward runs that of the user's class, whose own context comes first.
+    """
+    cls = getattr(type(ctx), "_forward_cls", None)
+    return cls is None or cls.__module__.startswith("torch.") or hasattr(cls.forward, _DECORATED)
 
 
 def _store_state(ctx: Any, state: _State) -> None:

@@ -169,6 +169,57 @@ def test_a_forward_without_context_is_taken(dtype: torch.dtype | None) -> None:
     assert vars(x) == vars(weight) == {}, "nothing is noted on the tensors"
 
 
+class Bare(WithSetup):
+    """Its forward is not decorated, while ``setup_context`` and backward are those of a class whose forward is."""
+
+    @staticmethod
+    def forward(factor: float, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return factor * (x @ weight)
+
+
+def test_it_does_not_take_the_state_of_another_forward() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    with xamp.autocast(dtype=torch.bfloat16):
+        apply(WithSetup)(2.0, x, x)
+    with pytest.raises(StateError, match="not known"):
+        apply(Bare)(2.0, x, x).sum().backward()
+
+
+class Cubed(torch.autograd.Function):
+    generate_vmap_rule = True
+    ran: list[bool] = []
+
+    @staticmethod
+    @xamp.custom_fwd
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @xamp.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Cubed.ran.append(torch.is_autocast_enabled("cpu"))
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_torch_func_gets_a_context_of_its_own(on: bool) -> None:
+    """``torch.func`` calls ``setup_context`` once for each of its levels, after one forward."""
+    Cubed.ran.clear()
+    x, each = torch.tensor([1.0, 2.0, 3.0]), apply(Cubed)
+    with xamp.autocast(dtype=torch.bfloat16, enabled=on):
+        grads = torch.func.grad(lambda v: each(v).sum())(x)
+        rows = torch.vmap(torch.func.grad(lambda v: each(v).sum()))(torch.stack([x, 2 * x]))
+        second = torch.func.jacrev(torch.func.grad(lambda v: each(v).sum()))(x)
+    assert grads.tolist() == [3.0, 12.0, 27.0]
+    assert rows.tolist() == [[3.0, 12.0, 27.0], [12.0, 48.0, 108.0]]
+    assert second.tolist() == [[6.0, 0.0, 0.0], [0.0, 12.0, 0.0], [0.0, 0.0, 18.0]]
+    assert set(Cubed.ran) == {on}
+
+
 def test_such_a_forward_may_run_another_one() -> None:
     class Outer(torch.autograd.Function):
         @staticmethod
@@ -302,6 +353,37 @@ class TracedWithSetup(torch.autograd.Function):
         return grad @ x.t() + x.t() @ grad
 
 
+class Inheriting(TracedWithSetup):
+    """Its forward was decorated in another class."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+
+
+class Forward:
+    """A mixin, which is no Function itself."""
+
+    @staticmethod
+    @xamp.custom_fwd(cast_inputs=torch.float32)
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+class MixedIn(Forward, torch.autograd.Function):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @xamp.custom_bwd
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].float()
+        return grad @ x.t() + x.t() @ grad
+
+
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -312,7 +394,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("function", [Traced, TracedWithSetup])
+@pytest.mark.parametrize("function", [Traced, TracedWithSetup, Inheriting, MixedIn])
 def test_a_compiled_function_uses_it_in_one_graph(function: Any, compiler: str) -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = apply(function)(x * 1.0)
