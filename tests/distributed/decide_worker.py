@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
@@ -388,6 +388,8 @@ class Bang(Exception):
 
 def raised(level: str, wrapper: str) -> Result:
     """The backward raises before it reduces anything, and the rank goes on: is its next step refused?"""
+    if wrapper.startswith("fsdp"):
+        return raised_in_fsdp(level, wrapper)
     where = everybody()
     model, optimizer = start(level, process_group=where if wrapper == "none" else None)
     outer: Any = model if wrapper == "none" else DistributedDataParallel(model, process_group=where)
@@ -397,6 +399,42 @@ def raised(level: str, wrapper: str) -> Result:
     loss = outer(batch(0)).square().mean()
     with contextlib.suppress(Bang), xamp.scale_loss(loss, optimizer):
         raise Bang
+    return refused(optimizer, before)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise Bang
+
+
+def raised_in_fsdp(level: str, wrapper: str) -> Result:
+    """In the midst of the backward, of a micro-batch that is not reduced. ``early`` raises before the backward."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if "fsdp1" in wrapper:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        model._sync_gradients = False
+    else:
+        fully_shard(model, mesh=DeviceMesh("cpu", list(range(dist.get_world_size()))))
+        model.set_requires_gradient_sync(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, verbosity=0)
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    if "early" not in wrapper:
+        (model.module if "fsdp1" in wrapper else model)[0].register_forward_hook(lambda *found: Raises.apply(found[2]))  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Bang), xamp.scale_loss(model(batch(0)).square().mean(), optimizer) as scaled:
+        if "early" in wrapper:
+            raise Bang
+        scaled.backward()
+    return refused(optimizer, before)
+
+
+def refused(optimizer: torch.optim.Optimizer, before: list[torch.Tensor]) -> Result:
     optimizer.zero_grad()
     error = ""
     try:
@@ -421,7 +459,7 @@ def main(folder: Path) -> None:
     for other in (equal_after_load, stages, crossed, absent):
         found[other.__name__] = other()
         dist.barrier()
-    for wrapper in ("ddp", "none", "no_sync"):
+    for wrapper in ("ddp", "none", "no_sync", "fsdp1", "fsdp2", "fsdp1 early", "fsdp2 early"):
         found[f"raised {wrapper}"] = raised("O2", wrapper)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -86,6 +86,24 @@ def heads() -> dict[str, Any]:
     return {**found, "collapse": head("O1", collapses=True), "said": [text for text in said if "no gradient" in text]}
 
 
+def summoned() -> list[Any]:
+    """What an average says while the weights are gathered, and whether that leaves them alone."""
+    model = original(engine_cases.net().to(engine_cases.device), "O1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O1", verbosity=0)
+    average = xamp.ema(model, 0.5)
+    before, said = engine_cases.whole(model), ""
+    with FullyShardedDataParallel.summon_full_params(model):
+        for call in (average.update, lambda: xamp.ema(model, 0.5), average.swapped().__enter__):
+            try:
+                call()
+            except xamp.StateError as error:
+                said += str(error)
+    after = engine_cases.whole(model)
+    average.update()
+    return [said.count("for summon_full_params"), all(torch.equal(before[name], after[name]) for name in before)]
+
+
 CASES = {
     "original": Case(original),
     "flat": Case(flat),
@@ -104,5 +122,6 @@ if __name__ == "__main__":
             "dtypes": lambda: engine_cases.dtypes(original),
             "averages": lambda: engine_cases.averages(original),
             "heads": heads,
+            "summoned": summoned,
         },
     )

@@ -136,7 +136,7 @@ def test_a_rank_that_does_not_come_is_named(ranks: Found) -> None:
             assert found["absent"]["error"].startswith("scale_loss: rank 1 did not come"), found["absent"]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "none"])
+@pytest.mark.parametrize("wrapper", ["ddp", "none", "fsdp1", "fsdp2"])
 def test_after_a_backward_that_raised_no_step_is_taken(ranks: Found, wrapper: str) -> None:
     for found in ranks:
         assert "a backward in scale_loss raised Bang on this rank" in found[f"raised {wrapper}"]["error"]
@@ -144,4 +144,5 @@ def test_after_a_backward_that_raised_no_step_is_taken(ranks: Found, wrapper: st
 
 
 def test_where_nothing_is_reduced_a_backward_may_raise(ranks: Found) -> None:
-    assert [found["raised no_sync"]["error"] for found in ranks] == [""] * len(ranks)
+    for wrapper in ("no_sync", "fsdp1 early", "fsdp2 early"):
+        assert [found[f"raised {wrapper}"]["error"] for found in ranks] == [""] * len(ranks)

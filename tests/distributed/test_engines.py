@@ -115,6 +115,11 @@ def test_an_average_of_shards_is_evaluated_and_training_goes_on(engine: str, ran
         assert rank["averages"]["O2"]["off"] < 5e-3
 
 
+def test_an_average_leaves_weights_alone_that_fsdp_has_gathered(ranks_of: Callable[[str], Found]) -> None:
+    for rank in ranks_of("fsdp1"):
+        assert rank["summoned"] == [3, True]
+
+
 def test_zero_says_what_it_cannot(ranks_of: Callable[[str], Found]) -> None:
     for rank in ranks_of("zero"):
         assert "Make it without parameters_as_bucket_view" in rank["buckets"]  # which "plain" is

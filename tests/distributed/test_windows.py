@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from engine_cases import ERROR
 from forked_ranks import Ranks
 
 WORKER = Path(__file__).parent / "window_worker.py"
+SCALES = [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0, 1024.0]
+"""A growth interval of three steps, of two micro-batches each; the third step overflows."""
 
 
-def test_gradients_that_are_not_reduced_yet_follow_the_scale(forked_ranks: Ranks, tmp_path: Path) -> None:
-    forked_ranks.run(WORKER, str(tmp_path), output=tmp_path / "output.txt")
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert len(found) == 32
-        assert {case: off for case, off in found.items() if not off < ERROR[case.split()[-1]]} == {}
+@pytest.fixture(scope="module")
+def found(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("windows")
+    forked_ranks.run(WORKER, str(folder), output=folder / "output.txt")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_gradients_that_are_not_reduced_yet_follow_the_scale(found: list[Any]) -> None:
+    for windows, _ in found:
+        assert len(windows) == 84
+        assert {case: off for case, off in windows.items() if not off < ERROR[case.split()[-1]]} == {}
+
+
+def test_compiled_models_have_the_windows_of_eager_ones(found: list[Any]) -> None:
+    """Also where ``initialize`` came before the process group, and a forward ran before anything was compiled."""
+    ranks = [compiled for _, compiled in found]
+    assert len(ranks[0]) == 42
+    assert {case: scales for rank in ranks for case, (scales, _) in rank.items() if scales != SCALES} == {}
+    for case, (_, weights) in ranks[0].items():
+        assert weights == ranks[1][case][1], case
+        eager = torch.tensor(ranks[0][f"{case[:2]}, eager"][1])
+        torch.testing.assert_close(torch.tensor(weights), eager, atol=2e-3, rtol=0, msg=case)

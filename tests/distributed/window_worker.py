@@ -2,6 +2,8 @@
 
 The first micro-batch is not reduced. Before the second, another model of the session overflows, trains, or the second
 has a loss scale of its own. The update is compared with that of one process in fp64 that sees the batches of all ranks.
+
+Then windows of DDP around compiled models: a graph does not see whether a forward runs in ``no_sync``.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import engine_cases
 import torch
 import torch.distributed as dist
 from engine_cases import LR
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,8 +45,10 @@ def hsdp(model: Any) -> Any:
 
 
 ENGINES: tuple[Callable[[Any], Any], ...] = (ddp, fsdp1, fsdp2, hsdp)
-LEVELS = ("O1", "O2")
-WINDOWS = ("alone", "the other overflows", "the other steps", "two scales")
+LEVELS = ("O1", "O2", "O5")
+WINDOWS = ("alone", "the other overflows", "the other steps", "two scales", "frozen", "bare", "cleared")
+"""With "frozen" the other steps too, and FSDP's first parameter has no gradient; "bare" is a first micro-batch without
+``scale_loss``, and before "cleared" there was another, whose gradients ``zero_grad`` clears before they are reduced."""
 
 
 @contextlib.contextmanager
@@ -58,8 +63,11 @@ def postponed(engine: Callable[[Any], Any], model: Any) -> Iterator[None]:
     switch(True)
 
 
-def backward(model: Any, optimizer: Any, micro: int, factor: float, loss_id: int = 0) -> None:
+def backward(model: Any, optimizer: Any, micro: int, factor: float, loss_id: int = 0, bare: bool = False) -> None:
     x, target = engine_cases.batch(0, micro, dist.get_rank())
+    if bare:
+        (engine_cases.loss_of(model(x), target) * factor).backward()
+        return
     with xamp.scale_loss(engine_cases.loss_of(model(x), target) * factor, optimizer, loss_id=loss_id) as scaled:
         scaled.backward()
 
@@ -67,10 +75,11 @@ def backward(model: Any, optimizer: Any, micro: int, factor: float, loss_id: int
 def train(engine: Callable[[Any], Any], level: str, window: str) -> float:
     """How far the update is off, as a share of the largest one."""
     models = [engine_cases.net(), engine_cases.net()]
+    models[0][0].weight.requires_grad_(window != "frozen")
     late = engine is ddp
     outer = models if late else [engine(model) for model in models]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in outer]
-    xamp.initialize(outer, optimizers, level, init_scale=1024.0, num_losses=2, verbosity=0)
+    optimizers = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR) for model in outer]
+    xamp.initialize(outer, optimizers, level, loss_scale="dynamic", init_scale=1024.0, num_losses=2, verbosity=0)
     if late:
         outer = [engine(model) for model in models]
     (model, other), (optimizer, its_own) = outer, optimizers
@@ -80,17 +89,21 @@ def train(engine: Callable[[Any], Any], level: str, window: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
         loss_id = 1
+    if window == "cleared":
+        with postponed(engine, model):
+            backward(model, optimizer, 7, 1.0)
+        optimizer.zero_grad()
     start = engine_cases.whole(model)
     with postponed(engine, model):
-        backward(model, optimizer, 0, 0.5)
-        if window == "the other steps":
+        backward(model, optimizer, 0, 0.5, bare=window == "bare")
+        if window in ("the other steps", "frozen"):
             step_other(other, its_own, 1.0)
     if window == "the other overflows":
         step_other(other, its_own, float("inf"))
     backward(model, optimizer, 1, 0.5, loss_id)
     optimizer.step()
     end = engine_cases.whole(model)
-    wanted = reference()
+    wanted = reference(frozen=window == "frozen")
     largest = max(float(update.abs().max()) for update in wanted.values())
     return max(float((end[name] - start[name] - update).abs().max()) for name, update in wanted.items()) / largest
 
@@ -102,23 +115,65 @@ def step_other(model: Any, optimizer: Any, factor: float) -> None:
     optimizer.zero_grad()
 
 
-def reference() -> dict[str, torch.Tensor]:
+HOW = ("eager", "model", "ddp", "part", "model, run before", "ddp, run before", "part, run before")
+"""What is compiled under DDP, and whether a forward ran eagerly before."""
+
+
+def session(level: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = engine_cases.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    xamp.initialize(model, optimizer, level, loss_scale="dynamic", init_scale=1024.0, growth_interval=3, verbosity=0)
+    return model, optimizer
+
+
+def compiled(model: Any, optimizer: torch.optim.Optimizer, how: str) -> tuple[list[float], list[float]]:
+    """The loss scale after each of eight steps, and the weights at the end.
+
+    Rank 0 overflows in the first micro-batch of the third. ``no_sync`` is around that forward alone: DDP decides there.
+    """
+    torch._dynamo.reset()
+    inner: Any = DistributedDataParallel(nn.Sequential(model) if how.startswith("part") else model)
+    if "before" in how:
+        inner(engine_cases.batch(0, 0, 0)[0])
+    if not how.startswith(("eager", "ddp")):  # with "part", the model is inlined in another module's graph
+        inner.module.compile(backend="eager", fullgraph=True)
+    outer = torch.compile(inner, backend="eager") if how.startswith("ddp") else inner
+    scales = []
+    for step in range(8):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x, target = engine_cases.batch(step, micro, dist.get_rank())
+            with inner.no_sync() if micro == 0 else contextlib.nullcontext():
+                loss = engine_cases.loss_of(outer(x), target) * 0.5
+            spoilt = step == 2 and micro == 0 and dist.get_rank() == 0
+            with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        scales.append(xamp.loss_scale(optimizer))
+    return scales, [float(value) for p in model.parameters() for value in p.detach().flatten()]
+
+
+def reference(frozen: bool) -> dict[str, torch.Tensor]:
     """By name, the update of one process in fp64."""
     model = engine_cases.net().double()
+    model[0].weight.requires_grad_(not frozen)
     seen = [engine_cases.batch(0, micro, rank) for micro in range(2) for rank in range(dist.get_world_size())]
     losses = [engine_cases.loss_of(model(x.double()), target.double()) for x, target in seen]
     torch.stack(losses).mean().backward()
-    return {name: -LR * p.grad for name, p in model.named_parameters()}
+    return {name: -LR * p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 if __name__ == "__main__":
+    early = {(level, how): session(level) for level in LEVELS for how in HOW}  # before anything is shared
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    windows = {f"{level}, {how}, early": compiled(*made, how) for (level, how), made in early.items()}
+    windows |= {f"{level}, {how}": compiled(*session(level), how) for level in LEVELS for how in HOW}
     found = {
         f"{engine.__name__}, {window}, {level}": train(engine, level, window)
         for engine in ENGINES
         for window in WINDOWS
         for level in LEVELS
     }
-    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps([found, windows]))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from xamp.apex._casts import here
 from xamp.apex._patches import Registration
 from xamp.apex._rules import CHANGES
+from xamp.ground.compiler import own_code
 
 __all__ = [
     "bfloat16_function",
@@ -79,7 +80,7 @@ def _decorated(kind: str, fn: Any) -> Any:
             args, kwargs = change(casting, name, args, kwargs)
         return fn(*args, **kwargs)
 
-    return wrapper
+    return own_code(wrapper)
 
 
 def register_half_function(module: Any, name: str) -> None:

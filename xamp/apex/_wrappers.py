@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from xamp.apex._casts import here
 from xamp.apex._rules import CHANGES, Change, banned
+from xamp.ground.compiler import own_code
 
 __all__ = ["make_wrapper"]
 
@@ -51,7 +52,7 @@ def make_wrapper(original: _Call, name: str, kinds: tuple[str, ...], message: st
         made = written
     else:
         made = _MAKERS[kinds[0]](original, name, changes[0])
-    return functools.wraps(original)(made)
+    return functools.wraps(original)(own_code(made))
 
 
 def _lowering(original: _Call, name: str, change: Change) -> _Call:

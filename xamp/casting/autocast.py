@@ -16,7 +16,7 @@ from xamp.casting.needs import needs
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean
-from xamp.ground.compiler import keep_eager
+from xamp.ground.compiler import keep_eager, own_code
 from xamp.registry import device_in_use
 
 __all__ = ["Casts", "Reentrant", "autocast"]
@@ -148,7 +148,7 @@ class Casts(Reentrant, torch.autocast):
                 return func(*args, **kwargs)
 
         in_region.__script_unsupported = "@autocast() is not supported in script mode"  # type: ignore[attr-defined]
-        return in_region  # type: ignore[return-value]
+        return own_code(in_region)  # type: ignore[return-value]
 
 
 _RUN_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -117,7 +117,7 @@ def _device_type(values: tuple[Any, ...]) -> str:
 
 
 class _SetupHook:
-    """Stands in the body of a class until the class is made, and wraps its ``setup_context`` then, and of each subclass.
+    """Stands in the body of a class until the class is made, and wraps ``setup_context`` then, and in each subclass.
 
     The compiler takes ``setup_context`` before it has traced the forward, which is too late for the forward to wrap it.
     """
@@ -128,7 +128,7 @@ class _SetupHook:
         if "__init_subclass__" in vars(owner):
             return
 
-        def init_subclass(cls: type, **kwargs: Any) -> None:
+        def init_subclass(cls: Any, /, **kwargs: Any) -> None:
             super(owner, cls).__init_subclass__(**kwargs)
             _wrap_setup_context(cls)
 
@@ -164,8 +164,8 @@ def _wrap_setup_context(cls: Any) -> None:
 def _tells_state(ctx: Any) -> bool:
     """Return whether the forward that a context belongs to has just stored its state.
 
-    ``torch.func`` calls ``setup_context`` once more at each of its levels, with contexts of classes that it makes. Their
-    forward runs that of the user's class, whose own context comes first.
+    ``torch.func`` calls ``setup_context`` once more at each of its levels, with contexts of classes that it makes.
+    Their forward runs that of the user's class, whose own context comes first.
     """
     cls = getattr(type(ctx), "_forward_cls", None)
     return cls is None or cls.__module__.startswith("torch.") or hasattr(cls.forward, _DECORATED)

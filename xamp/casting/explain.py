@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
 from xamp.policy import levels_where, listed
 from xamp.scaling.masters import is_lowered
@@ -67,7 +68,7 @@ def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., A
                 )
             raise
 
-    return method
+    return own_code(method)
 
 
 def entry_points(module: nn.Module, under_policy: Iterable[str]) -> tuple[str, ...]:

@@ -25,11 +25,12 @@ from torch import nn
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.inputs import cast_some
-from xamp.casting.region import Region, in_region
+from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
+from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.pickle_names import pickled_as
 from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
@@ -67,6 +68,8 @@ class _UnderPolicy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the base class does, and put the copy under the policy again."""
+        if self._xamp_region.follows:
+            followers.catch_up(self)  # type: ignore[arg-type]
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         # Replace this class by the user's: pickle finds only that one under the name.
@@ -165,8 +168,15 @@ def forget_policy(copied: nn.Module) -> None:
                 module.__dict__[name] = method.function
 
 
+class _Kept(list[type]):
+    """The subclasses that a class keeps. A class that is pickled by value takes none of them along."""
+
+    def __reduce__(self) -> Any:
+        return list, ()
+
+
 _KEPT = "_xamp_subclasses"
-_Key = tuple[int, Region, tuple[str, ...]]
+_Key = tuple[int, Region, tuple[str, ...], bool]
 _subclasses: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()
 
 
@@ -176,7 +186,8 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
     The subclass keeps ``base`` alive, so that the id of ``base`` stays valid as a key. ``base`` keeps the subclass
     alive: the compiler drops the graphs of a class that is gone, and the next model of this one would compile anew.
     """
-    found = _subclasses.get((id(base), region, explained))
+    key = id(base), region, explained, is_framed(region)
+    found = _subclasses.get(key)
     if found is not None:
         return found
     namespace: dict[str, Any] = {
@@ -200,10 +211,10 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
     if issubclass(base, torch.fx.GraphModule):
         namespace["recompile"] = _recompile(base, region)
     made = make_subclass(base, _UnderPolicy, namespace)
-    _subclasses[id(base), region, explained] = made
+    _subclasses[key] = made
     if _KEPT not in base.__dict__:
-        setattr(base, _KEPT, [])
-    getattr(base, _KEPT).append(made)
+        type.__setattr__(base, _KEPT, _Kept())  # not setattr: a metaclass may refuse it
+    base.__dict__[_KEPT].append(made)
     return made
 
 
@@ -215,6 +226,8 @@ def _copy(base: Any, region: Region, name: str) -> Callable[..., Any]:
 
     def copied(self: Any, *memo: Any) -> Any:
         own = type(self)
+        if region.follows:
+            followers.catch_up(self)
         set_class(self, base)
         try:
             made = getattr(base, name)(self, *memo)
@@ -237,7 +250,7 @@ def _recompile(base: Any, region: Region) -> Callable[[Any], Any]:
         try:
             return base.recompile(self)
         finally:
-            _subclasses.pop((id(base), region, ()), None)
+            _subclasses.pop((id(base), region, (), is_framed(region)), None)
             base.__dict__.get(_KEPT, []).clear()  # each GraphModule has a class of its own
             set_class(self, _subclass(base, region))
 
@@ -255,24 +268,25 @@ class InstanceMethod:
         into, spared = region.input_dtype, region.spared
         self._spare = None if into is None or not spared else cast_some(function, spared, into, bound=True)
         # The attribute casts its arguments itself where some are spared: only it knows their positions.
-        self._inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._spare else region
+        inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._spare else region
+        self._run = in_noted_region(own_code(_call), dataclasses.replace(inside, lowers=False, watched=False))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the attribute in its region."""
+        """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
-        if module is not None and self._region.follows:
-            followers.catch_up(module)
+        note_call(module if self._region.follows else None)
         if self._spare is not None:
             args, kwargs = self._spare(args, kwargs)
-        run = _caller(self._inside)
         try:
             if module is not None and self._region.watched:
-                return run_watched(module, run, (self.function, *args), kwargs)
-            return run(self.function, *args, **kwargs)
+                return run_watched(module, self._run, (self.function, *args), kwargs)
+            return self._run(self.function, *args, **kwargs)
         except RuntimeError as error:
             if module is not None and self._region.lowers:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise
+
+    keep_eager(__call__, inner=False)
 
     def __reduce__(self) -> Any:
         return make_instance_method, (self.function, self._region)
@@ -301,11 +315,6 @@ class _ScriptCopy:
             module.__dict__["__deepcopy__"] = self
         enter_policy(made, self._region)
         return made
-
-
-@functools.cache
-def _caller(region: Region) -> Callable[..., Any]:
-    return in_region(_call, dataclasses.replace(region, follows=False, lowers=False, watched=False))
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

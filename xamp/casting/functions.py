@@ -17,6 +17,7 @@ from xamp.casting.autocast import Reentrant
 from xamp.casting.mark import Mark, no_casts_mark
 from xamp.casting.needs import needs
 from xamp.errors import PolicyError
+from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, cast_floats, tensors_in
 
 __all__ = ["call", "disable_casts", "float_function", "half_function", "is_torchs", "promote_function"]
@@ -97,13 +98,13 @@ def promote_function(fn: _Function) -> _Function:
 def _decorated(kind: str, fn: Any) -> Any:
     if not callable(fn) or inspect.isclass(fn):
         raise PolicyError(f"{kind}_function({fn!r}): decorates functions. For a class, decorate its methods.")
-    plain = is_torchs(fn)
+    plain, cast_and_call = is_torchs(fn), own_code(call)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return call(kind, plain, fn, args, kwargs)
+        return cast_and_call(kind, plain, fn, args, kwargs)
 
-    return wrapper
+    return own_code(wrapper)
 
 
 def is_torchs(function: Any, holder: object = None) -> bool:

@@ -23,15 +23,16 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
 from xamp.ground.caster import caster
-from xamp.ground.compiler import keep_eager
+from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
 from xamp.registry import registry
 from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
+from xamp.scaling.distributed import is_running
 from xamp.scaling.overflow_flag import watched
 
-__all__ = ["Cast", "Region", "in_region", "make_region"]
+__all__ = ["Cast", "Region", "in_noted_region", "in_region", "is_framed", "make_region", "note_call"]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
@@ -114,7 +115,26 @@ def _caster(cast: Cast, dtype: torch.dtype | None) -> Callable[[Any], Any]:
 
 
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward."""
+    """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward.
+
+    A model with masters, and one whose process is one of several, gets the frame of :func:`_noting` around it. It takes
+    0.2 us, so other models go without: a DDP that is put around one later is noted by the method itself.
+    """
+    if is_framed(region):
+        return _noting(in_noted_region(function, region), region)
+    return in_noted_region(function, region, notes=True)
+
+
+def is_framed(region: Region) -> bool:
+    """Return whether a method that is wrapped now for ``region`` gets the frame of :func:`_noting`."""
+    return region.follows or is_running()
+
+
+def in_noted_region(function: Callable[..., Any], region: Region, notes: bool = False) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`.
+
+    With ``notes`` nothing does: the method notes the DDP that runs it itself.
+    """
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
@@ -122,9 +142,10 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
     enter, leave, number = active.enter, active.leave, active.next_number
     cast, apart, lowers = region.cast, region.apart, region.lowers
     spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
+    run_traced = own_code(active.run_traced)
 
     take, finish = _caster(cast, into), _caster(cast, out_of)
-    ddp, notes = nn.parallel.DistributedDataParallel, not region.follows  # else _noting does
+    ddp = nn.parallel.DistributedDataParallel
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         if spare is None and into is not None:
@@ -132,7 +153,7 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
         if notes and ddp._active_ddp_module is not None:
             note_wrapper_while_tracing(id(ddp._active_ddp_module))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
-            result = active.run_traced(mark, function, self, *args, **kwargs)
+            result = run_traced(mark, function, self, *args, **kwargs)
         else:
             result = function(self, *args, **kwargs)
         return result if out_of is None else cast(result, out_of)
@@ -167,33 +188,43 @@ def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
-    # The compiler keeps graphs by code object, and compiles no more after 8: no two classes share one.
-    method.__code__ = method.__code__.replace()
-    if region.watched:
-        method = watched(method)
-    return _noting(method) if region.follows else method
+    traced = own_code(traced)
+    return watched(own_code(method)) if region.watched else own_code(method)
 
 
-def _noting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``method`` of a model with masters after what must happen at each call and cannot be in a graph.
+def _noting(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """Return ``method`` after what must happen at each call and cannot be in a graph; see :func:`note_call`.
 
-    It notes the DDP that runs the forward, and lets the model follow its masters. The compiler skips this frame, and
-    begins with that of ``method``. Where it traces another function that calls this one, it notes the DDP while it
-    traces, and masters are followed as :mod:`xamp.scaling.followers` says. A model without masters goes without the
-    frame, which takes 0.2 us: ``method`` notes the DDP itself, and each new DDP is traced.
+    The compiler skips this frame, and begins with that of ``method``.
     """
-    ddp = nn.parallel.DistributedDataParallel
-    is_tracing = torch.compiler.is_dynamo_compiling
+    follows = region.follows
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():
-            if ddp._active_ddp_module is not None:
-                note_wrapper_while_tracing(id(ddp._active_ddp_module))
-            followers.follow_in_graph()
-        else:  # also under torch.export
-            if ddp._active_ddp_module is not None:
-                note_wrapper()
-            followers.catch_up(self)
+        note_call(self if follows else None)
         return method(self, *args, **kwargs)
 
-    return functools.update_wrapper(keep_eager(noted, inner=False), method)
+    with contextlib.suppress(AttributeError):
+        functools.update_wrapper(noted, method)
+    return keep_eager(noted, inner=False)
+
+
+def note_call(follows: nn.Module | None) -> None:
+    """Note the DDP that runs a forward, and let ``follows``, a model with masters, follow them.
+
+    Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
+    masters are followed as :mod:`xamp.scaling.followers` says.
+    """
+    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    if torch.compiler.is_dynamo_compiling():
+        if ddp is not None:
+            note_wrapper_while_tracing(id(ddp))
+        if follows is not None:
+            followers.follow_in_graph()
+    else:  # also under torch.export
+        if ddp is not None:
+            note_wrapper()
+        if follows is not None:
+            followers.catch_up(follows)
+
+
+keep_eager(note_call, inner=False)

@@ -21,6 +21,7 @@ from xamp.casting.functions import FLOAT, HALF, PROMOTE, call, is_torchs
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.errors import PolicyError
+from xamp.ground.compiler import own_code
 
 __all__ = ["register_float_function", "register_half_function", "register_promote_function"]
 
@@ -179,16 +180,16 @@ def _unregister_all() -> None:
 
 def _function_wrapper(record: _Replacement) -> Callable[..., Any]:
     """Return a wrapper that is a function, and so binds as a method as the original did."""
-    function, plain = record.function, record.plain
+    function, plain, cast_and_call = record.function, record.plain, own_code(call)
 
     @functools.wraps(function)
     def registered(*args: Any, **kwargs: Any) -> Any:
         if active.current() is None:
             return function(*args, **kwargs)
-        return call(record.kind, plain, function, args, kwargs)
+        return cast_and_call(record.kind, plain, function, args, kwargs)
 
     setattr(registered, _RECORD, record)
-    return registered
+    return own_code(registered)
 
 
 class _CallableWrapper:

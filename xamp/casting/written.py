@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.class_swap import set_class
+from xamp.ground.class_swap import make_class, set_class
 from xamp.scaling import masters
 
 __all__ = ["WRITERS", "writers_of", "writes_its_dtype"]
@@ -53,5 +53,4 @@ def _as_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
 def _answering_fp32(own: Any) -> type:
     """Return a subclass of ``own`` that says that its dtype is fp32. Its name is that of ``own``."""
     same = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made: type = type(own)(own.__name__, (own,), {**same, "dtype": property(lambda _: torch.float32)})
-    return made
+    return make_class(type(own), own.__name__, (own,), {**same, "dtype": property(lambda _: torch.float32)})

@@ -9,9 +9,10 @@ among the bases, and a metaclass puts the mixin first in the order of methods al
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
-__all__ = ["make_subclass", "set_class"]
+__all__ = ["make_class", "make_subclass", "set_class"]
 
 
 def make_subclass(base: type, mixin: type, namespace: dict[str, Any]) -> type:
@@ -26,9 +27,18 @@ def make_subclass(base: type, mixin: type, namespace: dict[str, Any]) -> type:
         TypeError: ``base`` admits no subclass.
     """
     if _gets_its_dict_first(base):
-        made: type = type(base)(base.__name__, (mixin, base), namespace)
-    else:
-        made = _mixin_first(type(base), mixin)(base.__name__, (base, mixin), namespace)
+        return make_class(type(base), base.__name__, (mixin, base), namespace)
+    return make_class(_mixin_first(type(base), mixin), base.__name__, (base, mixin), namespace)
+
+
+def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    """Make a class as Python and its library make it, without ``__new__`` and ``__init__`` of the user's metaclasses.
+
+    These may keep a registry of their classes, by name perhaps, and this one is none of the user's.
+    """
+    known = next(m for m in metaclass.__mro__ if m.__module__.partition(".")[0] in sys.stdlib_module_names)
+    made: type = known.__new__(metaclass, name, bases, namespace)
+    known.__init__(made, name, bases, namespace)  # type: ignore[misc]
     return made
 
 

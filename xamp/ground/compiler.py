@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["break_graphs", "keep_eager"]
+__all__ = ["break_graphs", "keep_eager", "own_code"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,3 +40,18 @@ def break_graphs(why: str) -> Callable[[_Function], _Function]:
         return marked  # type: ignore[no-any-return]
 
     return mark
+
+
+def own_code(function: _Function) -> _Function:
+    """Return a copy of ``function`` that shares no code object: of a wrapper that is made again for each class.
+
+    The compiler keeps its graphs by code object, and compiles no more after 8.
+    """
+    given: Any = function
+    made = types.FunctionType(
+        given.__code__.replace(), given.__globals__, given.__name__, given.__defaults__, given.__closure__
+    )
+    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
+        setattr(made, name, getattr(given, name))
+    made.__dict__.update(given.__dict__)
+    return made  # type: ignore[return-value]

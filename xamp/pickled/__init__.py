@@ -10,6 +10,16 @@ from xamp.casting.forward import make_instance_method as instance_method
 from xamp.casting.forward import rebuild
 from xamp.casting.region import make_region as region
 from xamp.ground.containers import cast_any, cast_floats
+from xamp.scaling.ddp import note_forward
 from xamp.scaling.model_states import load_masters, save_masters
 
-__all__ = ["cast_any", "cast_floats", "instance_method", "load_masters", "rebuild", "region", "save_masters"]
+__all__ = [
+    "cast_any",
+    "cast_floats",
+    "instance_method",
+    "load_masters",
+    "note_forward",
+    "rebuild",
+    "region",
+    "save_masters",
+]

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
+from xamp.ground.pickle_names import pickled_as
 
 __all__ = [
     "averages",
@@ -45,7 +46,16 @@ noted: Any = WeakIdKeyDictionary()
 def note_wrapper() -> None:
     """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
     ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and torch.is_grad_enabled():
+    if ddp is not None:
+        note_forward(ddp)
+
+
+@pickled_as("note_forward")
+@keep_eager
+def note_forward(ddp: Any, args: object = None) -> None:
+    """Remember ``ddp`` at its forward, also as its hook, which gets the arguments too."""
+    del args
+    if torch.is_grad_enabled():
         noted[ddp] = bool(ddp.require_backward_grad_sync) or _in_pipeline()
 
 
@@ -63,7 +73,9 @@ def _in_pipeline() -> bool:
 
 
 def note_wrapper_while_tracing(identity: int) -> None:
-    """Remember the DDP while a forward is compiled. The graph will not call this again, so no answer can be kept.
+    """Remember the DDP while a forward is compiled. The graph will not call this again, so a hook notes the next ones.
+
+    No graph contains the hook, because the compiler cannot trace how DDP runs its module.
 
     Args:
         identity: the ``id`` of that DDP. That the caller has asked for it binds the graph to this DDP: another one, or
@@ -71,8 +83,10 @@ def note_wrapper_while_tracing(identity: int) -> None:
     """
     del identity
     ddp = DistributedDataParallel._active_ddp_module
-    if ddp is not None and ddp not in noted:
-        noted[ddp] = None
+    if ddp is not None:
+        note_forward(ddp)
+        if note_forward not in ddp._forward_pre_hooks.values():
+            ddp.register_forward_pre_hook(note_forward)
 
 
 # torch.compiler.assume_constant_result sets this attribute: the compiler runs the function while it traces, and takes

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs
 from xamp.scaling import ddp as ddps
-from xamp.scaling.fsdp import groups2, hidden_gradients, sharded_params
+from xamp.scaling.fsdp import groups2, hidden_gradients, is_in_backward, sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
 from xamp.scaling.shards import is_dtensor, local
@@ -205,6 +205,10 @@ class Wrappers:
         found += [group for p in params for group in self.layout(p).holders]
         return list({id(group): group for group in found}.values())
 
+    def any_in_backward(self) -> bool:
+        """Return whether FSDP has begun a backward and not ended it."""
+        return any(map(is_in_backward, self._shards()))
+
     def may_be_left(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether ranks may run out of batches before others, under torch's ``Join``."""
         return self.any_joins() and any(ddp._join_config.enable for ddp in self._holding(params))
@@ -219,10 +223,17 @@ class Wrappers:
             self._layouts = fsdp1_layouts(self._modules())
         return layout_of(param, self._layouts)
 
-    def hidden_gradients(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of ``params`` that FSDP2 has yet to reduce: it keeps them outside of any ``.grad``."""
-        ids = {id(p) for p in params}
-        return list(hidden_gradients(self._shards(), ids))
+    def hidden_gradients(
+        self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Return the gradients of ``params`` that FSDP2 has yet to reduce: it keeps them outside of any ``.grad``.
+
+        Where it keeps them in one piece with those of ``others``, of other optimizers, they count for the first of all.
+        """
+        shards = list(self._shards())
+        if not shards:
+            return []
+        return list(hidden_gradients(shards, {id(p) for p in params}, {id(p) for p in others}))
 
     def _yet_to_reduce(self, params: Collection[int]) -> Iterator[nn.Module]:
         """Yield the modules whose FSDP leaves gradients of parameters with these ids to a later backward."""
@@ -296,7 +307,9 @@ def _reduces(module: Any) -> bool:
     """Return whether an FSDP module reduces the gradients of its next backward."""
     if hasattr(module, "_sync_gradients"):  # FSDP1
         return bool(module._sync_gradients)
-    return all(group.reduce_grads and _adds_copies_up(group) for group in groups2(module))  # FSDP2
+    groups = groups2(module)  # FSDP2, which waits for what it reduces at the end of the last backward only
+    is_last = not groups or module._get_fsdp_state()._state_ctx.is_last_backward
+    return is_last and all(group.reduce_grads and _adds_copies_up(group) for group in groups)
 
 
 def _adds_copies_up(group: Any) -> bool:

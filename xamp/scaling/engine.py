@@ -25,6 +25,7 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, followers, masters
+from xamp.scaling.entry import none_hidden
 from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.outcomes import Stats
@@ -258,9 +259,14 @@ class Engine:
         for state in states:
             if entered is not None:
                 entered.append(state)
-            state.gradients.enter(scaler)
+            state.gradients.enter(scaler, none_hidden if self._alone else functools.partial(self._hidden, state))
         if self._pairs and not delay_unscale:
             self._move_early(states, scaler)
+
+    def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
+        """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
+        others = [p for other in self.states if other is not state for p in other.gradients.plain]
+        return self._wrappers.hidden_gradients(state.gradients.plain, others)
 
     def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
         """Let gradients move during the backward, where no other process, chip's flag or compiler has a part in it."""
@@ -387,8 +393,7 @@ class Engine:
             why = "the wrapper's no_sync postponed its reduction"
         if why is not None:
             for state in states:
-                of_state = state.gradients.model_params()
-                state.gradients.postpone(scaler, why, functools.partial(self._wrappers.hidden_gradients, of_state))
+                state.gradients.postpone(scaler, why)
             return
         if not self.policy.checks:
             for state in states:
@@ -404,14 +409,24 @@ class Engine:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags.
 
         The collective calls of its next backward would meet those that the others are in now. DDP does not notice
-        that: one rank's gradients of one batch are added to another's of the next.
+        that: one rank's gradients of one batch are added to another's of the next. FSDP, also where it reduces nothing
+        yet, waits for the end of the backward that raised, and its next one loses gradients.
         """
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        if params and not self._wrappers.postponed(params) and self._wrappers.deciders(params):
+        if not params:
+            return
+        why = ""
+        if self._wrappers.any_in_backward():
+            why = "FSDP is in the midst of it: its next backward would lose gradients"
+        elif not self._wrappers.postponed(params) and self._wrappers.deciders(params):
+            why = (
+                "the ranks that share its model or decide with it may have gone on without it: their collective calls "
+                "no longer meet"
+            )
+        if why:
             self.refusal = (
-                f"a backward in scale_loss raised {kind.__name__} on this rank, and the ranks that share its model or "
-                "decide with it may have gone on without it: their collective calls no longer meet. Let the error end "
-                "this process, so that the others end too, and go on from a checkpoint; torchrun restarts all of them."
+                f"a backward in scale_loss raised {kind.__name__} on this rank, and {why}. Let the error end this "
+                "process, so that the others end too, and go on from a checkpoint; torchrun restarts all of them."
             )
 
     def _check(

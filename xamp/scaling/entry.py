@@ -8,10 +8,16 @@ import torch
 
 from xamp.scaling.scale import LossScaler
 
-__all__ = ["NOTHING", "OUTSIDE", "Entry", "Hidden", "Pending"]
+__all__ = ["NOTHING", "OUTSIDE", "Entry", "Hidden", "Pending", "none_hidden"]
 
 
 Hidden = Callable[[], Sequence[torch.Tensor]]
+"""Returns the gradients that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later."""
+
+
+def none_hidden() -> Sequence[torch.Tensor]:
+    """Where nothing is shared between processes."""
+    return ()
 
 
 class Pending:
@@ -20,15 +26,13 @@ class Pending:
     Attributes:
         why: the reason, for messages.
         overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
-        hidden: returns those of them that a wrapper keeps outside of any parameter's ``.grad``.
     """
 
-    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None, hidden: Hidden) -> None:
+    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None) -> None:
         self.version = scaler.version
         self.inverse = scaler.inverse.clone()
         self.why = why
         self.overflow = overflow
-        self.hidden = hidden
 
 
 class Entry:

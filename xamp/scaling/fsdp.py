@@ -19,9 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp.errors import StateError
 from xamp.scaling.shards import local
 
-__all__ = ["Unit", "groups2", "hidden_gradients", "mixed_precision", "reshard", "sharded_params", "units_of"]
+__all__ = [
+    "Unit",
+    "groups2",
+    "hidden_gradients",
+    "is_in_backward",
+    "mixed_precision",
+    "reshard",
+    "sharded_params",
+    "units_of",
+]
 
 Undo = Callable[[], None]
 
@@ -73,7 +83,16 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     """Let FSDP drop the whole weights that it still has: the root keeps them after a forward without backward.
 
     Then parameters are the shards, and the next forward gathers what is in them.
+
+    Raises:
+        StateError: ``summon_full_params`` has gathered weights, and would write them back from storage that is gone.
     """
+    modules = list(modules)
+    if any(getattr(_handle1(m), "_training_state", None) in _summoned() for m in modules):
+        raise StateError(
+            "FSDP has gathered the parameters for summon_full_params, and an average has this rank's shards. Make it, "
+            "update it and swap it outside of the block."
+        )
     for module in modules:
         if groups2(module):
             module.reshard()  # type: ignore[operator]
@@ -82,21 +101,42 @@ def reshard(modules: Iterable[nn.Module]) -> None:
             _reshard1(handle)
 
 
+def is_in_backward(module: nn.Module) -> bool:
+    """Return whether FSDP has begun a backward through ``module`` and not ended it, because it raised."""
+    state = _state2(module)
+    if state is not None:
+        return bool(state._state_ctx.post_backward_final_callback_queued)
+    return bool(getattr(module, "_post_backward_callback_queued", False))
+
+
+def _summoned() -> tuple[Any, ...]:
+    from torch.distributed.fsdp import _flat_param
+
+    states: Any = _flat_param
+    return (states.HandleTrainingState.SUMMON_FULL_PARAMS,)
+
+
 def _reshard1(handle: Any) -> None:
     handle.reshard(handle.uses_sharded_strategy)
     handle.post_reshard()
 
 
-def hidden_gradients(modules: Iterable[nn.Module], params: Collection[int]) -> Iterator[torch.Tensor]:
+def hidden_gradients(
+    modules: Iterable[nn.Module], params: Collection[int], others: Collection[int] = ()
+) -> Iterator[torch.Tensor]:
     """Yield the gradients that ``fully_shard`` keeps outside of any ``.grad`` until it reduces them: this rank's parts.
 
     Args:
         modules: where to look.
         params: ids of the sharded parameters that count.
+        others: ids of those of other optimizers. HSDP keeps one tensor for all of a group: it belongs to the optimizer
+            that has the group's first parameter that any has.
     """
     for group in (group for module in modules for group in groups2(module)):
-        if group._partial_reduce_output is not None and id(group.fsdp_params[0].sharded_param) in params:
-            yield group._partial_reduce_output  # of HSDP, for all of the group
+        if group._partial_reduce_output is not None:
+            held = (id(param.sharded_param) for param in group.fsdp_params)
+            if next((each for each in held if each in params or each in others), None) in params:
+                yield group._partial_reduce_output
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
             kept = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad

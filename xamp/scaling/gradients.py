@@ -26,7 +26,7 @@ from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import early_moves, foreach, masters
-from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Hidden, Pending
+from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Hidden, Pending, none_hidden
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.rank_groups import is_shard
@@ -73,6 +73,7 @@ class Gradients:
         self._optimizer = optimizer
         self._pending: Pending | None = None
         self._entry = OUTSIDE
+        self._hidden: Hidden = none_hidden
         self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
         self._witness: GradientWitness | None = None  # see _new_witness
@@ -138,24 +139,25 @@ class Gradients:
         for param, _ in self.pairs:
             param.grad = None
 
-    def enter(self, scaler: LossScaler) -> None:
+    def enter(self, scaler: LossScaler, hidden: Hidden = none_hidden) -> None:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
+        self._hidden = hidden
         if self._witness is not None:
             self._witness.collect()
         if self._pending is not None:
             self._enter_pending(self._pending, scaler)
             return
         self.mixed = False
-        # A backward() without scale_loss may have left lowered gradients: they count.
+        # A backward() without scale_loss may have left gradients: they count.
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
-            self._entry = NOTHING
-            masters.transfer(self.pairs, None)
-        existing = [g for p in self.plain for g in (p.grad,) if g is not None]
+            self._enter_lowered(scaler)
+        unreduced = list(hidden())
+        existing = [*(g for p in self.plain for g in (p.grad,) if g is not None), *unreduced]
         if not existing:
             self._entry = NOTHING
         elif not self._scales:
             self._entry = Entry(existing)
-        elif scaler.exact and self._in_fp32 and not self.sets_aside:
+        elif unreduced or (scaler.exact and self._in_fp32 and not self.sets_aside):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
             self.mixed = True
@@ -165,6 +167,14 @@ class Gradients:
             self._entry = Entry(existing, stash, complete=False)
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
+
+    def _enter_lowered(self, scaler: LossScaler) -> None:
+        """Bring gradients of lowered parameters into the masters, or to the scale if a wrapper may yet reduce them."""
+        self._entry = NOTHING
+        if self._hidden is none_hidden:
+            masters.transfer(self.pairs, None)
+        elif self._scales:
+            foreach.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
 
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
@@ -190,12 +200,12 @@ class Gradients:
         return moved
 
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
-        scaled = self._scaled()
+        scaled = [*self._scaled(), *self._hidden()]
         self._entry = NOTHING
         self.mixed = self.mixed and bool(scaled)
         if pending.version is not scaler.version:  # no two scalers have the same
-            foreach.multiply_([*scaled, *pending.hidden()], scaler.scale * pending.inverse)
-            self._pending = Pending(scaler, pending.why, pending.overflow, pending.hidden)
+            foreach.multiply_(scaled, scaler.scale * pending.inverse)
+            self._pending = Pending(scaler, pending.why, pending.overflow)
         self._entry = Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
@@ -264,14 +274,14 @@ class Gradients:
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
-    def postpone(self, scaler: LossScaler, why: str, hidden: Hidden) -> None:
-        """Leave the gradients scaled until a later ``scale_loss``. ``hidden``: those that a wrapper keeps to itself."""
+    def postpone(self, scaler: LossScaler, why: str) -> None:
+        """Leave the gradients scaled until a later ``scale_loss``."""
         if self._entry.stash is not None:  # the later scale_loss knows no stash, so its values are scaled and added now
             back = self._entry.to_put_back()
             foreach.multiply_([old for _, old in back], scaler.scale)
             foreach.add_(back)
             self.mixed = True
-        self._pending = Pending(scaler, why, self._flag_so_far(scaler), hidden)
+        self._pending = Pending(scaler, why, self._flag_so_far(scaler))
         self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
@@ -304,7 +314,7 @@ class Gradients:
 
     def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
         if self._pending is not None:
-            if not entry.untouched(self._scaled()):
+            if not entry.untouched([*self._scaled(), *self._hidden()]):
                 self._drop()
             return
         self.drop_lowered()
@@ -312,7 +322,7 @@ class Gradients:
             self._drop()
         elif not entry.complete:
             self._undo_entry(entry, scaler)
-        elif not entry.untouched([g for p in self.plain for g in (p.grad,) if g is not None]):
+        elif not entry.untouched(self._plain_gradients()):
             self._drop()
         elif entry.stash is not None:
             foreach.add_(entry.to_put_back())
@@ -326,8 +336,11 @@ class Gradients:
                 grad.copy_(old)
         elif entry.was_multiplied():
             foreach.multiply_(entry.grads, scaler.inverse)
-        elif not entry.untouched([g for p in self.plain for g in (p.grad,) if g is not None]):
+        elif not entry.untouched(self._plain_gradients()):
             self._drop()
+
+    def _plain_gradients(self) -> list[torch.Tensor]:
+        return [*(g for p in self.plain for g in (p.grad,) if g is not None), *self._hidden()]
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
@@ -344,12 +357,15 @@ class Gradients:
     def _drop(self) -> None:
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
+        foreach.zero_(list(self._hidden()))
         self._pending = None
         self.ready = False
 
     def cleared(self) -> None:
         """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
+        if self._pending is not None:
+            foreach.zero_(list(self._hidden()))
         self._pending = None
         if self.pairs:
             self.drop_lowered()
@@ -377,7 +393,7 @@ class Gradients:
         """Raise a StateError if gradients are still scaled."""
         if self._pending is None:
             return
-        if self._scaled() or self._pending.hidden():
+        if self._scaled() or self._hidden():
             raise StateError(
                 f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."

@@ -48,7 +48,7 @@ class MasterVersions:
         """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
         if torch.compiler.is_compiling():
             self.lent = followers.graphs.ask = True
-        elif followers.graphs.exist:  # else each forward asks
+        else:  # now, for a copy may be made, or a part of the model called, before the next forward
             self.follow()
 
     @keep_eager

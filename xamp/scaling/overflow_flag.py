@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.contract import Backend
+from xamp.ground.compiler import own_code
 
 __all__ = ["FlagWatch", "read_flag", "run_watched", "watched"]
 
@@ -106,4 +107,4 @@ def watched(method: Callable[..., Any]) -> Callable[..., Any]:
     def watching(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run_watched(self, method, (self, *args), kwargs)
 
-    return watching
+    return own_code(watching)

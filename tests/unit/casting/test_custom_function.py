@@ -192,7 +192,7 @@ class Cubed(torch.autograd.Function):
     @staticmethod
     @xamp.custom_fwd
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return x**3
+        return x * x * x
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
@@ -202,18 +202,23 @@ class Cubed(torch.autograd.Function):
     @xamp.custom_bwd
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         Cubed.ran.append(torch.is_autocast_enabled("cpu"))
-        return grad * 3 * ctx.saved_tensors[0] ** 2
+        x: torch.Tensor = ctx.saved_tensors[0]
+        return grad * 3 * x * x
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_torch_func_gets_a_context_of_its_own(on: bool) -> None:
     """``torch.func`` calls ``setup_context`` once for each of its levels, after one forward."""
     Cubed.ran.clear()
-    x, each = torch.tensor([1.0, 2.0, 3.0]), apply(Cubed)
+    x = torch.tensor([1.0, 2.0, 3.0])
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return torch.sum(apply(Cubed)(values))
+
     with xamp.autocast(dtype=torch.bfloat16, enabled=on):
-        grads = torch.func.grad(lambda v: each(v).sum())(x)
-        rows = torch.vmap(torch.func.grad(lambda v: each(v).sum()))(torch.stack([x, 2 * x]))
-        second = torch.func.jacrev(torch.func.grad(lambda v: each(v).sum()))(x)
+        grads = torch.func.grad(total)(x)
+        rows = torch.vmap(torch.func.grad(total))(torch.stack([x, 2 * x]))
+        second = torch.func.jacrev(torch.func.grad(total))(x)
     assert grads.tolist() == [3.0, 12.0, 27.0]
     assert rows.tolist() == [[3.0, 12.0, 27.0], [12.0, 48.0, 108.0]]
     assert second.tolist() == [[6.0, 0.0, 0.0], [0.0, 12.0, 0.0], [0.0, 0.0, 18.0]]

@@ -5,6 +5,8 @@ The reference is the model by hand: the masters cast to the level's dtype, in pl
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,6 +175,33 @@ def test_a_larger_graph_follows_a_loop_that_is_left_early(leave: str) -> None:
     del params
     trained.check_step(batch(1))
     assert not graphs.ask
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("write", ["clamp", "halve"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, saved])
+def test_a_copy_has_what_was_written(copied: Callable[[Any], Any], write: str) -> None:
+    trained = Trained("O2", "eager")
+    trained.check_step(batch(0))
+    getattr(trained, write)()
+    found = copied(trained.model)(batch(1))
+    torch.testing.assert_close(found.detach(), trained.by_hand(batch(1)), rtol=2e-2, atol=2e-3)
+    assert not graphs.exist
+
+
+def test_a_part_of_the_model_has_what_a_loop_wrote() -> None:
+    trained = Trained("O2", "eager")
+    trained.check_step(batch(0))
+    trained.clamp()
+    for part, master in zip(trained.model.parameters(), trained.kept, strict=True):
+        assert torch.equal(part.detach(), master.detach().half())
+    assert not graphs.exist
 
 
 @pytest.mark.parametrize("what", ["model", "xamp"])

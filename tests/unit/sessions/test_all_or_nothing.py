@@ -203,10 +203,10 @@ def test_what_is_no_model_or_optimizer_or_stands_there_twice(
 class Final(type):
     """A metaclass whose classes admit no subclass."""
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Final:
-        if any(isinstance(base, Final) for base in bases):
-            raise TypeError(f"{name} is final")
-        return super().__new__(mcs, name, bases, namespace)
+    def mro(cls) -> list[type]:
+        if any(isinstance(base, Final) for base in cls.__bases__):
+            raise TypeError(f"{cls.__name__} is final")
+        return super().mro()
 
 
 class FinalSGD(torch.optim.SGD, metaclass=Final):

@@ -18,6 +18,7 @@ import xamp
 X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
 Kind = typing.TypeVar("Kind")
 subclassed: list[type] = []
+registered: dict[str, type] = {}
 
 
 class Shape(typing.Protocol):
@@ -76,6 +77,36 @@ class Counted(Counts, nn.Linear, named="counted"): ...
 class AbstractCounted(abc.ABC, Counts, nn.Linear, named="counted"): ...
 
 
+class Registry(type):
+    """Has each class of the user's, once under a name, and lets nobody change one."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Registry:
+        if name in registered:
+            raise ValueError(f"there is a class {name}")
+        return super().__new__(mcs, name, bases, namespace)
+
+    def __init__(cls, *args: Any) -> None:
+        super().__init__(*args)
+        registered[cls.__name__] = cls
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if not name.startswith(("__", "_abc")):  # these are Python's
+            raise AttributeError(f"{cls.__name__} is frozen")
+        super().__setattr__(name, value)
+
+
+class AbstractRegistry(Registry, abc.ABCMeta): ...
+
+
+class Registered(nn.Linear, metaclass=Registry): ...
+
+
+class AbstractRegistered(abc.ABC, nn.Linear, metaclass=AbstractRegistry): ...
+
+
+class RegisteredSGD(SGD, metaclass=Registry): ...
+
+
 class AbstractSGD(abc.ABC, SGD): ...
 
 
@@ -84,7 +115,7 @@ class NoDictSGD(NoDict, SGD): ...
 
 MODELS = [
     *(OfAbstract, AbstractFirst, AbstractLast, GenericFirst, ProtocolFirst, NoDictFirst, OneSlotFirst),
-    *(Counted, AbstractCounted),
+    *(Counted, AbstractCounted, Registered, AbstractRegistered),
 ]
 
 
@@ -111,6 +142,7 @@ def test_a_model_trains_as_its_plain_twin(cls: type[nn.Linear], level: str) -> N
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert isinstance(model, cls)
     assert subclassed == []
+    assert registered.get(cls.__name__, cls) is cls
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(X), model(X))
     torch.compiler.reset()
@@ -121,7 +153,7 @@ def test_a_model_trains_as_its_plain_twin(cls: type[nn.Linear], level: str) -> N
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4"])
-@pytest.mark.parametrize("cls", [AbstractSGD, NoDictSGD], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [AbstractSGD, NoDictSGD, RegisteredSGD], ids=lambda cls: cls.__name__)
 def test_an_optimizer_steps_as_its_plain_twin(cls: type[SGD], level: str) -> None:
     torch.manual_seed(1)
     model = nn.Linear(3, 2)
@@ -143,3 +175,16 @@ def test_a_class_made_of_a_managed_one_is_as_python_says() -> None:
         pass
 
     assert Derived.__mro__[1:] == type(model).__mro__
+
+
+def test_a_class_that_is_pickled_by_value_takes_no_managed_class_along() -> None:
+    """As cloudpickle does: by what ``vars`` has. A worker process need not have xamp."""
+
+    class Net(nn.Linear): ...
+
+    before = dict(vars(Net))
+    xamp.initialize(Net(3, 2), level="O4", verbosity=0)
+    added = {name: value for name, value in vars(Net).items() if name not in before}
+    assert added
+    assert [pickle.loads(pickle.dumps(value)) for value in added.values()] == [[]] * len(added)
+    assert b"xamp" not in pickle.dumps(list(added.values()))
