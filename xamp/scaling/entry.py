@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from xamp.scaling.scale import LossScaler
+from xamp.scaling.shards import local
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Hidden", "Pending", "none_hidden"]
 
@@ -50,22 +51,28 @@ class Entry:
     ) -> None:
         self.grads = grads
         self.stash = stash  # (parameter, its gradient before)
-        self.versions = [g._version for g in grads]
+        self.versions = [_version(g) for g in grads]
         self.complete = complete  # False: these are the gradients of before, and one operation changes them now
 
     def was_multiplied(self) -> bool:
         """Return whether the operation that was to multiply the gradients was run, on all of them."""
-        return all(g._version == v + 1 for g, v in zip(self.grads, self.versions, strict=True))
+        return all(_version(g) == v + 1 for g, v in zip(self.grads, self.versions, strict=True))
 
     def untouched(self, now: Sequence[torch.Tensor]) -> bool:
         """Return whether ``now`` holds the same tensors as on entry, and nobody has written to them."""
         return len(now) == len(self.grads) and all(
-            a is b and a._version == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
+            a is b and _version(a) == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
         )
 
     def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return pairs (gradient now, its value that was put aside), without gradients cleared in the meantime."""
         return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
+
+
+def _version(grad: torch.Tensor) -> int:
+    """Return a number that each write changes. Autograd writes into the shell of a DTensor, FSDP2 into its local part."""
+    part = local(grad)
+    return grad._version if part is grad else grad._version + part._version
 
 
 NOTHING = Entry()

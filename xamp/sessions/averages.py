@@ -206,6 +206,11 @@ class Average:
         At O2, O3 and O5 its parameters are rounded to the level's dtype, as the model's are.
         """
         self._refuse_swapped("average.copy()")
+        if any(map(distributed.is_sharded, self._given.modules())):
+            raise StateError(
+                "average.copy(): FSDP shards the model, and torch copies no such module. Evaluate the average in `with "
+                "average.swapped():`, or load what is saved inside of that block into a model without FSDP."
+            )
         sources = self._fitting("average.copy()")
         model = self._model
         made = copy.deepcopy(model)

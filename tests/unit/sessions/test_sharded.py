@@ -6,6 +6,7 @@ ranks do is in tests/distributed/test_engines.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import subprocess
@@ -431,3 +432,33 @@ def test_a_whole_compiled_step_of_shards(level: str) -> None:
 
     eager, compiled = losses(is_compiled=False), losses(is_compiled=True)
     assert compiled == pytest.approx(eager, rel=1e-2)
+
+
+@pytest.mark.parametrize("how", ["whole", "fsdp1", "fsdp2", "tensor"])
+def test_what_a_backward_left_before_an_exception_is_dropped_with_what_it_was_added_to(how: str) -> None:
+    model = net()
+    if how == "tensor":
+        parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": ColwiseParallel()})
+    elif how != "whole":
+        model = shard(model, how)  # type: ignore[assignment]
+    optimizer = start(model, "O1")
+    for fails in (False, True):
+        with (
+            contextlib.suppress(KeyError),
+            xamp.scale_loss(model(torch.ones(4, 8)).square().mean(), optimizer) as scaled,
+        ):
+            scaled.backward()
+            if fails:
+                raise KeyError
+    assert [param.grad for param in optimizer.param_groups[0]["params"]] == [None] * 4
+
+
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
+def test_an_average_of_shards_is_not_copied(how: str) -> None:
+    model = shard(net(), how)
+    start(model, "O1")
+    average = xamp.ema(model, 0.5)
+    with pytest.raises(StateError, match=r"average\.copy\(\): FSDP shards the model.*average\.swapped\(\)"):
+        average.copy()
+    with average.swapped():
+        model(torch.ones(4, 8))
