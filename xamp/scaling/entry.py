@@ -70,7 +70,7 @@ class Entry:
 
 
 def _version(grad: torch.Tensor) -> int:
-    """Return a number that each write changes. Autograd writes into the shell of a DTensor, FSDP2 into its local part."""
+    """Return a number that each write changes: autograd writes into the shell of a DTensor, FSDP2 into its part."""
     part = local(grad)
     return grad._version if part is grad else grad._version + part._version
 
