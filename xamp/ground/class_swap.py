@@ -32,12 +32,18 @@ def make_subclass(base: type, mixin: type, namespace: dict[str, Any]) -> type:
 
 
 def make_class(metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """Make a class as Python and its library make it, without ``__new__`` and ``__init__`` of the user's metaclasses.
+    """Make a class without ``__init__`` of the user's metaclasses, which may keep a registry of the user's classes.
 
-    These may keep a registry of their classes, by name perhaps, and this one is none of the user's.
+    Raises:
+        TypeError: ``__new__`` of a metaclass refuses the class.
     """
     known = next(m for m in metaclass.__mro__ if m.__module__.partition(".")[0] in sys.stdlib_module_names)
-    made: type = known.__new__(metaclass, name, bases, namespace)
+    try:
+        made: type = metaclass.__new__(metaclass, name, bases, namespace)
+    except TypeError:
+        raise
+    except Exception as error:
+        raise TypeError(f"its metaclass refuses a subclass: {error}") from error
     known.__init__(made, name, bases, namespace)  # type: ignore[misc]
     return made
 

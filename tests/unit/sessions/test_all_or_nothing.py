@@ -203,10 +203,26 @@ def test_what_is_no_model_or_optimizer_or_stands_there_twice(
 class Final(type):
     """A metaclass whose classes admit no subclass."""
 
-    def mro(cls) -> list[type]:
-        if any(isinstance(base, Final) for base in cls.__bases__):
-            raise TypeError(f"{cls.__name__} is final")
-        return super().mro()
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Final:
+        if any(isinstance(base, Final) for base in bases):
+            raise TypeError(f"{name} is final")
+        return super().__new__(mcs, name, bases, namespace)
+
+
+class Unique(type):
+    """A metaclass that knows each name once."""
+
+    names: set[str] = set()
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Unique:
+        if name in mcs.names:
+            raise ValueError(f"there is a class {name}")
+        mcs.names.add(name)
+        return super().__new__(mcs, name, bases, namespace)
+
+
+class UniqueNet(Net, metaclass=Unique):
+    pass
 
 
 class FinalSGD(torch.optim.SGD, metaclass=Final):
@@ -233,6 +249,13 @@ def test_a_model_that_admits_no_subclass_after_one_that_did(level: str, lane: La
     last = FinalNet().to(lane.device)
     with refused(PolicyError, "FinalNet cannot be put under a policy: FinalNet is final", model, optimizer, last):
         xamp.initialize([model, last], optimizer, level=level, keep_fp32=["head"])
+
+
+def test_a_metaclass_that_knows_the_name_already(lane: Lane) -> None:
+    model = UniqueNet().to(lane.device)
+    message = "UniqueNet cannot be put under a policy: its metaclass refuses a subclass: there is a class UniqueNet"
+    with refused(PolicyError, message, model):
+        xamp.initialize(model, level="O4")
 
 
 @pytest.mark.parametrize("failure", [MemoryError, KeyboardInterrupt, RuntimeError])

@@ -78,12 +78,7 @@ class AbstractCounted(abc.ABC, Counts, nn.Linear, named="counted"): ...
 
 
 class Registry(type):
-    """Has each class of the user's, once under a name, and lets nobody change one."""
-
-    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Registry:
-        if name in registered:
-            raise ValueError(f"there is a class {name}")
-        return super().__new__(mcs, name, bases, namespace)
+    """Has each class of the user's by its name, and lets nobody change one."""
 
     def __init__(cls, *args: Any) -> None:
         super().__init__(*args)
