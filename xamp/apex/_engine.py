@@ -22,7 +22,6 @@ from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import shards
 from xamp.scaling.engine import Engine
-from xamp.scaling.entry import Hidden, none_hidden
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
@@ -71,11 +70,11 @@ class ApexGradients(Gradients):
     leaves_lowered = True
     sets_aside = True
 
-    def enter(self, scaler: LossScaler, hidden: Hidden = none_hidden) -> None:
+    def enter(self, scaler: LossScaler) -> None:
         """See :meth:`Gradients.enter`. Drops old gradients of lowered parameters: the masters have all that count."""
         if not self.is_pending:
             self.drop_lowered()
-        super().enter(scaler, hidden)
+        super().enter(scaler)
 
     def settle(self, call: str) -> None:
         """Do nothing: a caller that reads gradients gets them as they are."""

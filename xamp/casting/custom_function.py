@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from xamp.errors import StateError
+from xamp.ground.compiler import own_code
 from xamp.ground.containers import cast_floats
 from xamp.registry import device_in_use
 from xamp.registry.registry import HOST
@@ -21,7 +22,6 @@ __all__ = ["custom_bwd", "custom_fwd"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _DEVICE_TYPE = "_xamp_device_type"
 _WRAPPED = "_xamp_watched"
-_DECORATED = "_xamp_tells"
 _HOOK = "_xamp_hook"
 
 
@@ -29,7 +29,15 @@ _State = tuple[str, bool, "torch.dtype"]  # of a forward: device type, whether a
 
 
 class _LastForward(threading.local):
+    """The forward that ran last on a thread.
+
+    Attributes:
+        state: its state, until its own context has taken it.
+        taken: what that context took; ``torch.func`` has more contexts for the same forward.
+    """
+
     state: _State | None = None
+    taken: _State | None = None
 
 
 _last = _LastForward()
@@ -57,6 +65,8 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     if "__qualname__" in around and "__module__" in around:  # the body of a class
         around.setdefault(_HOOK, _SetupHook())
 
+    run = own_code(_run)
+
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind = _device_type((*args, *kwargs.values()))
@@ -65,15 +75,14 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         dtype_inside = cast_inputs if on else None
         if args and isinstance(args[0], FunctionCtx):
             _store_state(args[0], state)
-            return _run(fwd, kind, dtype_inside, args, kwargs)
+            return run(fwd, kind, dtype_inside, args, kwargs)
         if not torch.compiler.is_compiling():
             _wrap_setup_context(sys._getframe(1).f_locals.get("cls"))
-        result = _run(fwd, kind, dtype_inside, args, kwargs)
+        result = run(fwd, kind, dtype_inside, args, kwargs)
         _last.state = state  # only now: the forward may have run another forward
         return result
 
-    setattr(forward, _DECORATED, True)
-    return forward
+    return own_code(forward)
 
 
 def _run(fwd: Callable[..., Any], kind: str, dtype: torch.dtype | None, args: Any, kwargs: Any) -> Any:
@@ -108,7 +117,7 @@ def custom_bwd(bwd: _Function) -> _Function:
         with torch.autocast(kind, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
             return bwd(*args, **kwargs)
 
-    return backward  # type: ignore[return-value]
+    return own_code(backward)  # type: ignore[return-value]
 
 
 def _device_type(values: tuple[Any, ...]) -> str:
@@ -120,6 +129,7 @@ class _SetupHook:
     """Stands in the body of a class until the class is made, and wraps ``setup_context`` then, and in each subclass.
 
     The compiler takes ``setup_context`` before it has traced the forward, which is too late for the forward to wrap it.
+    Subclasses of a class with an ``__init_subclass__`` of its own need one eager run first.
     """
 
     def __set_name__(self, owner: Any, name: str) -> None:
@@ -148,27 +158,23 @@ def _wrap_setup_context(cls: Any) -> None:
 
     @functools.wraps(setup)
     def setup_context(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and not _tells_state(ctx):
-            _last.state = None  # that of another forward
-        if _last.state is not None:
-            _store_state(ctx, _last.state)
-        if compiling:
-            _last.state = None
+        if torch.compiler.is_compiling() or not _is_of_torch_func(ctx):
+            _last.taken, _last.state = _last.state, None
+        if _last.taken is not None:
+            _store_state(ctx, _last.taken)
         return setup(ctx, *args, **kwargs)
 
     setattr(setup_context, _WRAPPED, True)
-    cls.setup_context = staticmethod(setup_context)
+    cls.setup_context = staticmethod(own_code(setup_context))
 
 
-def _tells_state(ctx: Any) -> bool:
-    """Return whether the forward that a context belongs to has just stored its state.
+def _is_of_torch_func(ctx: Any) -> bool:
+    """Return whether ``torch.func`` made the class of a context, one for each of its levels.
 
-    ``torch.func`` calls ``setup_context`` once more at each of its levels, with contexts of classes that it makes.
-    Their forward runs that of the user's class, whose own context comes first.
+    Its forward runs that of the user's class, whose own context comes first.
     """
     cls = getattr(type(ctx), "_forward_cls", None)
-    return cls is None or cls.__module__.startswith("torch.") or hasattr(cls.forward, _DECORATED)
+    return cls is not None and cls.__module__.startswith("torch.")
 
 
 def _store_state(ctx: Any, state: _State) -> None:

@@ -212,7 +212,7 @@ def _subclass(base: type, region: Region, explained: tuple[str, ...] = ()) -> ty
         namespace["recompile"] = _recompile(base, region)
     made = make_subclass(base, _UnderPolicy, namespace)
     _subclasses[key] = made
-    if _KEPT not in base.__dict__:
+    if not isinstance(base.__dict__.get(_KEPT), _Kept):  # it may come from a pickle
         type.__setattr__(base, _KEPT, _Kept())  # not setattr: a metaclass may refuse it
     base.__dict__[_KEPT].append(made)
     return made

@@ -117,12 +117,12 @@ def _caster(cast: Cast, dtype: torch.dtype | None) -> Callable[[Any], Any]:
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward.
 
-    A model with masters, and one whose process is one of several, gets the frame of :func:`_noting` around it. It takes
-    0.2 us, so other models go without: a DDP that is put around one later is noted by the method itself.
+    A model with masters, and one that is made where there is a process group, gets the frame of :func:`_noting` around
+    it. It takes 0.2 us, so other models go without: a DDP that is put around one later is noted by the method itself.
     """
     if is_framed(region):
         return _noting(in_noted_region(function, region), region)
-    return in_noted_region(function, region, notes=True)
+    return _wrapped(function, region, notes=True)
 
 
 def is_framed(region: Region) -> bool:
@@ -130,11 +130,13 @@ def is_framed(region: Region) -> bool:
     return region.follows or is_running()
 
 
-def in_noted_region(function: Callable[..., Any], region: Region, notes: bool = False) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`.
+def in_noted_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`."""
+    return _wrapped(function, region, notes=False)
 
-    With ``notes`` nothing does: the method notes the DDP that runs it itself.
-    """
+
+def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region`` and, with ``notes``, notes the DDP that runs it."""
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
@@ -208,8 +210,8 @@ def _noting(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
     return keep_eager(noted, inner=False)
 
 
-def note_call(follows: nn.Module | None) -> None:
-    """Note the DDP that runs a forward, and let ``follows``, a model with masters, follow them.
+def note_call(model: nn.Module | None) -> None:
+    """Note the DDP that runs a forward, and let ``model``, one with masters, follow them.
 
     Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
     masters are followed as :mod:`xamp.scaling.followers` says.
@@ -218,13 +220,13 @@ def note_call(follows: nn.Module | None) -> None:
     if torch.compiler.is_dynamo_compiling():
         if ddp is not None:
             note_wrapper_while_tracing(id(ddp))
-        if follows is not None:
+        if model is not None:
             followers.follow_in_graph()
     else:  # also under torch.export
         if ddp is not None:
             note_wrapper()
-        if follows is not None:
-            followers.catch_up(follows)
+        if model is not None:
+            followers.catch_up(model)
 
 
 keep_eager(note_call, inner=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -51,7 +52,8 @@ def own_code(function: _Function) -> _Function:
     made = types.FunctionType(
         given.__code__.replace(), given.__globals__, given.__name__, given.__defaults__, given.__closure__
     )
-    for name in ("__module__", "__qualname__", "__doc__", "__kwdefaults__", "__annotations__"):
-        setattr(made, name, getattr(given, name))
+    for name in ("__kwdefaults__", *functools.WRAPPER_ASSIGNMENTS):
+        if hasattr(given, name):
+            setattr(made, name, getattr(given, name))
     made.__dict__.update(given.__dict__)
     return made  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs
 from xamp.scaling import ddp as ddps
-from xamp.scaling.fsdp import groups2, hidden_gradients, is_in_backward, sharded_params
+from xamp.scaling.fsdp import groups2, hidden_gradients, is_in_backward, keepers, sharded_params
 from xamp.scaling.masters import master_of
 from xamp.scaling.rank_groups import Layout, fsdp1_layouts, is_shard, layout_of, ranks_of, widest
 from xamp.scaling.shards import is_dtensor, local
@@ -230,10 +230,12 @@ class Wrappers:
 
         Where it keeps them in one piece with those of ``others``, of other optimizers, they count for the first of all.
         """
-        shards = list(self._shards())
-        if not shards:
-            return []
-        return list(hidden_gradients(shards, {id(p) for p in params}, {id(p) for p in others}))
+        groups = keepers(self._shards())
+        return list(hidden_gradients(groups, {id(p) for p in params}, {id(p) for p in others})) if groups else []
+
+    def hold_any(self) -> bool:
+        """Return whether a DDP or FSDP was found that holds a model, or a part of one."""
+        return bool(self._held) or any(True for _ in self._shards())
 
     def _yet_to_reduce(self, params: Collection[int]) -> Iterator[nn.Module]:
         """Yield the modules whose FSDP leaves gradients of parameters with these ids to a later backward."""

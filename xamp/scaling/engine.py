@@ -25,7 +25,6 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, followers, masters
-from xamp.scaling.entry import none_hidden
 from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.outcomes import Stats
@@ -256,16 +255,18 @@ class Engine:
         fresh = () if self._alone else self._find_wrappers(states)
         if self._pairs:
             self._settle_masters(fresh)
+        shared = not self._alone and self._wrappers.hold_any()
         for state in states:
             if entered is not None:
                 entered.append(state)
-            state.gradients.enter(scaler, none_hidden if self._alone else functools.partial(self._hidden, state))
+            state.gradients.hidden = functools.partial(self._hidden, state) if shared else None
+            state.gradients.enter(scaler)
         if self._pairs and not delay_unscale:
             self._move_early(states, scaler)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
-        others = [p for other in self.states if other is not state for p in other.gradients.plain]
+        others = (p for other in self.states if other is not state for p in other.gradients.plain)
         return self._wrappers.hidden_gradients(state.gradients.plain, others)
 
     def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:

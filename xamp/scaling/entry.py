@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.shards import local
 
-__all__ = ["NOTHING", "OUTSIDE", "Entry", "Hidden", "Pending", "none_hidden"]
-
-
-Hidden = Callable[[], Sequence[torch.Tensor]]
-"""Returns the gradients that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later."""
-
-
-def none_hidden() -> Sequence[torch.Tensor]:
-    """Where nothing is shared between processes."""
-    return ()
+__all__ = ["NOTHING", "OUTSIDE", "Entry", "Pending"]
 
 
 class Pending:

@@ -27,6 +27,7 @@ __all__ = [
     "groups2",
     "hidden_gradients",
     "is_in_backward",
+    "keepers",
     "mixed_precision",
     "reshard",
     "sharded_params",
@@ -88,7 +89,8 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         StateError: ``summon_full_params`` has gathered weights, and would write them back from storage that is gone.
     """
     modules = list(modules)
-    if any(getattr(_handle1(m), "_training_state", None) in _summoned() for m in modules):
+    states = (getattr(_handle1(module), "_training_state", None) for module in modules)
+    if any(getattr(state, "name", "") == "SUMMON_FULL_PARAMS" for state in states):
         raise StateError(
             "FSDP has gathered the parameters for summon_full_params, and an average has this rank's shards. Make it, "
             "update it and swap it outside of the block."
@@ -109,30 +111,33 @@ def is_in_backward(module: nn.Module) -> bool:
     return bool(getattr(module, "_post_backward_callback_queued", False))
 
 
-def _summoned() -> tuple[Any, ...]:
-    from torch.distributed.fsdp import _flat_param
-
-    states: Any = _flat_param
-    return (states.HandleTrainingState.SUMMON_FULL_PARAMS,)
-
-
 def _reshard1(handle: Any) -> None:
     handle.reshard(handle.uses_sharded_strategy)
     handle.post_reshard()
 
 
-def hidden_gradients(
-    modules: Iterable[nn.Module], params: Collection[int], others: Collection[int] = ()
-) -> Iterator[torch.Tensor]:
-    """Yield the gradients that ``fully_shard`` keeps outside of any ``.grad`` until it reduces them: this rank's parts.
+def keepers(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the groups of ``fully_shard`` that keep gradients outside of any ``.grad`` until they reduce them."""
+    found = [group for module in modules for group in groups2(module)]
+    return [g for g in found if g._partial_reduce_output is not None or any(map(any, map(_kept, g.fsdp_params)))]
+
+
+def _kept(param: Any) -> Iterator[bool]:
+    yield param.unsharded_accumulated_grad is not None
+    unsharded = getattr(param, "_unsharded_param", None)
+    yield unsharded is not None and unsharded.grad is not None
+
+
+def hidden_gradients(groups: Iterable[Any], params: Collection[int], others: Collection[int]) -> Iterator[torch.Tensor]:
+    """Yield the gradients that the groups of :func:`keepers` keep: this rank's parts.
 
     Args:
-        modules: where to look.
+        groups: the groups.
         params: ids of the sharded parameters that count.
         others: ids of those of other optimizers. HSDP keeps one tensor for all of a group: it belongs to the optimizer
             that has the group's first parameter that any has.
     """
-    for group in (group for module in modules for group in groups2(module)):
+    for group in groups:
         if group._partial_reduce_output is not None:
             held = (id(param.sharded_param) for param in group.fsdp_params)
             if next((each for each in held if each in params or each in others), None) in params:

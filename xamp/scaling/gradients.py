@@ -26,7 +26,7 @@ from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import early_moves, foreach, masters
-from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Hidden, Pending, none_hidden
+from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.rank_groups import is_shard
@@ -47,6 +47,8 @@ class Gradients:
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
         mixed: the next check also sees gradients that an earlier check has seen already.
+        hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
+            wrapper shares the models.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
         leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
@@ -64,6 +66,7 @@ class Gradients:
         self.ready = False
         self.used: dict[int, None] = {}
         self.mixed = False
+        self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self._scales = policy.scales
         self._checks = policy.checks
         self._joins = policy.casts_parameters
@@ -73,7 +76,6 @@ class Gradients:
         self._optimizer = optimizer
         self._pending: Pending | None = None
         self._entry = OUTSIDE
-        self._hidden: Hidden = none_hidden
         self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
         self._witness: GradientWitness | None = None  # see _new_witness
@@ -139,9 +141,8 @@ class Gradients:
         for param, _ in self.pairs:
             param.grad = None
 
-    def enter(self, scaler: LossScaler, hidden: Hidden = none_hidden) -> None:
+    def enter(self, scaler: LossScaler) -> None:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
-        self._hidden = hidden
         if self._witness is not None:
             self._witness.collect()
         if self._pending is not None:
@@ -151,13 +152,13 @@ class Gradients:
         # A backward() without scale_loss may have left gradients: they count.
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
             self._enter_lowered(scaler)
-        unreduced = list(hidden())
+        unreduced = self._unreduced()
         existing = [*(g for p in self.plain for g in (p.grad,) if g is not None), *unreduced]
         if not existing:
             self._entry = NOTHING
         elif not self._scales:
             self._entry = Entry(existing)
-        elif unreduced or (scaler.exact and self._in_fp32 and not self.sets_aside):
+        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or (scaler.exact and self._in_fp32))):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
             self.mixed = True
@@ -168,10 +169,18 @@ class Gradients:
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
 
+    def _unreduced(self) -> list[torch.Tensor]:
+        """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
+        return [] if self.hidden is None else list(self.hidden())
+
+    def _is_stray_of_wrapper(self) -> bool:
+        """Return whether gradients came without ``scale_loss`` that a wrapper may have yet to reduce with the next."""
+        return self.hidden is not None and not self.ready
+
     def _enter_lowered(self, scaler: LossScaler) -> None:
         """Bring gradients of lowered parameters into the masters, or to the scale if a wrapper may yet reduce them."""
         self._entry = NOTHING
-        if self._hidden is none_hidden:
+        if self.hidden is None:
             masters.transfer(self.pairs, None)
         elif self._scales:
             foreach.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
@@ -200,7 +209,7 @@ class Gradients:
         return moved
 
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
-        scaled = [*self._scaled(), *self._hidden()]
+        scaled = [*self._scaled(), *self._unreduced()]
         self._entry = NOTHING
         self.mixed = self.mixed and bool(scaled)
         if pending.version is not scaler.version:  # no two scalers have the same
@@ -300,7 +309,7 @@ class Gradients:
         """Clean up after an exception in the body.
 
         Gradients that the body did not touch become what they were. What a half-done backward left is dropped, with
-        everything that it was added to.
+        everything that it was added to, and lowered gradients that came without ``scale_loss`` under a wrapper.
         """
         if self._early is not None:
             self._early.stop()
@@ -314,7 +323,7 @@ class Gradients:
 
     def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
         if self._pending is not None:
-            if not entry.untouched([*self._scaled(), *self._hidden()]):
+            if not entry.untouched([*self._scaled(), *self._unreduced()]):
                 self._drop()
             return
         self.drop_lowered()
@@ -340,7 +349,7 @@ class Gradients:
             self._drop()
 
     def _plain_gradients(self) -> list[torch.Tensor]:
-        return [*(g for p in self.plain for g in (p.grad,) if g is not None), *self._hidden()]
+        return [*(g for p in self.plain for g in (p.grad,) if g is not None), *self._unreduced()]
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
@@ -357,15 +366,14 @@ class Gradients:
     def _drop(self) -> None:
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
-        foreach.zero_(list(self._hidden()))
+        foreach.zero_(self._unreduced())
         self._pending = None
         self.ready = False
 
     def cleared(self) -> None:
         """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
-        if self._pending is not None:
-            foreach.zero_(list(self._hidden()))
+        foreach.zero_(self._unreduced())
         self._pending = None
         if self.pairs:
             self.drop_lowered()
@@ -393,7 +401,7 @@ class Gradients:
         """Raise a StateError if gradients are still scaled."""
         if self._pending is None:
             return
-        if self._scaled() or self._hidden():
+        if self._scaled() or self._unreduced():
             raise StateError(
                 f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."
