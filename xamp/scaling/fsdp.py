@@ -119,13 +119,13 @@ def _reshard1(handle: Any) -> None:
 def keepers(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the groups of ``fully_shard`` that keep gradients outside of any ``.grad`` until they reduce them."""
     found = [group for module in modules for group in groups2(module)]
-    return [g for g in found if g._partial_reduce_output is not None or any(map(any, map(_kept, g.fsdp_params)))]
+    return [g for g in found if g._partial_reduce_output is not None or any(map(_kept, g.fsdp_params))]
 
 
-def _kept(param: Any) -> Iterator[bool]:
-    yield param.unsharded_accumulated_grad is not None
+def _kept(param: Any) -> list[torch.Tensor]:
     unsharded = getattr(param, "_unsharded_param", None)
-    yield unsharded is not None and unsharded.grad is not None
+    found = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
+    return [grad for grad in found if grad is not None]
 
 
 def hidden_gradients(groups: Iterable[Any], params: Collection[int], others: Collection[int]) -> Iterator[torch.Tensor]:
@@ -143,10 +143,8 @@ def hidden_gradients(groups: Iterable[Any], params: Collection[int], others: Col
             if next((each for each in held if each in params or each in others), None) in params:
                 yield group._partial_reduce_output
         for param in group.fsdp_params:
-            unsharded = getattr(param, "_unsharded_param", None)
-            kept = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
             if id(param.sharded_param) in params:
-                yield from (local(grad) for grad in kept if grad is not None)
+                yield from map(local, _kept(param))
 
 
 def mixed_precision(dtype: torch.dtype | None, **others: Any) -> Any:
