@@ -251,11 +251,12 @@ def test_a_model_that_admits_no_subclass_after_one_that_did(level: str, lane: La
         xamp.initialize([model, last], optimizer, level=level, keep_fp32=["head"])
 
 
-def test_a_metaclass_that_knows_the_name_already(lane: Lane) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_metaclass_that_knows_the_name_already(level: str, lane: Lane) -> None:
     model = UniqueNet().to(lane.device)
     message = "UniqueNet cannot be put under a policy: its metaclass refuses a subclass: there is a class UniqueNet"
     with refused(PolicyError, message, model):
-        xamp.initialize(model, level="O4")
+        xamp.initialize(model, level=level)
 
 
 @pytest.mark.parametrize("failure", [MemoryError, KeyboardInterrupt, RuntimeError])
