@@ -25,7 +25,7 @@ def found(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list
 
 def test_gradients_that_are_not_reduced_yet_follow_the_scale(found: list[Any]) -> None:
     for windows, _ in found:
-        assert len(windows) == 84
+        assert len(windows) == 120
         assert {case: off for case, off in windows.items() if not off < ERROR[case.split()[-1]]} == {}
 
 

@@ -44,11 +44,17 @@ def hsdp(model: Any) -> Any:
     return fully_shard(model, mesh=engine_cases.mesh(dist.get_world_size(), 1, names=("across", "within")))
 
 
-ENGINES: tuple[Callable[[Any], Any], ...] = (ddp, fsdp1, fsdp2, hsdp)
+def fsdp2_unfinished(model: Any) -> Any:
+    """The first micro-batch is reduced, but FSDP does not wait for that."""
+    return fsdp2(model)
+
+
+ENGINES: tuple[Callable[[Any], Any], ...] = (ddp, fsdp1, fsdp2, fsdp2_unfinished, hsdp)
 LEVELS = ("O1", "O2", "O5")
-WINDOWS = ("alone", "the other overflows", "the other steps", "two scales", "frozen", "bare", "cleared")
+WINDOWS = ("alone", "the other overflows", "the other steps", "two scales", "frozen", "bare", "bare, 1000", "cleared")
 """With "frozen" the other steps too, and FSDP's first parameter has no gradient; "bare" is a first micro-batch without
-``scale_loss``, and before "cleared" there was another, whose gradients ``zero_grad`` clears before they are reduced."""
+``scale_loss``, also where the second has a static scale that is no power of two, and before "cleared" there was
+another, whose gradients ``zero_grad`` clears before they are reduced."""
 
 
 @contextlib.contextmanager
@@ -57,7 +63,11 @@ def postponed(engine: Callable[[Any], Any], model: Any) -> Iterator[None]:
         with model.no_sync():
             yield
         return
-    switch = model.set_requires_all_reduce if engine is hsdp else model.set_requires_gradient_sync
+    switches: dict[Any, Callable[[bool], None]] = {
+        hsdp: model.set_requires_all_reduce,
+        fsdp2_unfinished: model.set_is_last_backward,
+    }
+    switch: Callable[[bool], None] = switches.get(engine, model.set_requires_gradient_sync)
     switch(False)
     yield
     switch(True)
@@ -79,7 +89,10 @@ def train(engine: Callable[[Any], Any], level: str, window: str) -> float:
     late = engine is ddp
     outer = models if late else [engine(model) for model in models]
     optimizers = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR) for model in outer]
-    xamp.initialize(outer, optimizers, level, loss_scale="dynamic", init_scale=1024.0, num_losses=2, verbosity=0)
+    scale: dict[str, Any] = {"loss_scale": "dynamic", "init_scale": 1024.0}
+    if window == "bare, 1000":
+        scale = {"loss_scale": 1000.0}
+    xamp.initialize(outer, optimizers, level, num_losses=2, verbosity=0, **scale)
     if late:
         outer = [engine(model) for model in models]
     (model, other), (optimizer, its_own) = outer, optimizers
@@ -95,7 +108,7 @@ def train(engine: Callable[[Any], Any], level: str, window: str) -> float:
         optimizer.zero_grad()
     start = engine_cases.whole(model)
     with postponed(engine, model):
-        backward(model, optimizer, 0, 0.5, bare=window == "bare")
+        backward(model, optimizer, 0, 0.5, bare=window.startswith("bare"))
         if window in ("the other steps", "frozen"):
             step_other(other, its_own, 1.0)
     if window == "the other overflows":

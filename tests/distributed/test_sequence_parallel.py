@@ -1,0 +1,30 @@
+"""Sequences that are divided between ranks, with collectives inside of the forward, against one process in fp64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_cases import ERROR
+from forked_ranks import Ranks
+
+WORKER = Path(__file__).parent / "sequence_worker.py"
+OUTCOMES = ["APPLIED", "APPLIED", "SKIPPED", "APPLIED", "APPLIED"]
+"""Rank 1 alone overflows in its loss at the third step."""
+
+
+@pytest.fixture(scope="module")
+def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("sequences")
+    forked_ranks.run(WORKER, str(folder), output=folder / "output.txt")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_divided_sequence_trains_as_a_whole_one(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(found) == 24
+        decided = {case: (at["outcomes"], at["scale"]) for case, at in found.items()}
+        assert decided == dict.fromkeys(found, (OUTCOMES, 512.0))
+        assert {case: at["off"] for case, at in found.items() if not at["off"] < ERROR[case.split()[-1]]} == {}
