@@ -28,6 +28,7 @@ from xamp.scaling.masters import Pair
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import LossScaler, clock
 from xamp.scaling.scaled_loss import ScaledLoss
+from xamp.scaling.session_masters import SessionMasters
 from xamp.scaling.step import NOT_STEPPED, OptimizerState, has_stepped
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
@@ -199,6 +200,26 @@ class ApexState(OptimizerState):
         found_before[index] = found.clone() if before is None else torch.maximum(before, found)
 
 
+class ApexMasters(SessionMasters):
+    """Masters that start from the fp16 values of their parameters: Apex makes them at their first use.
+
+    Where the run goes on from a checkpoint, that has exact masters.
+    """
+
+    tells_lost_writes = False  # Apex says nothing
+    _engine: ApexEngine
+
+    def use(self) -> None:
+        """See :meth:`SessionMasters.use`."""
+        super().use()
+        self.lower(self.pairs)
+
+    def lower(self, pairs: Sequence[Pair]) -> None:
+        """Give masters the values of their parameters, unless the run goes on from a checkpoint."""
+        if not self._engine.resumes:
+            shards.copy([m for _, m in pairs], [p for p, _ in pairs])
+
+
 class ApexEngine(Engine):
     """xamp's engine with Apex's rules; see the module.
 
@@ -213,8 +234,9 @@ class ApexEngine(Engine):
     """
 
     skips_together = True
-    tells_lost_writes = False  # Apex says nothing
     state_class = ApexState
+    masters_class = ApexMasters
+    masters: ApexMasters
     cast = staticmethod(cast_any)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -255,14 +277,10 @@ class ApexEngine(Engine):
         return found
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`_use_masters`."""
-        known = len(self._pairs)
+        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`ApexMasters.use`."""
+        known = len(self.masters.pairs)
         super().adopt_group(state, group)
-        self._lower(self._pairs[known:])
-
-    def _lower(self, pairs: Sequence[Pair]) -> None:
-        if not self.resumes:
-            shards.copy([m for _, m in pairs], [p for p, _ in pairs])
+        self.masters.lower(self.masters.pairs[known:])
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.
@@ -278,15 +296,6 @@ class ApexEngine(Engine):
             scale, clean = known.get(index, (smallest, 0))
             scaler.growth_tracker.fill_(clean)
             scaler.fill(scale)
-
-    def _use_masters(self) -> None:
-        """See :meth:`Engine._use_masters`.
-
-        Apex makes masters at their first use, from parameters that are in fp16 by then. So masters start here from the
-        fp16 values too, unless the run goes on from a checkpoint, which has exact masters.
-        """
-        super()._use_masters()
-        self._lower(self._pairs)
 
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool

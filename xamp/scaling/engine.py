@@ -24,14 +24,14 @@ from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
-from xamp.scaling import distributed, followers, masters
-from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
+from xamp.scaling import distributed, masters
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_checks import RankChecks
 from xamp.scaling.rank_groups import Layout
 from xamp.scaling.scale import DeviceState, LossScaler
+from xamp.scaling.session_masters import SessionMasters
 from xamp.scaling.step import OptimizerState
 
 __all__ = ["Engine"]
@@ -53,8 +53,8 @@ class Engine:
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move on leaving ``scale_loss``; False for a GradScaler, where ``update()`` moves them.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
-        tells_lost_writes: warn of weights of the model that the masters will overwrite.
         state_class: the class of the elements of :attr:`states`.
+        masters: the masters of the session; ``masters_class`` is their class.
         cast: the function that casts the models' arguments and results.
         refusal: why no step can be right any more, for an error; empty: it can.
         delegated: another implementation does the work, and cannot be asked to stop.
@@ -64,8 +64,8 @@ class Engine:
     moves_before_step = True
     skips_together = False
     delegated = False
-    tells_lost_writes = True
     state_class: type[OptimizerState] = OptimizerState
+    masters_class: type[SessionMasters] = SessionMasters
     cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
     scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
 
@@ -100,11 +100,8 @@ class Engine:
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
             self._watch.follow(models)
-        self._pairs: list[masters.Pair] = []
+        self.masters = self.masters_class(self)
         self._alone = True  # on entering scale_loss, nothing was shared between processes
-        self._reconciled = False
-        self._found_old = False  # a forward ran without masters that had changed, for no graph asked
-        self._lost_writes = LostWrites()
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
 
@@ -178,14 +175,9 @@ class Engine:
         for old, new in zip(before, self._scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
 
-    def add_pairs(self, pairs: Iterable[masters.Pair]) -> None:
-        """Remember masters that an optimizer of this session holds, and their parameters."""
-        known = {id(m) for _, m in self._pairs}
-        self._pairs += [pair for pair in pairs if id(pair[1]) not in known]
-
     def pairs(self) -> Sequence[masters.Pair]:
         """Return all lowered parameters and their masters."""
-        return self._pairs
+        return self.masters.pairs
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse ``params`` for the optimizer of ``state`` if another optimizer of this engine holds one of them.
@@ -209,7 +201,7 @@ class Engine:
         """Take in a group that was added to an optimizer: give its lowered parameters masters."""
         if self.policy.master_weights:
             pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
-            self.add_pairs(pairs)
+            self.masters.add(pairs)
             replace_params(state.optimizer, pairs)
         state.fused.switch_on(state.optimizer)
         state.find_parameters()
@@ -230,7 +222,7 @@ class Engine:
             prefix = f"models[{index}]." if many else ""
             for name, param in model.named_parameters():
                 names[id(param)] = prefix + name
-        names.update({id(m): names[id(p)] for p, m in self._pairs if id(p) in names})
+        names.update({id(m): names[id(p)] for p, m in self.masters.pairs if id(p) in names})
         return [names.get(id(p), f"a parameter of shape {tuple(p.shape)} outside the models") for p in params]
 
     # ---------------------------------------------------------------- the step
@@ -253,15 +245,15 @@ class Engine:
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh = () if self._alone else self._find_wrappers(states)
-        if self._pairs:
-            self._settle_masters(fresh)
+        if self.masters.pairs:
+            self.masters.settle(fresh, self._alone)
         shared = not self._alone and self._wrappers.hold_any()
         for state in states:
             if entered is not None:
                 entered.append(state)
             state.gradients.hidden = functools.partial(self._hidden, state) if shared else None
             state.gradients.enter(scaler)
-        if self._pairs and not delay_unscale:
+        if self.masters.pairs and not delay_unscale:
             self._move_early(states, scaler)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
@@ -281,7 +273,7 @@ class Engine:
         if self._wrappers.any_joins():
             params = [p for state in states for p in state.gradients.model_params()]
             joining = [state.optimizer for state in states]
-            self._rank_checks.refuse_join(self.policy, bool(self._pairs), params, joining)
+            self._rank_checks.refuse_join(self.policy, bool(self.masters.pairs), params, joining)
         if fresh or not self._rank_checks.is_settled:
             self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:
@@ -306,39 +298,6 @@ class Engine:
         if self._watch is not None:
             self._watch.close()
 
-    def _settle_masters(self, fresh: Iterable[DistributedDataParallel]) -> None:
-        """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
-
-        This happens at the first use of the masters, and whenever a DDP appears.
-        """
-        if not self._reconciled or (not self._alone and distributed.is_shard(self._pairs[0][0])):
-            self.check_not_sharded("scale_loss")
-        if not self._reconciled:
-            self._use_masters()
-            self._reconciled = True
-        elif fresh:
-            masters.use(self._pairs)
-        elif self._model_is_behind():
-            return
-        elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self._pairs):
-            self._look_for_lost_writes()
-        for ddp in fresh:
-            held = {id(p) for p in ddp.parameters()}
-            pairs = [pair for pair in self._pairs if id(pair[0]) in held]
-            if pairs:  # else it holds another model, and may have outlived its process group
-                distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
-                masters.write_quietly(pairs)
-        for state in self._states:
-            state.master_versions.note()
-
-    def _look_for_lost_writes(self) -> None:
-        """Warn, once, of weights of the model that the next step will overwrite."""
-        if any(state.outcomes.replays.capturing() for state in self._states):
-            return
-        lost = self._lost_writes.look([pair for state in self._states for pair in state.master_versions.at_rest()])
-        if lost:
-            warn_of_lost(self.names_of(lost), self.policy.level)
-
     def check_not_sharded(self, call: str) -> None:
         """Refuse a model that was sharded or parallelized after ``initialize``, which replaced its parameters.
 
@@ -356,31 +315,6 @@ class Engine:
                 "none of the model's any more, so that no step would reach the model. Shard first, then make the "
                 "optimizer from model.parameters(), then call initialize."
             )
-
-    def follow_masters(self) -> None:
-        """Before a forward: write the masters that changed since the last step into the model."""
-        for state in self._states:
-            state.master_versions.follow()
-
-    def may_be_behind(self) -> bool:
-        """Return whether compiled forwards must ask whether a master has changed."""
-        return self._found_old or any(state.master_versions.lent for state in self._states)
-
-    def _model_is_behind(self) -> bool:
-        """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
-        if not followers.graphs.exist or torch.compiler.is_compiling():
-            return False
-        if not any(state.master_versions.were_missed for state in self._states):
-            return False
-        if not self._found_old:
-            self._found_old = True
-            followers.look()
-            warn_of_old(self.policy.level)
-        return True
-
-    def _use_masters(self) -> None:
-        """Use the masters for the first time."""
-        masters.use(self._pairs)
 
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
@@ -407,23 +341,9 @@ class Engine:
             scaler.update(found_inf)
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
-        """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags.
-
-        The collective calls of its next backward would meet those that the others are in now. DDP does not notice
-        that: one rank's gradients of one batch are added to another's of the next. FSDP, also where it reduces nothing
-        yet, waits for the end of the backward that raised, and its next one loses gradients.
-        """
+        """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        if not params:
-            return
-        why = ""
-        if self._wrappers.any_in_backward():
-            why = "FSDP is in the midst of it: its next backward would lose gradients"
-        elif not self._wrappers.postponed(params) and self._wrappers.deciders(params):
-            why = (
-                "the ranks that share its model or decide with it may have gone on without it: their collective calls "
-                "no longer meet"
-            )
+        why = self._rank_checks.lost_by_raising(params) if params else ""
         if why:
             self.refusal = (
                 f"a backward in scale_loss raised {kind.__name__} on this rank, and {why}. Let the error end this "

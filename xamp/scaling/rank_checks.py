@@ -95,6 +95,22 @@ class RankChecks:
             "loss_scale=1024.0)."
         )
 
+    def lost_by_raising(self, params: Sequence[torch.Tensor]) -> str:
+        """Return what is lost where a backward to ``params`` has raised on this rank; empty: nothing.
+
+        The collective calls of its next backward would meet those that the others are in now. DDP does not notice
+        that: one rank's gradients of one batch are added to another's of the next. FSDP, also where it reduces nothing
+        yet, waits for the end of the backward that raised, and its next one loses gradients.
+        """
+        if self._wrappers.any_in_backward():
+            return "FSDP is in the midst of it: its next backward would lose gradients"
+        if not self._wrappers.postponed(params) and self._wrappers.deciders(params):
+            return (
+                "the ranks that share its model or decide with it may have gone on without it: their collective calls "
+                "no longer meet"
+            )
+        return ""
+
     @break_graphs("ranks compare their settings once, at the first scale_loss")
     def compare(self, engine: _Engine, params: Sequence[torch.Tensor]) -> None:
         """Compare the settings of all ranks; see :mod:`xamp.scaling.rank_settings`.

@@ -64,7 +64,7 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         alone = [weakref.ref(p) for p in params if not masters.is_lowered(p)]  # outside the models
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
-        engine.add_pairs(pairs)
+        engine.masters.add(pairs)
         undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
