@@ -282,6 +282,11 @@ class ApexEngine(Engine):
         super().adopt_group(state, group)
         self.masters.lower(self.masters.pairs[known:])
 
+    def _owed(self, states: Sequence[OptimizerState]) -> Sequence[int]:
+        """See :meth:`Engine._owed`. With Apex the scale of a loss with ``delay_unscale`` does not move."""
+        super()._owed(states)
+        return ()
+
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.
 

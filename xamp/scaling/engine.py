@@ -193,7 +193,7 @@ class Engine:
         shared = [p for p in params if id(p) in held]
         if shared:
             raise StateError(
-                f"add_param_group: {self.names_of(shared)[0]} is in another optimizer of this session, and two would "
+                f"param_groups: {self.names_of(shared)[0]} is in another optimizer of this session too, and two would "
                 f"unscale its gradient. At level {self.policy.level} give each parameter to one optimizer."
             )
 
@@ -242,6 +242,8 @@ class Engine:
             entered: gets those of ``states`` whose gradients were touched.
             delay_unscale: the gradients are not unscaled on leaving, but later.
         """
+        for state in states:
+            state.notice_groups("scale_loss")
         self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh = () if self._alone else self._find_wrappers(states)
@@ -337,8 +339,20 @@ class Engine:
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_checks.is_settled:
             self._rank_checks.look()  # all ranks have written by now: see there
+        for index in self._owed(states):
+            if index != scaler.index and not delay_overflow_check:
+                self._scalers[index].update(found_inf)
         if not delay_overflow_check:
             scaler.update(found_inf)
+
+    def _owed(self, states: Sequence[OptimizerState]) -> Sequence[int]:
+        """Take the indices of the loss scales whose backwards were left scaled, and are checked now with another's."""
+        found: dict[int, None] = {}
+        for state in states:
+            if state.gradients.owed:
+                found |= state.gradients.owed
+                state.gradients.owed.clear()
+        return list(found)
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""

@@ -15,11 +15,14 @@ belongs to the function around, and Python takes 1.7 times as long for it.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from xamp.contract import Backend
@@ -36,6 +39,8 @@ from xamp.scaling.witness import GradientWitness
 
 __all__ = ["Gradients"]
 
+_params_of = operator.itemgetter("params")
+
 
 class Gradients:
     """The gradients of one optimizer.
@@ -46,6 +51,7 @@ class Gradients:
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
+        owed: indices of the loss scales of backwards that are left scaled, which move by the check of a later one.
         mixed: the next check also sees gradients that an earlier check has seen already.
         hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
             wrapper shares the models.
@@ -65,6 +71,7 @@ class Gradients:
         self.stepped: list[torch.Tensor] = []
         self.ready = False
         self.used: dict[int, None] = {}
+        self.owed: dict[int, None] = {}
         self.mixed = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self._scales = policy.scales
@@ -74,6 +81,7 @@ class Gradients:
         self._fused = fused
         self._unscaler = Unscaler(backend, fused, optimizer)
         self._optimizer = optimizer
+        self._held: list[nn.Parameter] = []  # what the groups held when they were read
         self._pending: Pending | None = None
         self._entry = OUTSIDE
         self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
@@ -85,13 +93,13 @@ class Gradients:
         """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
         param_of = {id(m): p for p, m in pairs}
         self.plain, self.pairs = [], []
-        for group in groups:
-            for param in group["params"]:
-                lowered = param_of.get(id(param))
-                if lowered is None:
-                    self.plain.append(param)
-                else:
-                    self.pairs.append((lowered, param))
+        self._held = _all_in(groups)
+        for param in self._held:
+            lowered = param_of.get(id(param))
+            if lowered is None:
+                self.plain.append(param)
+            else:
+                self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self._unscaler.fit(self.plain, self.stepped)
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
@@ -100,6 +108,17 @@ class Gradients:
         before, self._witness = self._witness, self._new_witness()
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
+
+    def not_held(self, groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter] | None:
+        """Return the parameters in ``groups`` that were not there when :meth:`find_parameters` read them.
+
+        None where the groups hold what they held, in the same order. To find that out costs 8 us for 300 parameters.
+        """
+        now = _all_in(groups)
+        if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
+            return None
+        known = set(map(id, self._held))
+        return [p for p in now if id(p) not in known]
 
     def _new_witness(self) -> GradientWitness | None:
         """Make a witness; None where there are no masters, or where lowered parameters keep their gradients."""
@@ -144,7 +163,7 @@ class Gradients:
     def enter(self, scaler: LossScaler) -> None:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
         if self._witness is not None:
-            self._witness.collect()
+            self._witness.collect("scale_loss")
         if self._pending is not None:
             self._enter_pending(self._pending, scaler)
             return
@@ -234,6 +253,8 @@ class Gradients:
         pending, self._pending = self._pending, None
         if pending is not None or self.forward_overflow is not None:
             self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
+        if self.owed:
+            self.used.update(self.owed)
         self.used[scaler.index] = None
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
@@ -291,6 +312,7 @@ class Gradients:
             foreach.add_(back)
             self.mixed = True
         self._pending = Pending(scaler, why, self._flag_so_far(scaler))
+        self.owed[scaler.index] = None
         self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
@@ -368,6 +390,7 @@ class Gradients:
             param.grad = None
         foreach.zero_(self._unreduced())
         self._pending = None
+        self.owed.clear()
         self.ready = False
 
     def cleared(self) -> None:
@@ -375,6 +398,7 @@ class Gradients:
         self.ready = False
         foreach.zero_(self._unreduced())
         self._pending = None
+        self.owed.clear()
         if self.pairs:
             self.drop_lowered()
             if self._witness is not None:
@@ -414,3 +438,7 @@ class Gradients:
             return True
         witness = self._witness
         return witness is not None and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))
+
+
+def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:
+    return list(itertools.chain.from_iterable(map(_params_of, groups)))

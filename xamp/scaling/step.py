@@ -32,6 +32,8 @@ from xamp.scaling.warm import WarmState
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner", "has_stepped"]
 
+_is_compiling = torch.compiler.is_compiling
+
 NOT_STEPPED = object()
 """Stands for the result of a step that has not returned one."""
 
@@ -49,6 +51,9 @@ class StepOwner(OutcomeOwner, Protocol):
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse parameters that another optimizer of the session holds."""
+
+    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
+        """Return the qualified names of parameters."""
 
     def check_not_sharded(self, call: str) -> None:
         """Refuse a model that was sharded after ``initialize``."""
@@ -135,6 +140,36 @@ class OptimizerState:
         self._warm.look_again()
         self.master_versions.note()
 
+    def notice_groups(self, call: str) -> None:
+        """Read the groups again where a script has put other parameters into them by hand, as densification does.
+
+        Args:
+            call: what asks, for messages. Where that is not ``scale_loss``, gradients exist.
+
+        Raises:
+            StateError: a new parameter has a gradient that may still be scaled, or is in another optimizer.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or _is_compiling():
+            return
+        groups = optimizer.param_groups
+        new = self.gradients.not_held(groups)
+        if new is None:
+            return
+        if call != "scale_loss" and self.engine.policy.scales:
+            self._refuse_scaled_of([p for p in new if p.grad is not None], call)
+        self.engine.check_not_shared(self, new)
+        for group in groups:
+            self.engine.adopt_group(self, group)
+
+    def _refuse_scaled_of(self, late: Sequence[torch.Tensor], call: str) -> None:
+        if late:
+            raise StateError(
+                f"{call}: {self.engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave it "
+                "its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or clear "
+                "its gradient."
+            )
+
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``optimizer.state_dict()`` shall hold of ``groups``."""
         return groups
@@ -168,6 +203,7 @@ class OptimizerState:
         """
         if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
+        self.notice_groups(call)
         self.gradients.settle(call)
 
     def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.errors import StateError
 from xamp.scaling import masters
 from xamp.scaling.in_graphs import check_unwritten, is_written, refuse_written
 
 __all__ = ["GradientWitness", "clear_gradients"]
+
+_SMALL = 2**16
+"""The most elements of a parameter that gets a second witness: one that large takes 128 KiB."""
 
 # Each parameter that may have a witness -> the witness, held weakly.
 _witnesses: Any = WeakIdKeyDictionary()
@@ -26,29 +30,42 @@ class GradientWitness:
     leaves a gradient of zeros, the witness, on the smallest lowered parameter. If the witness is gone, somebody cleared
     all gradients, so the masters' gradients are cleared too. If the witness has changed, somebody worked on the
     gradients of the lowered parameters instead of the masters', and that is an error.
+
+    A second one, on a parameter elsewhere in the model, tells whether it was all or a part. Of a part nobody knows
+    which, so that is an error too. Compiled code does without the second.
     """
 
     def __init__(self, pairs: Sequence[masters.Pair]) -> None:
         self._pairs = pairs
-        self._param = min((p for p, _ in pairs), key=lambda p: p.numel())
+        self._param = min((p for p, _ in pairs), key=torch.Tensor.numel)
         self._left: tuple[torch.Tensor, int] | None = None
+        self._second = _elsewhere(pairs, self._param)
+        self._left_there: tuple[torch.Tensor, int] | None = None
         self._asked = torch.zeros((), device=self._param.device)
-        _witnesses[self._param] = weakref.ref(self)  # weak: this object holds the parameter, the key
+        for param in (self._param, self._second):
+            if param is not None:
+                _witnesses[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
     def leave(self) -> None:
-        """Leave the zeros on the parameter. Called when the gradients have moved to the masters."""
+        """Leave the zeros on the parameters. Called when the gradients have moved to the masters."""
         if self._left is None:
             zeros = torch.zeros_like(self._param)
             self._param.grad = zeros
+            if self._second is not None and not torch.compiler.is_compiling():
+                there = torch.zeros_like(self._second)
+                self._second.grad = there
+                self._left_there = (there, there._version)
             self._left = (zeros, zeros._version)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether the gradient of ``param`` is the witness."""
-        return self._left is not None and param is self._param
+        return self._left is not None and (
+            param is self._param or (param is self._second and self._left_there is not None)
+        )
 
     def forget(self) -> None:
         """Forget the zeros, after ``optimizer.zero_grad()``: what comes into the masters now is to be stepped."""
-        self._left = None
+        self._left = self._left_there = None
 
     def renew(self) -> None:
         """Leave new zeros: ``zero_grad`` of a managed model took the old ones and has cleared its masters."""
@@ -60,41 +77,86 @@ class GradientWitness:
         """Drop the masters' gradients if somebody cleared the model's.
 
         Raises:
-            StateError: somebody wrote into the model's gradients.
+            StateError: somebody wrote into the model's gradients, or cleared those of a part of it.
         """
         if self._left is None:
             return
-        if not self._finds_zeros():
+        cleared = not self._finds_zeros()
+        self._refuse_part(cleared, call)
+        if cleared:
             self._drop()
             return
         zeros, version = self._left
         if torch.compiler.is_compiling():
             check_unwritten(self._asked, zeros, version, call)
-        elif is_written(zeros, version):
+        elif is_written(zeros, version) or (self._left_there is not None and is_written(*self._left_there)):
             raise refuse_written(call)
 
-    def collect(self) -> bool:
+    def collect(self, call: str = "") -> bool:
         """Before the next backward: take the zeros away again; return whether they were there, unchanged.
 
         Somebody may have written to the zeros. If they still are zeros, ``zero_()`` cleared the gradients, so the
         masters' are dropped. If not, a backward without ``scale_loss`` added to them, and its gradients stay.
+
+        Args:
+            call: what asks, for messages. Empty: it does not matter whether a part was cleared.
+
+        Raises:
+            StateError: somebody cleared the gradients of a part of the model.
         """
         if self._left is None:
             return False
-        if not self._finds_zeros():
+        cleared = not self._finds_zeros()
+        if call:
+            self._refuse_part(cleared, call)
+        if cleared:
             self._drop()
             return False
         zeros, version = self._left
         if zeros._version != version:
-            others = (p.grad for p, _ in self._pairs if p is not self._param)
-            if not bool(zeros.any()) and all(g is None for g in others):
+            if not bool(zeros.any()) and not self._any_besides():
                 self._param.grad = None
                 self._drop()
+            else:
+                self._take_second()
             self._left = None
             return False
         self._left = None  # first: an interrupt after the next line would look as if somebody had cleared the gradients
+        self._take_second()
         self._param.grad = None
         return True
+
+    def _any_besides(self) -> bool:
+        """Return whether there are gradients besides the witnesses; one that a backward added to counts as one."""
+        added = self._left_there is not None and self._has_more_in_second()
+        return added or any(p.grad is not None for p, _ in self._pairs if not self.holds(p))
+
+    def _has_more_in_second(self) -> bool:
+        """Return whether somebody wrote numbers into the second zeros."""
+        assert self._left_there is not None
+        zeros, version = self._left_there
+        return is_written(zeros, version) and bool(zeros.any())
+
+    def _refuse_part(self, cleared: bool, call: str) -> None:
+        """Raise where one witness was ``cleared`` and the other was not; a backward that came later hides that."""
+        if self._left_there is None or torch.compiler.is_compiling() or self._any_besides():
+            return
+        assert self._second is not None
+        if cleared != (self._second.grad is None):
+            raise StateError(
+                f"{call}: since scale_loss the gradients of a part of the model were cleared, by p.grad = None or by "
+                "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
+                "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
+            )
+
+    def _take_second(self) -> None:
+        """Take the second zeros away, or the copy of them that a wrapper has made; not what a backward has left."""
+        if self._left_there is not None and self._second is not None:
+            zeros, grad = self._left_there[0], self._second.grad
+            is_copy = grad is not None and grad is not zeros and grad._is_view() and not bool(grad.any())
+            if is_copy or (grad is zeros and not self._has_more_in_second()):
+                self._second.grad = None
+        self._left_there = None
 
     def _finds_zeros(self) -> bool:
         """Look for the zeros; a copy of them that a wrapper has put in their place becomes the witness.
@@ -110,7 +172,7 @@ class GradientWitness:
         if grad is None or torch.compiler.is_compiling() or zeros._version != version or not grad._is_view():
             return False
         # A backward() without scale_loss, after all were cleared, leaves gradients on the others too.
-        if any(p.grad is not None for p, _ in self._pairs if p is not self._param) or bool(grad.any()):
+        if self._any_besides() or bool(grad.any()):
             return False
         self._left = (grad, grad._version)
         return True
@@ -118,7 +180,17 @@ class GradientWitness:
     def _drop(self) -> None:
         for _, master in self._pairs:
             master.grad = None
+        self._take_second()
         self._left = None  # last: after an interrupt the next call sees again that the gradients were cleared
+
+
+def _elsewhere(pairs: Sequence[masters.Pair], param: torch.Tensor) -> nn.Parameter | None:
+    """Return the smallest parameter in the half of ``pairs`` without ``param``; None where all are large there."""
+    half = len(pairs) // 2
+    first, last = [p for p, _ in pairs[:half]], [p for p, _ in pairs[half:]]
+    others = first if any(p is param for p in last) else last
+    found = min(others, key=torch.Tensor.numel, default=None)
+    return None if found is None or found.numel() > _SMALL else found
 
 
 def clear_gradients(model: nn.Module) -> None:

@@ -128,10 +128,28 @@ def test_delay_unscale_adds_up_across_scales_of_several_losses(lane: Lane, level
     run_backward(model(batches[3]), optimizer, loss_id=2)
     run_backward(model(batches[4]), optimizer, loss_id=0, delay_unscale=True)
     run_backward(model(batches[5]), optimizer, loss_id=1)
-    assert [xamp.loss_scale(optimizer, i) for i in range(3)] == [128.0, 128.0, 128.0]
+    # A scale moves with each check that its gradients are in: the first in all three, the second in two.
+    assert [xamp.loss_scale(optimizer, i) for i in range(3)] == [512.0, 256.0, 128.0]
     optimizer.step()
     plain_iterate(reference, plain, *batches)
     assert_follows(optimizer, reference)
+
+
+@each_level
+def test_a_delayed_loss_that_overflows_gets_a_smaller_scale(lane: Lane, level: str) -> None:
+    """Also one that is never unscaled by a ``scale_loss`` of its own: another's check sees the overflow."""
+    model, optimizer, _, _ = start(lane, level, init_scale=1024.0, num_losses=2)
+    outcomes = []
+    for x in inputs(9, lane):
+        optimizer.zero_grad()
+        too_large = xamp.loss_scale(optimizer, 0) > 32.0
+        loss = model(x) * float("inf") if too_large else model(x)
+        run_backward(loss, optimizer, loss_id=0, delay_unscale=True)
+        run_backward(model(x), optimizer, loss_id=1)
+        optimizer.step()
+        outcomes.append(outcome(optimizer))
+    assert outcomes == ["SKIPPED"] * 5 + ["APPLIED"] * 4
+    assert xamp.loss_scale(optimizer, 0) == 32.0
 
 
 @each_level

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane
-from stepping import Dot, assert_follows, inputs, plain_iterate, run_backward, twin
+from stepping import Dot, assert_follows, inputs, outcome, plain_iterate, run_backward, twin
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +51,61 @@ def test_changing_the_models_own_gradients_is_refused(
     with pytest.raises(StateError, match=r"gradients of the model's own parameters were written to.*clip_grad_norm_"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
+
+
+class Parts(nn.Module):
+    """Two layers, so that one of them is a part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(7, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+def clear_one_by_one(part: nn.Module) -> None:
+    for param in part.parameters():
+        param.grad = None
+
+
+@with_masters
+@pytest.mark.parametrize("part", ["body", "head"])
+@pytest.mark.parametrize("clear", [nn.Module.zero_grad, clear_one_by_one])
+def test_clearing_a_part_of_the_model_is_refused(lane: Lane, level: str, part: str, clear: Any) -> None:
+    """As DINO does with its last layer: in the masters it would have no effect, or clear all of them."""
+    model = Parts().to(lane.device)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, verbosity=0, init_scale=64.0)
+    run_backward(model(inputs(1, lane)[0]), optimizer)
+    clear(model.get_submodule(part))
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"optimizer\.step\(\): since scale_loss the gradients of a part"):
+            optimizer.step()
+    with pytest.raises(StateError, match=r"scale_loss: since scale_loss the gradients of a part"):
+        run_backward(model(inputs(1, lane)[0]), optimizer)
+    optimizer.zero_grad()
+    run_backward(model(inputs(1, lane)[0]), optimizer)
+    optimizer.step()
+    assert outcome(optimizer) == "APPLIED"
+
+
+@with_masters
+@pytest.mark.parametrize("part", ["body", "head"])
+def test_clearing_a_part_inside_of_the_block_clears_that_part(lane: Lane, level: str, part: str) -> None:
+    model = Parts().to(lane.device)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, verbosity=0, init_scale=64.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for x in inputs(3, lane):
+        optimizer.zero_grad()
+        with xamp.scale_loss(model(x), optimizer) as scaled:
+            scaled.backward()
+            model.get_submodule(part).zero_grad()
+        optimizer.step()
+    stays = {name: torch.equal(p, before[name]) for name, p in model.named_parameters()}
+    assert stays == {name: name.startswith(part) for name in before}
 
 
 @with_masters
