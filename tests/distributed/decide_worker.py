@@ -220,9 +220,28 @@ def idle_while_others_pass(level: str) -> Result:
     return {}
 
 
+def frozen(level: str, thaws: str = "") -> Result:
+    """DDP leaves out what was frozen when it was made; the optimizer has it too, and it may be thawed at some time."""
+    model, optimizer = start(level)
+    model.weight.requires_grad_(False)
+    wrapped = DistributedDataParallel(model, process_group=everybody())
+    if thaws == "later":
+        train(wrapped, optimizer, steps=1)
+    model.weight.requires_grad_(bool(thaws))
+    return train(wrapped, optimizer, in_part=bool(thaws))  # a rank's own gradient of what is thawed
+
+
+def thawed(level: str) -> Result:
+    return frozen(level, "at once")
+
+
+def thawed_later(level: str) -> Result:
+    return frozen(level, "later")
+
+
 DECIDE = (
     *(ddp, given, halves_alone, halves_together, noop, own_hook, local_steps, averaged_over_halves, compressed),
-    *(built_in, idle, idle_sharded, divided, idle_while_others_pass),
+    *(built_in, idle, idle_sharded, divided, idle_while_others_pass, frozen, thawed, thawed_later),
 )
 
 # ------------------------------------------------------------------ several sessions in one group

@@ -5,6 +5,8 @@ reduction. ``two``: two models in a DDP each; the first postpones its reduction 
 ``compiled``: DDP around a compiled model, in whose graph nothing is noted again.
 ``whole``: a whole compiled training step, with a DDP that is made after ``initialize``, against the eager one.
 ``before``: DDP is there before the session.
+``inside``: so it is, and not given to ``initialize``, which is told of it.
+``closed``: the session is closed, and a DDP that is made anew reduces.
 ``gone``: nothing keeps a DDP that has trained, nor its model.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging.handlers
 import os
 import sys
 import weakref
@@ -115,6 +118,34 @@ def before(level: str, rank: int) -> dict[str, Any]:
     return {"seen": moved, "grads": [p.flatten().tolist() for p in model.parameters()]}
 
 
+def inside(level: str, rank: int) -> dict[str, Any]:
+    whole = nn.Sequential(nn.Linear(8, 4))
+    ddp = DistributedDataParallel(whole)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    seen = [refused(lambda: xamp.initialize(whole, optimizer, level, verbosity=0))]
+    seen.append(refused(lambda: xamp.initialize(whole[0], optimizer, level, verbosity=0)))
+    ddp(data(0, rank)).square().mean().backward()
+    return {"seen": seen, "grads": [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]}
+
+
+def closed(level: str, rank: int) -> dict[str, Any]:
+    model: Any = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    backward(ddp(data(0, rank)).square().mean(), optimizer)
+    optimizer.step()
+    said = logging.handlers.BufferingHandler(100)
+    logging.getLogger("xamp").addHandler(said)
+    xamp.session(model).close()
+    warned = ["wrap the model again" in record.getMessage() for record in said.buffer]
+    optimizer.zero_grad()
+    anew = DistributedDataParallel(model)
+    anew(data(1, rank)).square().mean().backward()
+    casts = level in ("O2", "O3", "O5")
+    return {"seen": [warned == [True] * (casts and rank == 0)], "grads": [p.grad.tolist() for p in model.parameters()]}
+
+
 def gone(level: str, rank: int) -> dict[str, Any]:
     model: Any = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,9 +179,8 @@ def main(mode: str, level: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    result = {"part": part, "two": two, "compiled": compiled, "whole": whole, "before": before, "gone": gone}[mode](
-        level, rank
-    )
+    modes = (part, two, compiled, whole, before, inside, closed, gone)
+    result = {each.__name__: each for each in modes}[mode](level, rank)
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

@@ -62,6 +62,16 @@ def test_a_model_that_ddp_already_wraps_trains(level: str, torchrun: Torchrun) -
     assert_ranks_agree(torchrun("parts_worker.py", "before", level))
 
 
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_model_that_lies_in_a_ddp_is_refused_and_the_ddp_goes_on(level: str, torchrun: Torchrun) -> None:
+    assert_ranks_agree(torchrun("parts_worker.py", "inside", level))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+def test_after_close_a_new_ddp_reduces_and_the_old_one_is_told_of(level: str, torchrun: Torchrun) -> None:
+    assert_ranks_agree(torchrun("parts_worker.py", "closed", level))
+
+
 def assert_ranks_agree(ranks: list[dict[str, Any]]) -> None:
     """The same numbers on both, and all that a worker was to see seen."""
     first, second = ranks

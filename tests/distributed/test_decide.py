@@ -36,8 +36,9 @@ def decided(ranks: Found, case: str) -> list[tuple[list[str], list[float]]]:
 @pytest.mark.parametrize(
     ("case", "agreed"),
     [
-        *((averages, 0) for averages in ("ddp", "given", "compressed", "built_in")),
+        *((averages, 0) for averages in ("ddp", "given", "compressed", "built_in", "frozen")),
         *((differs, 3) for differs in ("halves_together", "noop", "own_hook", "local_steps", "averaged_over_halves")),
+        *((differs, 3) for differs in ("thawed", "thawed_later")),
     ],
 )
 def test_all_ranks_of_the_group_skip_and_back_off(ranks: Found, case: str, agreed: int, level: str) -> None:

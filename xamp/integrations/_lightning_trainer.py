@@ -16,7 +16,7 @@ from xamp.integrations._lightning_plugin import Plugin
 from xamp.sessions.clipping import clip_grad_norm_
 from xamp.sessions.initialize import initialize
 from xamp.sessions.scale_loss import scale_loss
-from xamp.sessions.session import Session, session
+from xamp.sessions.session import Session, end_session, session
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["TrainerRules"]
@@ -69,11 +69,11 @@ class TrainerRules(Plugin):
             devices = [next(model.parameters()).device for model in self._models]
             self._kept = _without_masters(found.state_dict())
             try:
-                found.close()
+                end_session(found.engine)
             except StateError:  # the run ended between a backward and its step
                 for optimizer in self._optimizers:
                     optimizer.zero_grad()
-                found.close()
+                end_session(found.engine)
             for model, device in zip(self._models, devices, strict=True):
                 model.to(device)
         self._optimizers, self._models = (), []

@@ -28,7 +28,7 @@ import torch
 from xamp.ground.log import is_rank_zero
 from xamp.integrations.accelerate import check_free, drive
 from xamp.sessions.initialize import initialize
-from xamp.sessions.session import Session, find_session
+from xamp.sessions.session import Session, end_session, find_session
 from xamp.sessions.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TrainerMixin:
         made = base.create_optimizer(*args, **kwargs)
         found = self.xamp_session
         if found is not None and found.engine.states and not found.engine.serves(made):
-            found.close()  # of an earlier Trainer of this model, whose optimizer this one replaces
+            end_session(found.engine)  # of an earlier Trainer of this model, whose optimizer this one replaces
             found = None
         if found is None or not found.engine.states:
             initialize(unwrap(self.model), made, **self.xamp_settings)

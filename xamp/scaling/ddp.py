@@ -22,12 +22,16 @@ from xamp.ground.log import say
 from xamp.ground.pickle_names import pickled_as
 
 __all__ = [
+    "around",
     "averages",
+    "end",
     "has_replicated",
+    "held",
     "note_given",
     "note_wrapper",
     "note_wrapper_while_tracing",
     "noted",
+    "reduced",
     "search",
     "warn_of_memory",
 ]
@@ -40,6 +44,8 @@ _MEMORY = ("use_error_feedback", "warm_start")
 
 noted: Any = WeakIdKeyDictionary()
 """By DDP: whether its last forward with gradients enabled asked for a reduction. None: ask the DDP when needed."""
+_ended: Any = WeakIdKeyDictionary()
+"""The DDPs that reduce nothing any more; see :func:`end`."""
 
 
 @keep_eager
@@ -103,8 +109,48 @@ def note_given(wrapper: object) -> None:
 def search(params: Iterable[torch.Tensor]) -> list[Any]:
     """Return the DDPs that hold any of ``params``, where none was noted. This searches all objects."""
     ids = {id(p) for p in params}
-    ddps: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    ddps = (ddp for ddp in found if "reducer" in vars(ddp))  # none whose making has failed
     return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
+
+
+def held(ddp: Any) -> set[int]:
+    """Return the ids of the parameters in ``ddp``, without those that it was told to ignore."""
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    return {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+
+
+def reduced(ddp: Any) -> set[int]:
+    """Return the ids of the parameters whose gradients ``ddp`` reduces; empty where it does not tell.
+
+    It leaves out what was frozen when it was made, and tells how many it took. Where another number requires a gradient
+    now, some were frozen or thawed since.
+    """
+    taken = held(ddp)
+    trained = {id(p) for p in ddp.module.parameters() if p.requires_grad} & taken
+    return trained if len(trained) == ddp._get_ddp_logging_data().get("num_parameter_tensors") else set()
+
+
+def around(params: Iterable[torch.Tensor]) -> dict[Any, set[int]]:
+    """Return the DDPs that reduce gradients of any of ``params``, or may, each with the ids of all that it reduces.
+
+    Once such a parameter gets another dtype, DDP reduces its gradient no more, and nothing says so: torch makes the
+    node anew that adds gradients up, and DDP's hook was on the old one. This searches all objects.
+    """
+    params = list(params)
+    if not search(params):
+        return {}
+    gc.collect()  # those of an earlier session that nobody holds any more
+    ids = {id(p) for p in params}
+    found = {ddp: reduced(ddp) or held(ddp) for ddp in search(params) if ddp not in _ended}
+    return {ddp: taken for ddp, taken in found.items() if not ids.isdisjoint(taken)}
+
+
+def end(ddps: Iterable[Any]) -> None:
+    """Remember that ``ddps`` reduce nothing any more: their parameters were given another dtype."""
+    for ddp in ddps:
+        _ended[ddp] = True
+        noted.pop(ddp, None)
 
 
 def has_replicated(module: nn.Module) -> bool:

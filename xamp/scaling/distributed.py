@@ -67,19 +67,23 @@ class _Plan:
     Attributes:
         params: the parameters of the step.
         groups: process groups of more than one rank, over each of which the ranks agree; empty: this rank is alone.
-        averagers: DDPs that hold all of ``params`` between them and span exactly the ranks of the one group; empty
+        averagers: DDPs that reduce all of ``params`` between them and span exactly the ranks of the one group; empty
             where there are none, so that the gradients of the ranks may differ. Weak: a DDP holds the model, by which
             sessions are known.
+        frozen: those of ``params`` that no DDP reduces and that had no gradient when the plan was made.
     """
 
     params: Sequence[torch.Tensor] = ()
     groups: Sequence[Any] = ()
     averagers: Sequence[weakref.ref[DistributedDataParallel]] = ()
+    frozen: Sequence[torch.Tensor] = ()
 
     def averages(self) -> bool:
         """Return whether all ranks get the same gradients from :attr:`averagers`, which then are some, and alive."""
         found = [ref() for ref in self.averagers]
-        return bool(found) and all(ddp is not None and ddps.averages(ddp) for ddp in found)
+        if not found or any(param.requires_grad for param in self.frozen):
+            return False
+        return all(ddp is not None and ddps.averages(ddp) for ddp in found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +118,8 @@ class Wrappers:
     def __init__(self, models: Sequence[weakref.ref[nn.Module]], group: Any) -> None:
         self._models = models
         self._group = group
-        self._held: Any = WeakIdKeyDictionary()  # DDP -> ids of the parameters it reduces
+        self._held: Any = WeakIdKeyDictionary()  # DDP -> ids of its parameters
+        self._reduced: Any = WeakIdKeyDictionary()  # DDP -> ids of those that it is known to reduce
         self._searched_models = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
         self._layouts: dict[int, Layout] | None = None
@@ -134,8 +139,8 @@ class Wrappers:
                 ddps.note_given(module)
         new = [ddp for ddp in ddps.noted if ddp not in self._held]
         for ddp in new:
-            ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-            self._held[ddp] = {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+            self._held[ddp] = ddps.held(ddp)
+            self._reduced[ddp] = ddps.reduced(ddp)
             self._plan = _Plan()
         return new
 
@@ -185,10 +190,11 @@ class Wrappers:
             return _Plan(params, groups)
         ranks = ranks_of(groups[0])
         spanning = [ddp for ddp in self._holding(params) if ranks_of(ddp.process_group) == ranks]
-        held: set[int] = set().union(*(self._held[ddp] for ddp in spanning))
-        return _Plan(
-            params, groups, [weakref.ref(ddp) for ddp in spanning] if all(id(p) in held for p in params) else ()
-        )
+        reduced: set[int] = set().union(*(self._reduced[ddp] for ddp in spanning))
+        others = [p for p in params if id(p) not in reduced]
+        if any(p.requires_grad for p in others):
+            return _Plan(params, groups)
+        return _Plan(params, groups, [weakref.ref(ddp) for ddp in spanning], others)
 
     def _between(self, params: Iterable[torch.Tensor]) -> Iterator[Any]:
         """Yield the groups between whose ranks elements of ``params`` are divided: a part is not stepped alone."""

@@ -17,9 +17,10 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
-from xamp.scaling.ddp import has_replicated
-from xamp.scaling.distributed import is_shard, is_sharded
+from xamp.scaling import ddp as ddps
+from xamp.scaling.distributed import is_running, is_shard, is_sharded
 from xamp.scaling.engine import Engine
+from xamp.scaling.fsdp import sharded_params
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero, state_of
@@ -162,7 +163,8 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
     Raises:
         PolicyError: a model is fp16 or bf16 at a level that does not take it so, or its parameters have no shape yet.
         UnsupportedPolicy: a ScriptModule is in a model whose parameters are to be cast.
-        StateError: a wrapper is around the model already that must come after ``initialize``.
+        StateError: a wrapper is around the model already that must come after ``initialize``, or one that must be given
+            to it itself.
     """
     if policy.spared_inputs:
         found = (getattr(model, name, None) for model in models for name in policy.methods)
@@ -190,6 +192,8 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
                 raise _half_model(name, param.dtype, type(model).__name__, policy.level)
         if policy.casts_parameters:
             _check_castable(model, outer, policy)
+    if policy.casts_parameters:
+        _check_not_inside(models, policy)
 
 
 def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
@@ -208,13 +212,9 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
     name = type(model).__name__
     uncast = levels_where(lambda row: not row.casts_parameters)
     if _holds(outer, DistributedDataParallel):
-        raise StateError(
-            f"initialize(level={level!r}): DistributedDataParallel already wraps this {name} and has laid its buckets "
-            "out for fp32. Give initialize the bare model and wrap what it returns; "
-            f"{listed(uncast, 'and')} take a wrapped one."
-        )
+        raise _wrapped(model, policy)
     for module in model.modules():
-        if has_replicated(module):
+        if ddps.has_replicated(module):
             raise StateError(
                 f"initialize(level={level!r}): replicate() has run this {name} already and has laid its buckets out "
                 "for fp32. Call initialize before the first forward, or before replicate(); "
@@ -238,6 +238,38 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
                 f"initialize(level={level!r}): a part of this {name} ({type(module).__name__}) was given to initialize "
                 f"before. Close that session first, or give both models in one call at {listed(uncast)}."
             )
+
+
+def _wrapped(model: nn.Module, policy: Policy, from_before: str = "") -> StateError:
+    uncast = levels_where(lambda row: not row.casts_parameters)
+    return StateError(
+        f"initialize(level={policy.level!r}): DistributedDataParallel already wraps this {type(model).__name__} and "
+        f"has laid its buckets out for fp32. Give initialize the bare model and wrap what it returns{from_before}; "
+        f"{listed(uncast, 'and')} take a wrapped one."
+    )
+
+
+def _check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse models that lie in a wrapper that was not given itself: DDP and FSDP1 leave no module of theirs in them.
+
+    Raises:
+        StateError: a DDP reduces a parameter, or FSDP1 shards one and is in no model.
+    """
+    found = ddps.around(p for model in models for p in model.parameters()) if is_running() else {}
+    reduced: set[int] = set().union(*found.values())
+    known = {id(p) for p in sharded_params(module for model in models for module in model.modules())}
+    for model in models:
+        for name, param in model.named_parameters():
+            if id(param) in reduced:
+                raise _wrapped(model, policy, ", and delete a wrapper that was made before (del ddp)")
+            if is_shard(param) and id(param) not in known:
+                uncast = levels_where(lambda row: not row.casts_parameters)
+                raise StateError(
+                    f"initialize(level={policy.level!r}): FSDP shards parameter {name!r} of this "
+                    f"{type(model).__name__} from outside, which initialize does not reach. Give "
+                    "xamp.initialize the FullyShardedDataParallel module itself; "
+                    f"{listed(uncast, 'and')} take what is inside too."
+                )
 
 
 def _holds(outer: nn.Module, kind: type) -> bool:

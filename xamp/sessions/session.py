@@ -6,6 +6,7 @@ A :class:`Session` gives one model or optimizer access to its :class:`~xamp.scal
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Literal, overload
@@ -17,8 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.casting.region import Region
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground.log import say
 from xamp.policy import Policy
+from xamp.scaling import ddp as ddps
+from xamp.scaling.distributed import is_running
 from xamp.scaling.engine import Engine
+from xamp.scaling.masters import is_lowered
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.sessions import checkpoint, metrics
@@ -28,6 +33,7 @@ from xamp.sessions.wrappers import optimizer_in, unwrap
 __all__ = [
     "Session",
     "StepOutcome",
+    "end_session",
     "find_session",
     "forget_sessions",
     "load_state_dict",
@@ -162,15 +168,36 @@ class Session:
     def close(self) -> None:
         """Make the models and optimizers plain fp32 objects again. A second call does nothing.
 
-        If memory runs out, the session stays as it is. Ctrl-C during the call is raised when all is given back.
+        If memory runs out, the session stays as it is. Ctrl-C during the call is raised when all is given back. At O2,
+        O3 and O5 a DistributedDataParallel around a model reduces no gradients after this call, and a warning says so:
+        wrap the model again before you train on.
 
         Raises:
             StateError: a ``scale_loss`` is open, gradients are still scaled, or ``initialize(delegate=True)`` handed
                 the models to another implementation.
         """
-        self.engine.check_closable()
-        self.engine.undo.prepare()
-        self.engine.undo.unwind()
+        if end_session(self.engine):
+            say(
+                "close(): the model's parameters are fp32 again, and the DistributedDataParallel around them reduces "
+                "their gradients no more. To train on, wrap the model again: DistributedDataParallel(model).",
+                level=logging.WARNING,
+            )
+
+
+def end_session(engine: Engine) -> bool:
+    """Do what :meth:`Session.close` does, for a caller that wraps the models again before they are trained.
+
+    Returns:
+        Whether a DDP is left that reduces no gradients any more, as it waits for those of parameters in the dtype that
+        they had.
+    """
+    engine.check_closable()
+    lowered = [p for model in engine.models().values() for p in model.parameters() if is_lowered(p)]
+    left = ddps.around(lowered) if lowered and is_running() else {}
+    engine.undo.prepare()
+    engine.undo.unwind()
+    ddps.end(left)
+    return bool(left)
 
 
 def register(engine: Engine, objects: Iterable[object]) -> None:

@@ -129,7 +129,7 @@ def test_a_model_that_ddp_already_wraps(level: str) -> None:
         model, optimizer = used(lane)
         wrapped = DistributedDataParallel(model)
         for given in (wrapped, nn.Sequential(wrapped)):
-            with refused(StateError, "bare model and wrap what it returns", model, optimizer):
+            with refused(StateError, "bare model and wrap what it returns; O0, O1 and O4", model, optimizer):
                 xamp.initialize(given, optimizer, level=level)
         for taken in ("O0", "O1", "O4"):
             xamp.initialize(wrapped, optimizer, level=taken, verbosity=0)
