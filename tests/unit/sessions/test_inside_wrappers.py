@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import xamp
 from xamp.errors import StateError
 from xamp.policy import levels_where
+from xamp.scaling import ddp as ddps
 from xamp.sessions.session import end_session
 
 CAST = levels_where(lambda row: row.casts_parameters)
@@ -93,6 +94,15 @@ def test_what_the_ddp_does_not_reduce_is_taken() -> None:
     start(whole[1], "O2")
     refuses(whole[2], "O2", WRAPPED)
     assert ddp.module is whole
+
+
+def test_which_gradients_a_ddp_is_known_to_reduce() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    assert ddps.reduced(ddp) == {id(p) for p in model[2].parameters()}
+    model[0].requires_grad_(True)
+    assert ddps.reduced(ddp) == set()
 
 
 def test_what_was_frozen_since_is_refused() -> None:
