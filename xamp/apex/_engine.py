@@ -282,10 +282,8 @@ class ApexEngine(Engine):
         super().adopt_group(state, group)
         self.masters.lower(self.masters.pairs[known:])
 
-    def _owed(self, states: Sequence[OptimizerState]) -> Sequence[int]:
-        """See :meth:`Engine._owed`. With Apex the scale of a loss with ``delay_unscale`` does not move."""
-        super()._owed(states)
-        return ()
+    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Do nothing: with Apex the scale of a loss with ``delay_unscale`` does not move."""
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.

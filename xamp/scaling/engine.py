@@ -102,6 +102,7 @@ class Engine:
             self._watch.follow(models)
         self.masters = self.masters_class(self)
         self._alone = True  # on entering scale_loss, nothing was shared between processes
+        self._any_owed = False  # some scale moves by the check of another; see Gradients.owed
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
 
@@ -329,6 +330,7 @@ class Engine:
         elif params and self._wrappers.postponed(params):
             why = "the wrapper's no_sync postponed its reduction"
         if why is not None:
+            self._any_owed = True
             for state in states:
                 state.gradients.postpone(scaler, why)
             return
@@ -339,20 +341,19 @@ class Engine:
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_checks.is_settled:
             self._rank_checks.look()  # all ranks have written by now: see there
-        for index in self._owed(states):
-            if index != scaler.index and not delay_overflow_check:
-                self._scalers[index].update(found_inf)
+        if self._any_owed and not delay_overflow_check:
+            self._move_owed(states, scaler, found_inf)
         if not delay_overflow_check:
             scaler.update(found_inf)
 
-    def _owed(self, states: Sequence[OptimizerState]) -> Sequence[int]:
-        """Take the indices of the loss scales whose backwards were left scaled, and are checked now with another's."""
-        found: dict[int, None] = {}
+    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Move the scales of backwards that were left scaled and are checked now, with that of ``scaler``."""
+        for index in dict.fromkeys(i for state in states for i in state.gradients.owed):
+            if index != scaler.index:
+                self._scalers[index].update(found_inf)
         for state in states:
-            if state.gradients.owed:
-                found |= state.gradients.owed
-                state.gradients.owed.clear()
-        return list(found)
+            state.gradients.owed.clear()
+        self._any_owed = any(state.gradients.owed for state in self._states)
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""

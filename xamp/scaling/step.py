@@ -203,7 +203,12 @@ class OptimizerState:
         """
         if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
-        self.notice_groups(call)
+        optimizer: Any = self._optimizer()
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if count != self.gradients.count:
+            self.notice_groups(call)
         self.gradients.settle(call)
 
     def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

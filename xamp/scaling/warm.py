@@ -90,16 +90,16 @@ class WarmState:
     def _is_laid_out_alike(self) -> bool:
         """Return whether each parameter has the strides of its gradient and of its state.
 
-        All are contiguous in most models. That costs 35 us for the gradients of 300 parameters; what moves a parameter
-        to another memory format moves its gradient too, and state is looked at again where it is loaded.
+        All are contiguous in most models. To see that takes 35 us for the gradients of 300 parameters; what moves a
+        parameter to another memory format moves its gradient too, and state is looked at again where it is loaded.
         """
         if torch.compiler.is_compiling():  # a graph is bound to the strides, and has no use for what was seen before
             return all(p.grad is None or p.grad.stride() == p.stride() for p in self._gradients.stepped)
-        grads = [g for p in self._gradients.stepped for g in (p.grad,) if g is not None]
-        are_contiguous = all(map(_is_contiguous, grads))
+        stepped = self._gradients.stepped
+        are_contiguous = all(map(_is_contiguous, [g for p in stepped for g in (p.grad,) if g is not None]))
         if self._contiguous and are_contiguous:
             return True
-        held = [p for p in self._gradients.stepped if p.grad is not None]
+        held = [p for p in stepped if p.grad is not None]
         state = _state_of(self._optimizer())
         beside = [_beside(param, state) for param in held]
         self._contiguous = are_contiguous and all(map(_is_contiguous, [*held, *(t for ts in beside for t in ts)]))
