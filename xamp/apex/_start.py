@@ -55,6 +55,8 @@ def start_engine(
     policy = _policy(properties, scaling, output_dtype)
     checks.check_capabilities(backend, device, policy)
     arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _is_already_under(m, policy)])
+    if policy.casts_parameters:
+        checks.check_not_inside(arguments.given, policy)
     engine = set_up(policy, backend, device, arguments, ApexEngine)
     assert isinstance(engine, ApexEngine)
     return (engine, arguments.undo.before.clear())[0]  # type: ignore[func-returns-value]  # see xamp.initialize

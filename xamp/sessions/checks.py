@@ -33,6 +33,7 @@ __all__ = [
     "check_capabilities",
     "check_models",
     "check_not_initialized",
+    "check_not_inside",
     "check_not_sharded_since",
     "check_not_shared",
     "check_op_policy",
@@ -193,7 +194,7 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
         if policy.casts_parameters:
             _check_castable(model, outer, policy)
     if policy.casts_parameters:
-        _check_not_inside(models, policy)
+        check_not_inside(models, policy)
 
 
 def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
@@ -249,7 +250,7 @@ def _wrapped(model: nn.Module, policy: Policy, from_before: str = "") -> StateEr
     )
 
 
-def _check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
+def check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
     """Refuse models that lie in a wrapper that was not given itself: DDP and FSDP1 leave no module of theirs in them.
 
     Raises:

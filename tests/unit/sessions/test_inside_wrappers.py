@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
+from xamp.apex import amp
 from xamp.errors import StateError
 from xamp.policy import levels_where
 from xamp.scaling import ddp as ddps
@@ -69,6 +70,21 @@ def test_a_ddp_around_the_model_or_more(has_run: bool, level: str) -> None:
         ddp(torch.ones(2, 8)).sum().backward()
     for inside in (model, model[0]):
         refuses(inside, level, WRAPPED)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_under_apex_too(level: str) -> None:
+    """The real Apex takes it, and then no gradient is reduced."""
+    model = net()
+    ddp = DistributedDataParallel(model)
+    before = Snapshot(model)
+    if level == "O1":
+        assert amp.initialize(ddp.module, sgd(model), opt_level=level, verbosity=0)[0] is model
+        xamp.session(model).close()
+        return
+    with pytest.raises(StateError, match=WRAPPED):
+        amp.initialize(ddp.module, sgd(model), opt_level=level, verbosity=0)
+    before.assert_same()
 
 
 @pytest.mark.parametrize("level", PLAIN)
