@@ -1,8 +1,9 @@
 """Says what to do where a tensor of another dtype meets parameters that xamp has cast.
 
-torch's error names two dtypes and no cause. At the levels that cast parameters there are four causes: a method other
-than those under the policy was called, a module came after ``initialize``, an argument is an object that xamp does not
-look into, or the model itself makes fp32 tensors. Nothing here runs before an error is raised.
+torch's error names two dtypes and no cause. At the levels that cast parameters there are six causes: a method other
+than those under the policy was called, a parameter came or was cast after ``initialize``, an argument is an object that
+xamp does not look into, an operator is not there in the lower dtype, or the model itself makes fp32 tensors. Nothing
+here runs before an error is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from xamp.scaling.masters import is_lowered
 
 __all__ = ["entry_points", "explain_forward", "with_explanation"]
 
-_ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half ")
+_ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half |not implemented for")
 
 
 _NAMES = {torch.float16: ("Half", "half", "float16"), torch.bfloat16: ("BFloat16", "bfloat16")}
@@ -45,8 +46,12 @@ def explain_forward(error: RuntimeError, module: nn.Module, values: tuple[Any, .
         values: the arguments, after they were cast.
     """
     dtype = _lowered_dtype(error, module)
-    if dtype is not None:
+    if dtype is not None and "not implemented for" in str(error):
+        _append(error, _no_kernel(dtype))
+    elif dtype is not None:
         _append(error, _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype))
+    elif _is_about_lower(error) and (text := _cast_later(module)) is not None:
+        _append(error, text)
 
 
 def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,11 +139,21 @@ def _is_explained_further_up() -> bool:
 
 def _lowered_dtype(error: RuntimeError, module: nn.Module) -> torch.dtype | None:
     """Return the dtype that the parameters of ``module`` were cast to, if ``error`` may come of it."""
-    if getattr(error, "_xamp_explained", False) or not _ABOUT_DTYPES.search(str(error)):
+    if not _is_about_lower(error) or _cast_later(module) is not None:
         return None
     dtype = next((param.dtype for param in module.parameters() if is_lowered(param)), None)
-    # A mismatch with these parameters names their dtype. Other errors about dtypes (of class labels) have other causes.
-    return dtype if dtype is not None and any(name in str(error) for name in _NAMES[dtype]) else None
+    return dtype if dtype is not None and _names_one(error, (dtype,)) else None
+
+
+def _is_about_lower(error: RuntimeError) -> bool:
+    """Return whether ``error``, which nobody has explained, is about dtypes, and one of them is a lower one."""
+    explained = getattr(error, "_xamp_explained", False)
+    return not explained and _ABOUT_DTYPES.search(str(error)) is not None and _names_one(error, _NAMES)
+
+
+def _names_one(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
+    # A mismatch with lowered parameters names their dtype. Other errors about dtypes (of labels) have other causes.
+    return any(name in str(error) for dtype in dtypes for name in _NAMES[dtype])
 
 
 def _append(error: RuntimeError, text: str) -> None:
@@ -146,15 +161,28 @@ def _append(error: RuntimeError, text: str) -> None:
     error._xamp_explained = True  # type: ignore[attr-defined]
 
 
+def _cast_later(module: nn.Module) -> str | None:
+    """The text for a parameter that xamp cast, and that ``module.float()`` or ``.double()`` has cast since."""
+    for name, param in module.named_parameters():
+        if is_lowered(param) and param.dtype not in _NAMES:
+            return (
+                f"{name} of {type(module).__name__} was cast to {param.dtype} after xamp.initialize. Call "
+                "xamp.session(model).close() instead, which leaves the model in fp32, or take model.state_dict(), "
+                "which is fp32 anyway."
+            )
+    return None
+
+
 def _late_module(module: nn.Module) -> str | None:
     """The text for a module that has fp32 parameters, though neither ``keep_fp32`` nor the level keeps it so."""
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) or not name:
+        if isinstance(part, _BatchNorm) or (name and _kept(module, name)):
             continue
         for key, param in part._parameters.items():
-            if param is not None and param.dtype is torch.float32 and not is_lowered(param) and not _kept(module, name):
+            if param is not None and param.dtype is torch.float32 and not is_lowered(param):
+                whole = f"{name}.{key}" if name else key
                 return (
-                    f"{name}.{key} of {type(module).__name__} is torch.float32: it came after xamp.initialize, which "
+                    f"{whole} of {type(module).__name__} is torch.float32: it came after xamp.initialize, which "
                     "cast the others. Call xamp.session(model).close(), change the model, and initialize it again."
                 )
     return None
@@ -189,6 +217,14 @@ def _in_store(value: Any) -> list[Any]:
         return list(found.values()) if isinstance(found, dict) else []
     except Exception:  # it is somebody else's code, and this is help only
         return []
+
+
+def _no_kernel(dtype: torch.dtype) -> str:
+    return (
+        f"the parameters of this model are {dtype}, in which this operator does not exist here. Keep the module that "
+        "calls it in fp32 (keep_fp32=), or use a level that leaves the parameters in fp32 "
+        f"({listed(levels_where(lambda row: row.casts_operators))})."
+    )
 
 
 def _own_tensors(dtype: torch.dtype) -> str:

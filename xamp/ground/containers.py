@@ -90,9 +90,16 @@ def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, cas
     return value
 
 
+def _is_same(new: Any, old: Any) -> bool:
+    """Return whether the cast of ``old`` gave ``old`` back. The compiler cannot tell two tuples apart by identity."""
+    if isinstance(old, tuple) and torch.compiler.is_compiling():
+        return all(map(_is_same, new, old))
+    return new is old
+
+
 def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, cast_item: _CastItem) -> Any:
     items = [cast_item(item, dtype, device_type) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if all(map(_is_same, items, value)):
         return value
     kind = type(value)
     if kind is list:
@@ -116,12 +123,14 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, cast_
     changed = {}
     for key, item in value.items():
         new = cast_item(item, dtype, device_type)
-        if new is not item:
+        if not _is_same(new, item):
             changed[key] = new
     if not changed:
         return value
     if type(value) is dict:
         return {**value, **changed}
+    if type(value) is collections.defaultdict:  # the compiler cannot trace its copy
+        return collections.defaultdict(value.default_factory, {**value, **changed})
     filled = copy.copy(value)
     for key, item in changed.items():
         filled[key] = item  # for a Hugging Face ModelOutput this sets the attribute of that name too
@@ -135,7 +144,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, device_type: str | None, cas
             continue
         item = getattr(value, field.name)
         new = cast_item(item, dtype, device_type)
-        if new is not item:
+        if not _is_same(new, item):
             changed[field.name] = new
     if not changed:
         return value

@@ -122,6 +122,68 @@ def test_a_module_that_came_later_is_named(hidden: bool, level: str, lane: Lane)
     assert model(batch(lane)).dtype is torch.float32
 
 
+class Rooted(nn.Module):
+    """Holds a parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = nn.Parameter(torch.ones(2, 4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.points)
+        return found
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_parameter_of_the_model_itself_that_came_later_is_named(level: str, lane: Lane) -> None:
+    model = Rooted().to(lane.device)
+    xamp.initialize(model, level=level, verbosity=0)
+    model.points = nn.Parameter(torch.ones(3, 4, device=lane.device))
+    assert "\nxamp: points of Rooted is torch.float32: it came after xamp.initialize" in message(model)
+    xamp.session(model).close()
+    xamp.initialize(model, level=level, verbosity=0)
+    assert model().dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("part", ["", "decoder"])
+def test_a_cast_after_initialize_is_named(part: str, dtype: torch.dtype, level: str, lane: Lane) -> None:
+    if dtype is torch.float64 and lane.device.type in ("mps", "npu"):
+        pytest.skip(f"{lane} has no float64")
+    model = coder(lane, level)
+    model.get_submodule(part).to(dtype)
+    name = f"{part or 'encoder'}.weight"
+    said = message(model, batch(lane))
+    assert said.count("xamp:") == 1
+    assert f"\nxamp: {name} of Coder was cast to {dtype} after xamp.initialize." in said
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    xamp.session(model).close()
+    assert model(batch(lane)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_a_cast_after_initialize_is_no_cause_of_other_errors(level: str, lane: Lane) -> None:
+    model = coder(lane, level).float()
+    assert "xamp" not in message(model.encode, batch(lane)[:, :1])
+    assert "xamp" not in message(model.encode, batch(lane).long())
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_an_operator_that_the_lower_dtype_lacks_is_told_from_a_mismatch(level: str, lane: Lane) -> None:
+    class Lacking(Coder):
+        def forward(self, x: Any) -> torch.Tensor:
+            raise NotImplementedError(f'"orgqr_cpu" not implemented for {kinds[self.encoder.weight.dtype]!r}')
+
+    kinds = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+    model = Lacking().to(lane.device)
+    xamp.initialize(model, level=level, verbosity=0)
+    said = message(model, batch(lane))
+    assert "in which this operator does not exist here. Keep the module that calls it in fp32 (keep_fp32=)" in said
+    assert "a tensor that the model makes itself" not in said
+
+
 @pytest.mark.parametrize("level", CAST)
 def test_kept_modules_are_not_taken_for_later_ones(level: str, lane: Lane) -> None:
     model = coder(lane, level, keep_fp32=["decoder"])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from containers import leaves, shape
 from lanes import Lane, needs_dtype
 from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import xamp
 from xamp.errors import StateError, UnsupportedPolicy
@@ -130,6 +133,75 @@ def test_containers_go_through_one_graph(level: str, lane: Lane) -> None:
     assert type(result) is Result
     assert result.logits.dtype == torch.float32
     assert ran_in(result.inside) == INSIDE[level]
+
+
+class Named(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+@dataclasses.dataclass
+class Held:
+    first: Any
+    second: Any = None
+
+
+TUPLES: dict[str, Callable[[Any], Any]] = {
+    "in a dict": lambda v: {"y": v, "past": (v, v)},
+    "in a list": lambda v: [(v, v)],
+    "in a tuple": lambda v: ((v, v), (v, (v, None))),
+    "in a dict of dicts": lambda v: {"a": {"b": v, "c": (v,)}},
+    "in a dataclass, with a list": lambda v: Held(([v, (v,)], v)),
+    "in a named tuple": lambda v: Named((v, v), Named(v)),
+    "a named tuple": lambda v: [Named(v, v), (Named(v), v)],
+    "a result of torch": lambda v: (torch.max(v, 0), v),
+    "in an OrderedDict": lambda v: collections.OrderedDict(a=v, b=(v, v)),
+    "in a defaultdict": lambda v: collections.defaultdict(list, {"a": (v, v)}),
+    "in a UserDict": lambda v: collections.UserDict({"a": (v, v)}),
+    "in part": lambda v: {"a": (v.double(), 3, None, v.shape), "b": (v, v.double()), "c": ()},
+}
+
+
+class Tupled(nn.Module):
+    """Takes and returns one of :data:`TUPLES`."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.make = make
+
+    def forward(self, x: torch.Tensor, state: Any = None) -> Any:
+        return self.make(self.inner(x)), state
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    *((level, {}) for level in LEVELS),
+    ("O2", {"cast_model_outputs": False}),
+    ("O5", {"cast_model_inputs": (Result,)}),
+    ("O4", {"op_policy": "portable"}),
+]
+
+
+@pytest.mark.parametrize("make", TUPLES.values(), ids=TUPLES)
+@pytest.mark.parametrize(("level", "arguments"), SETTINGS, ids=str)
+def test_a_tuple_in_a_container_goes_through_one_graph(
+    level: str, make: Callable[[Any], Any], arguments: dict[str, Any], lane: Lane
+) -> None:
+    model = start(Tupled(make).to(lane.device), level, lane, **arguments)
+    counted = CompileCounterWithBackend("eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend=counted)
+    state = make(batch(lane))
+    for keywords in ({"state": state}, {"state": {"inner": state}}):
+        eager = model(batch(lane), **keywords)
+        for _ in range(2):
+            result = compiled(batch(lane), **keywords)
+            assert shape(result) == shape(eager)
+            for new, old in zip(leaves(result), leaves(eager), strict=True):
+                if isinstance(old, torch.Tensor):
+                    assert (new.dtype, new.tolist()) == (old.dtype, old.tolist())
+                else:
+                    assert new == old
+    assert counted.frame_count == 2
 
 
 # ---------------------------------------------------------------- export and fx
