@@ -105,6 +105,7 @@ def test_values_and_gradients_are_near_those_of_fp32(overload: str, level: str) 
                 torch.testing.assert_close(a.float(), b, rtol=0.0 if exact else close, atol=0.0 if exact else close)
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated:UserWarning")  # torch says so once a process
 def test_the_functions_that_entries_call_reach_the_very_overload() -> None:
     """In torch's own record of calls; a function of ``torch._C`` stands for several overloads."""
     named = [(name, function) for name in ON_CPU for function in [portable.python_function(name)] if function]
