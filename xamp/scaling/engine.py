@@ -243,9 +243,9 @@ class Engine:
             entered: gets those of ``states`` whose gradients were touched.
             delay_unscale: the gradients are not unscaled on leaving, but later.
         """
+        self._begin_backward()  # first: what follows may raise, and then end_backward is called
         for state in states:
             state.notice_groups("scale_loss")
-        self._begin_backward()
         self._alone = self._wrappers.absent()
         fresh = () if self._alone else self._find_wrappers(states)
         if self.masters.pairs:
