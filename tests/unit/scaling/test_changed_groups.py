@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 import xamp
 from xamp.errors import StateError
-from xamp.registry import registry
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 
@@ -117,7 +116,7 @@ def test_clipping_and_the_decision_see_it(lane: Lane, level: str) -> None:
     optimizer.zero_grad()
     with xamp.scale_loss(model(torch.zeros(1, device=lane.device)), optimizer) as scaled:
         scaled.backward()
-        registry.resolve("auto", lane.device.type).make_overflow_(model.more.grad)
+        lane.overflow_(model.more.grad)
     optimizer.step()
     assert torch.equal(model.more, before)
     assert xamp.session(optimizer).stats.skipped == 1
