@@ -22,10 +22,9 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
 from xamp.scaling.step import OptimizerState
+from xamp.scaling.unprofiled import step_in, zero_grad_in
 
 __all__ = ["cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
-
-_is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
 
 
 def state_of(optimizer: object) -> OptimizerState | None:
@@ -110,13 +109,14 @@ def _subclass(base: type) -> type:
 
 def _step_of(base: Any) -> Callable[..., Any]:
     inner = base.step
+    choose = step_in(inner)
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # a scheduler reads it, and else warns of a wrong order
         own = self.__dict__.get("_xamp_own_step")
         if own is None:
-            own = functools.partial(inner, self)  # a bound method would come back as `self.step` when traced
+            own = functools.partial(choose(self), self)  # a bound method would come back as `self.step` when traced
         return self._xamp.step(own, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
@@ -127,21 +127,13 @@ def _step_of(base: Any) -> Callable[..., Any]:
 def _zero_grad_of(base: Any) -> Callable[..., None]:
     """Make a ``zero_grad`` that calls that of ``base`` and clears the gradients of the lowered parameters too."""
     inner = base.zero_grad
-    of_torch = inner is Optimizer.zero_grad
+    choose = zero_grad_in(inner)
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        short = of_torch and not args and not kwargs and not _is_compiling() and not _is_profiling()
-        self._xamp.zero_grad(functools.partial(_drop_gradients if short else inner, self), args, kwargs)
+        self._xamp.zero_grad(functools.partial(choose(*args, **kwargs), self), args, kwargs)
 
     return zero_grad
-
-
-def _drop_gradients(optimizer: Optimizer) -> None:
-    """Do what torch's ``zero_grad()`` does, without its entry for the profiler, which takes 17 us on a CPU."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = None
 
 
 class _Managed:

@@ -8,7 +8,6 @@ After the step the masters are written into the model. :mod:`xamp.scaling.outcom
 from __future__ import annotations
 
 import logging
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from xamp.scaling.master_versions import MasterVersions
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.scope import Scope
+from xamp.scaling.unprofiled import returned_from_step
 from xamp.scaling.warm import WarmState
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner", "has_stepped"]
@@ -36,8 +36,6 @@ _is_compiling = torch.compiler.is_compiling
 
 NOT_STEPPED = object()
 """Stands for the result of a step that has not returned one."""
-
-_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # torch's wrapper, whose `out` is the step's result
 
 
 class StepOwner(OutcomeOwner, Protocol):
@@ -442,10 +440,7 @@ def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseE
     Args:
         mark: what :meth:`OptimizerState._mark` returned before the step.
         result: what the step has returned, or :data:`NOT_STEPPED`.
-        error: the exception. Where a step hook raised it, torch's wrapper around the step has a result already; fused
-            kernels leave no other trace, for they move tensors without a new version.
+        error: the exception.
     """
-    if result is not NOT_STEPPED or (mark is not None and mark[0]._version != mark[1]):
-        return True
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_code is _HOOKED and "out" in frame.f_locals for frame in frames)
+    moved = mark is not None and mark[0]._version != mark[1]
+    return result is not NOT_STEPPED or moved or returned_from_step(error)

@@ -249,6 +249,25 @@ def test_a_post_hook_that_raises_comes_after_a_whole_step(level: str, optimizer:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_interrupt_right_behind_a_step_comes_after_a_whole_step(level: str, base: type, form: str) -> None:
+    """Without hooks too. A fused step leaves no trace in the tensors' versions."""
+    own = type("Interrupted", (base,), {"_optimizer_step_code": lambda self: self.then()})
+    (model, optimizer), (twin, other) = (made(level, one, **{form: True}) for one in (own, base))
+    for number, then in enumerate((lambda: None, interrupted, interrupted)):
+        optimizer.then = then  # type: ignore[attr-defined]
+        for one, its in ((model, optimizer), (twin, other)):
+            its.zero_grad()
+            backward(one, its)
+        with pytest.raises(KeyboardInterrupt) if number else contextlib.nullcontext():
+            optimizer.step()
+        other.step()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        assert xamp.session(optimizer).stats.applied == number + 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_pre_hook_that_raises_comes_before_the_step(level: str) -> None:
     model, optimizer = made(level)
     backward(model, optimizer)

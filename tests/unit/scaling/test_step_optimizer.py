@@ -20,6 +20,7 @@ from lanes import Lane
 from stepping import Dot, assert_follows, assert_same, at, inputs, iterate, outcome, plain_iterate, run_backward, twin
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import xamp
 from xamp.errors import PolicyError, UnsupportedPolicy
@@ -135,6 +136,22 @@ def test_step_hooks_run_exactly_once_for_an_applied_step(lane: Lane, level: str,
     for x in inputs(3, lane):
         iterate(model, optimizer, x)
     assert seen == [("before", True), ("after", True)] * 3
+
+
+@all_levels
+def test_hooks_of_all_optimizers_run_exactly_once(lane: Lane, level: str) -> None:
+    model, optimizer = start(lane, level)
+    x = inputs(1, lane)[0]
+    seen: list[str] = []
+    for register, name in (
+        (register_optimizer_step_pre_hook, "before"),
+        (register_optimizer_step_post_hook, "after"),
+    ):
+        handle = register(lambda o, *_, name=name: seen.append(name))
+        iterate(model, optimizer, x)
+        handle.remove()
+        iterate(model, optimizer, x)
+    assert seen == ["before", "after"]
 
 
 @all_levels
