@@ -22,7 +22,7 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
 from xamp.scaling.step import OptimizerState
-from xamp.scaling.unprofiled import step_in, zero_grad_in
+from xamp.scaling.unprofiled import step_of, zero_grad_of
 
 __all__ = ["cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
 
@@ -109,14 +109,13 @@ def _subclass(base: type) -> type:
 
 def _step_of(base: Any) -> Callable[..., Any]:
     inner = base.step
-    choose = step_in(inner)
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True  # a scheduler reads it, and else warns of a wrong order
         own = self.__dict__.get("_xamp_own_step")
         if own is None:
-            own = functools.partial(choose(self), self)  # a bound method would come back as `self.step` when traced
+            own = step_of(self, inner)
         return self._xamp.step(own, args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
@@ -127,11 +126,10 @@ def _step_of(base: Any) -> Callable[..., Any]:
 def _zero_grad_of(base: Any) -> Callable[..., None]:
     """Make a ``zero_grad`` that calls that of ``base`` and clears the gradients of the lowered parameters too."""
     inner = base.zero_grad
-    choose = zero_grad_in(inner)
 
     @functools.wraps(inner)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._xamp.zero_grad(functools.partial(choose(*args, **kwargs), self), args, kwargs)
+        self._xamp.zero_grad(zero_grad_of(self, inner, args, kwargs), args, kwargs)
 
     return zero_grad
 

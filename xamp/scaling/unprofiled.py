@@ -16,34 +16,30 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["returned_from_step", "step_in", "zero_grad_in"]
+__all__ = ["bound_step", "returned_from_step", "step_of", "zero_grad_of"]
 
 _is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
 
 
-def step_in(own: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
-    """Return a function that chooses, for an optimizer, what runs in place of its own ``step``.
+def step_of(optimizer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs in place of ``own``, the ``step`` of the optimizer's class, with the optimizer bound."""
+    if (
+        _is_compiling()
+        or _is_profiling()
+        or getattr(own, "__code__", None) is not _WRAPPER
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    ):
+        return functools.partial(own, optimizer)  # a bound method would come back as `optimizer.step` when traced
+    return functools.partial(_call, own.__wrapped__, optimizer)  # type: ignore[attr-defined]
 
-    Args:
-        own: the ``step`` of the optimizer's class.
-    """
-    if getattr(own, "__code__", None) is not _WRAPPER:
-        return lambda _: own
-    direct = functools.partial(_call, own.__wrapped__)  # type: ignore[attr-defined]
 
-    def choose(optimizer: Any) -> Callable[..., Any]:
-        if (
-            _is_compiling()
-            or _is_profiling()
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
-            return own
-        return direct
-
-    return choose
+def bound_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs in place of ``step``, the attribute of an optimizer that no session manages."""
+    own = getattr(step, "__func__", None)  # there is none where a scheduler or a user put a function there
+    return step if own is None else step_of(step.__self__, own)  # type: ignore[attr-defined]
 
 
 def _call(inner: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,15 +62,11 @@ def returned_from_step(error: BaseException) -> bool:
     return any(frame.f_code in _CALLERS and "out" in frame.f_locals for frame in frames)
 
 
-def zero_grad_in(own: Callable[..., None]) -> Callable[..., Callable[..., None]]:
-    """Return a function that chooses, by the arguments, what runs in place of an optimizer's own ``zero_grad``."""
-    of_torch = own is Optimizer.zero_grad
-
-    def choose(*args: Any, **kwargs: Any) -> Callable[..., None]:
-        short = of_torch and not args and not kwargs and not _is_compiling() and not _is_profiling()
-        return _drop_gradients if short else own
-
-    return choose
+def zero_grad_of(optimizer: Any, own: Callable[..., None], args: Any, kwargs: Any) -> Callable[..., None]:
+    """Return what runs in place of ``own``, the ``zero_grad`` of the optimizer's class, with the optimizer bound."""
+    if own is Optimizer.zero_grad and not (args or kwargs or _is_compiling() or _is_profiling()):
+        return functools.partial(_drop_gradients, optimizer)
+    return functools.partial(own, optimizer)
 
 
 def _drop_gradients(optimizer: Optimizer) -> None:

@@ -20,6 +20,7 @@ from xamp.scaling import distributed
 from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
+from xamp.scaling.unprofiled import bound_step
 from xamp.sessions import formats, metrics
 from xamp.sessions.grad_scaler_arguments import (
     BadFactor,
@@ -176,7 +177,8 @@ class GradScaler:
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
         try:
-            return use.state.step(optimizer.step, args, kwargs) if use.checked else optimizer.step(*args, **kwargs)
+            step = bound_step(optimizer.step)
+            return use.state.step(step, args, kwargs) if use.checked else step(*args, **kwargs)
         finally:
             if not use.state.gradients.ready:  # still ready: the optimizer raised before the step was over
                 use.stage = Stage.STEPPED

@@ -12,6 +12,7 @@ from stepping import assert_same
 from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import xamp
 
@@ -182,6 +183,35 @@ def test_schedulers_do_not_warn_and_advance(early: bool, lane: Lane) -> None:
         rates.append(optimizer.param_groups[0]["lr"])
     assert scaler.last_step.name == "APPLIED"
     assert len(set(rates)) == 4
+
+
+@pytest.mark.parametrize("watched", ["hook", "hook of all", "profiler"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_hooks_and_the_profiler_see_each_step_once(watched: str, wrapped: bool, lane: Lane) -> None:
+    param = one(lane)
+    optimizer, scaler = SGD([param], lr=0.5), xamp.GradScaler(lane.device.type, init_scale=4.0)
+    if wrapped:
+        StepLR(optimizer, step_size=1)
+    seen: list[str] = []
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    iterate()
+    if watched == "profiler":
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            iterate()
+        seen = [event.name for event in profile.events() or [] if ".step#" in event.name]
+    else:
+        register = optimizer.register_step_post_hook if watched == "hook" else register_optimizer_step_post_hook
+        handle = register(lambda o, *_: seen.append(f"Optimizer.step#{type(o).__name__}.step"))
+        iterate()
+        handle.remove()
+        iterate()
+    assert seen == ["Optimizer.step#SGD.step"]
 
 
 def test_two_optimizers_that_share_a_parameter() -> None:
