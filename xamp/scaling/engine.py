@@ -44,6 +44,7 @@ class Engine:
         policy: the policy in effect.
         backend: the backend in use.
         device: the device of the loss scale, which is that of the models' first parameter.
+        saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
         memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
@@ -95,8 +96,8 @@ class Engine:
         self.num_models = len(models)
         self.process_group = process_group
         self._wrappers = distributed.Wrappers(self._models, process_group)
-        self._saturates = backend.capabilities(device).overflow == "flag"
-        watching = self._saturates and policy.checks
+        self.saturates = backend.capabilities(device).overflow == "flag"
+        watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
             self._watch.follow(models)
@@ -266,7 +267,7 @@ class Engine:
 
     def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
         """Let gradients move during the backward, where no other process, chip's flag or compiler has a part in it."""
-        if self._alone and not self._saturates and not torch.compiler.is_compiling():
+        if self._alone and not self.saturates and not torch.compiler.is_compiling():
             for state in states:
                 state.gradients.move_early(scaler)
 
@@ -382,14 +383,14 @@ class Engine:
             only.gradients.unscale(scaler, only.sticky, True)
             only.fresh = False
             if shared:
-                self._wrappers.agree(only.sticky, shared, self._saturates)
+                self._wrappers.agree(only.sticky, shared, self.saturates)
             return only.sticky
         flags = self.memory.flags
         flags.zero_()
         for state in states:
             state.gradients.unscale(scaler, state.flag, state.fresh)
         if shared:
-            self._wrappers.agree(flags, shared, self._saturates)
+            self._wrappers.agree(flags, shared, self.saturates)
         if throw_away:
             return flags.max()
         for state in states:

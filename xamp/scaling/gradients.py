@@ -65,7 +65,12 @@ class Gradients:
     sets_aside = False
 
     def __init__(
-        self, policy: Policy, backend: Backend, fused: FusedForm, optimizer: weakref.ReferenceType[Optimizer]
+        self,
+        policy: Policy,
+        backend: Backend,
+        saturates: bool,
+        fused: FusedForm,
+        optimizer: weakref.ReferenceType[Optimizer],
     ) -> None:
         self.plain: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
@@ -77,6 +82,7 @@ class Gradients:
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self._scales = policy.scales
         self._checks = policy.checks
+        self._reads_flag = policy.checks and saturates
         self._joins = policy.casts_parameters
         self._backend = backend
         self._fused = fused
@@ -324,10 +330,9 @@ class Gradients:
 
         None where the policy checks nothing or the chip has no flag.
         """
-        device = scaler.scale.device
-        if not self._checks or self._backend.capabilities(device).overflow != "flag":
+        if not self._reads_flag:
             return None
-        found = read_flag(self._backend, device)
+        found = read_flag(self._backend, scaler.scale.device)
         before = None if self._pending is None else self._pending.overflow
         return found if before is None else torch.maximum(found, before)
 

@@ -43,6 +43,7 @@ class StepOwner(OutcomeOwner, Protocol):
 
     policy: Policy
     refusal: str
+    saturates: bool
 
     def pairs(self) -> Sequence[masters.Pair]:
         """Return all lowered parameters and their masters."""
@@ -90,7 +91,7 @@ class OptimizerState:
         self.fresh = True
         self.norm: torch.Tensor | None = None
         self._optimizer = weakref.ref(optimizer)
-        self.gradients = self.gradients_class(engine.policy, engine.backend, fused, self._optimizer)
+        self.gradients = self.gradients_class(engine.policy, engine.backend, engine.saturates, fused, self._optimizer)
         self.outcomes = self.outcomes_class(engine, index, self.gradients)
         self._keep_flags_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)

@@ -179,7 +179,7 @@ class ManualEngine(Engine):
         """
         params = state.gradients.stepped
         found = distributed.groups_of_meshes(params) if state.gradients.in_parts else []
-        if self._saturates or any(map(distributed.is_shard, params)):
+        if self.saturates or any(map(distributed.is_shard, params)):
             found = [self.process_group, *found] if distributed.world_size(self.process_group) > 1 else found
         return widest(found) if found else ()
 
