@@ -128,13 +128,20 @@ def inside(level: str, rank: int) -> dict[str, Any]:
     return {"seen": seen, "grads": [p.grad.tolist() for p in ddp.parameters() if p.grad is not None]}
 
 
-def closed(level: str, rank: int) -> dict[str, Any]:
+def stepped(level: str, rank: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    """A DDP and its optimizer after a step."""
     model: Any = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
     ddp = DistributedDataParallel(model)
     backward(ddp(data(0, rank)).square().mean(), optimizer)
     optimizer.step()
+    return ddp, optimizer
+
+
+def closed(level: str, rank: int) -> dict[str, Any]:
+    ddp, optimizer = stepped(level, rank)
+    model = ddp.module
     said = logging.handlers.BufferingHandler(100)
     logging.getLogger("xamp").addHandler(said)
     xamp.session(model).close()
@@ -147,14 +154,9 @@ def closed(level: str, rank: int) -> dict[str, Any]:
 
 
 def gone(level: str, rank: int) -> dict[str, Any]:
-    model: Any = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
-    ddp = DistributedDataParallel(model)
-    backward(ddp(data(0, rank)).square().mean(), optimizer)
-    optimizer.step()
-    found = weakref.ref(ddp), weakref.ref(model), weakref.ref(optimizer)
-    del ddp, model, optimizer
+    ddp, optimizer = stepped(level, rank)
+    found = weakref.ref(ddp), weakref.ref(ddp.module), weakref.ref(optimizer)
+    del ddp, optimizer
     gc.collect()
     return {"seen": [ref() is None for ref in found], "grads": []}
 
