@@ -18,7 +18,12 @@ import engine_cases
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -61,6 +66,19 @@ def standing(model: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
+def from_one_rank(model: Any, how: str, level: str) -> list[list[float]]:
+    """Weights of another model that the first rank's whole copy of this one's was loaded into."""
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    other = shard(engine_cases.net(), how)
+    xamp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.01), level, verbosity=0)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, whole if dist.get_rank() == 0 else {}, options=options)
+    return [p.flatten().tolist() for p in engine_cases.whole(other).values()]
+
+
 def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
     """Train at a level, from what ``how`` saved at this level or on."""
     checkpoint = str(folder / f"{how} {level}")
@@ -85,7 +103,7 @@ def run(mode: str, how: str, level: str, folder: Path) -> dict[str, Any]:
             docs_blocks.run("checkpoints.md", names, "dcp.load(others")
             parts = {"model_state_dict": names["of_model"], "optim_state_dict": names["of_optimizer"]}
             set_state_dict(model, optimizer, **parts)
-    found = {"there": standing(model, optimizer)}
+    found = {"there": standing(model, optimizer), "from one rank": from_one_rank(model, how, level)}
     train(model, optimizer, range(3, 5))
     return {**found, "end": standing(model, optimizer)}
 

@@ -47,6 +47,12 @@ def test_shards_are_resumed(count: int, forked_ranks: Ranks, saved: tuple[Path, 
             assert_close(found["end"], before[case]["end"], case)
 
 
+def test_the_copy_of_one_rank_is_loaded_exactly(saved: tuple[Path, dict[str, Any]]) -> None:
+    """With ``broadcast_from_rank0``."""
+    for case, found in saved[1].items():
+        assert found["from one rank"] == found["there"]["weights"], case
+
+
 def test_a_model_without_shards_loads_them(forked_ranks: Ranks, saved: tuple[Path, dict[str, Any]]) -> None:
     folder, before = saved
     for case, found in run(forked_ranks, "load whole", 1, folder).items():

@@ -40,6 +40,7 @@ __all__ = [
     "set_lowered_buffer",
     "transfer",
     "transfer_chunk",
+    "unrounded",
     "up_to_date",
     "use",
     "write_changed",
@@ -117,10 +118,24 @@ def has_fp32(buffer: torch.Tensor) -> bool:
     return buffer in _originals
 
 
+def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Return ``loaded`` in fp32, on the device of ``held``.
+
+    Args:
+        loaded: values that are about to be loaded. Where they are 16-bit, saved without masters or taken from the model
+            itself, ``held`` stays wherever it rounds to them.
+        held: the fp32 values so far, of the same shape.
+    """
+    loaded = loaded.detach().to(held.device)
+    if loaded.dtype not in LOWER:
+        return loaded.float()
+    return torch.where(held.to(loaded.dtype) == loaded, held, loaded.float())
+
+
 def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Make ``values`` the fp32 values of a lowered buffer, before they are written into it; else do nothing."""
     if buffer in _originals and values.shape == buffer.shape:
-        _originals[buffer] = values.detach().to(buffer.device, torch.float32, copy=True)
+        _originals[buffer] = unrounded(values, fp32_of(buffer)).clone()
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:

@@ -108,7 +108,4 @@ def load_masters(
             masters.replace_fp32(param, loaded)  # torch writes it rounded
         if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
             continue
-        loaded = loaded.to(master.device)
-        if loaded.dtype in masters.LOWER:  # saved without masters: a master that rounds to the saved value stays exact
-            loaded = torch.where(master.to(loaded.dtype) == loaded, master, loaded.float())
-        masters.overwrite(master, loaded)
+        masters.overwrite(master, masters.unrounded(loaded, master))

@@ -231,7 +231,10 @@ class OptimizerState:
         self._refuse()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             self._warn_of_no_gradient()
-            return base(*args, **kwargs)
+            result = base(*args, **kwargs)
+            if self.fused.skips_on_device and not _is_compiling():
+                self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
+            return result
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
                 base = self._warm.unfused(base)

@@ -1,9 +1,9 @@
 """Lets ``torch.optim.swa_utils.AveragedModel`` average a model whose parameters are cast.
 
 torch averages tensor by tensor. An average made before ``initialize`` is fp32 and meets lowered parameters: an error
-about dtypes, or rounded values. One made after it is a 16-bit copy, in which small steps are lost. Either way
-``update_parameters`` is given the exact values here, and a copy of lowered parameters becomes fp32 at the first update.
-Averages of other models are torch's own.
+about dtypes, or rounded values. One made after it is a 16-bit copy, in which small steps are lost, and what is loaded.
+So a copy of lowered parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is
+given the exact values. Averages of other models are torch's own.
 """
 
 from __future__ import annotations
@@ -39,9 +39,22 @@ class _Exact:
 
 
 def serve_averaged_models() -> None:
-    """Put the function described above in the place of ``AveragedModel.update_parameters``. It stays there."""
+    """Wrap the two methods of ``AveragedModel`` that take a model. They stay wrapped."""
     if not hasattr(AveragedModel.update_parameters, "_xamp_serves"):
+        AveragedModel.__init__ = _making(AveragedModel.__init__)  # type: ignore[method-assign]
         AveragedModel.update_parameters = _serving(AveragedModel.update_parameters)  # type: ignore[method-assign,assignment]
+
+
+def _making(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, model, *args, **kwargs)
+        if any(masters.is_lowered(param) for param in model.parameters()):
+            _make_fp32(self.module, model)
+            for copied, source in _pairs(self.module, model):
+                copied.detach().copy_(masters.exact(source))
+
+    return __init__
 
 
 def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[AveragedModel, nn.Module], None]:
@@ -49,7 +62,7 @@ def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[Averaged
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         if not any(masters.is_lowered(param) for param in model.parameters()):
             return update(self, model)
-        _make_fp32(self.module, model)
+        _make_fp32(self.module, model)  # it may come out of a file as a 16-bit copy
         return update(self, _Exact(model))
 
     update_parameters._xamp_serves = True  # type: ignore[attr-defined]
@@ -58,10 +71,15 @@ def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[Averaged
 
 def _make_fp32(average: nn.Module, model: nn.Module) -> None:
     """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones."""
-    own = (*average.parameters(), *average.buffers())
-    sources = (*model.parameters(), *model.buffers())
-    for copied, source in zip(own, sources, strict=False):
-        if copied.dtype in masters.LOWER and masters.is_lowered(source):
+    for copied, _ in _pairs(average, model):
+        if copied.dtype in masters.LOWER:
             shards.set_data(copied, copied.detach().float())
     if any(is_under_policy(module) for module in average.modules()):
         forget_policy(average)
+
+
+def _pairs(average: nn.Module, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of a copy whose source is lowered, and its source."""
+    own = (*average.parameters(), *average.buffers())
+    sources = (*model.parameters(), *model.buffers())
+    return ((copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_lowered(source))

@@ -72,11 +72,16 @@ def device_of(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> t
     """Return the device of the first parameter; None where there is no parameter.
 
     Raises:
-        PolicyError: the parameters are on two device types.
+        PolicyError: the parameters are on two device types, or have no memory.
     """
     owners = [*(m.parameters() for m in models), *(g["params"] for o in optimizers for g in o.param_groups)]
     devices = [p.device for params in owners for p in params]
     types = sorted({d.type for d in devices})
+    if "meta" in types:
+        raise PolicyError(
+            "initialize: parameters are on meta, where they have no values. Give them memory with "
+            "model.to_empty(device=...) and fill them, as with model.load_state_dict(...), before the call."
+        )
     if len(types) > 1:
         raise PolicyError(
             f"initialize: the parameters are on two device types, {' and '.join(types)}, and xamp never moves a model. "

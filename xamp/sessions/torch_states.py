@@ -1,8 +1,11 @@
-"""Lets ``torch.distributed.checkpoint.state_dict`` find the model's parameters in an optimizer that holds masters.
+"""Lets ``torch.distributed.checkpoint.state_dict`` serve optimizers that hold masters, and lowered parameters.
 
 Its functions (``get_state_dict``, ``set_optimizer_state_dict`` and others) name an optimizer's state by the parameters
 of the model, which they look up in ``param_groups``. They are given a view of the optimizer in which each master's
 place is taken by its parameter. Optimizers without masters pass unchanged.
+
+With ``full_state_dict`` or ``broadcast_from_rank0`` they write what they load into the shards of the model's own
+parameters first. In the place of a lowered one they are given its fp32 values.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
+from xamp.scaling import masters
 from xamp.scaling.optimizer import state_of
 
 __all__ = ["serve_torch_states"]
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
-_FUNCTIONS = ("_get_optim_state_dict", "_load_optim_state_dict")
+_TAKE_OPTIMIZERS = ("_get_optim_state_dict", "_load_optim_state_dict")
+_FILL_TENSORS = ("_broadcast_state_dict", "_distribute_state_dict")
 
 
 class _View:
@@ -49,7 +54,7 @@ class _View:
 
 
 def serve_torch_states() -> None:
-    """Wrap the two functions that look parameters up, now or when their module is imported. Done once."""
+    """Wrap the functions that look parameters up or fill them, now or when their module is imported. Done once."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         _wrap(module)
@@ -87,18 +92,29 @@ class _Finder:
 
 
 def _wrap(module: Any) -> None:
-    for name in _FUNCTIONS:
-        function = getattr(module, name, None)
-        if function is not None and not hasattr(function, "_xamp_inner"):
-            setattr(module, name, _with_views(module, function))
+    for names, wrapper in ((_TAKE_OPTIMIZERS, _with_views), (_FILL_TENSORS, _with_exact)):
+        for name in names:
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "_xamp_inner"):
+                wrapped: Any = functools.wraps(function)(wrapper(module, function))
+                wrapped._xamp_inner = function
+                setattr(module, name, wrapped)
 
 
 def _with_views(module: Any, function: Any) -> Any:
-    @functools.wraps(function)
     def wrapped(model: Any, optimizers: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         return function(model, tuple(_view_of(module, one) for one in optimizers), *args, **kwargs)
 
-    wrapped._xamp_inner = function  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _with_exact(_: Any, function: Any) -> Any:
+    def wrapped(loaded: Any, held: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for key, value in held.items():
+            if masters.is_lowered(value):  # a copy: should the load fail, the master is what it was
+                held[key] = masters.exact(value).detach().clone()
+        return function(loaded, held, *args, **kwargs)
+
     return wrapped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from lanes import Lane, needs_dtype, usable_lanes
 from managed_models import LEVELS, Net, batch, net, sgd, train
 from snapshot import Snapshot
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -92,9 +94,27 @@ def test_a_half_model(dtype: torch.dtype, level: str, lane: Lane) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_parameters_on_two_device_types(level: str, lane: Lane) -> None:
     model, optimizer = used(lane)
-    model.extra = nn.Linear(2, 2, device="meta")
+    with FakeTensorMode():  # a tensor of a device that is not there
+        elsewhere = nn.Parameter(torch.empty(2, device="xla"))
     with refused(PolicyError, "on two device types, .* and .*model.to", model, optimizer):
-        xamp.initialize(model, optimizer, level=level)
+        model.register_parameter("extra", elsewhere)
+        try:
+            xamp.initialize(model, optimizer, level=level)
+        finally:
+            del model.extra
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("part", [False, True])
+def test_parameters_without_memory(part: bool, level: str, lane: Lane) -> None:
+    model, _ = used(lane)
+    values = copy.deepcopy(model.state_dict())
+    (model.head if part else model).to("meta")
+    with pytest.raises(PolicyError, match=r"are on meta.*model\.to_empty\(device=\.\.\.\)"):
+        xamp.initialize(model, sgd(model), level=level)
+    model.to_empty(device=lane.device)
+    model.load_state_dict(values)
+    train(*xamp.initialize(model, sgd(model), level=level, verbosity=0), batch(lane))
 
 
 @pytest.mark.parametrize("level", LEVELS)

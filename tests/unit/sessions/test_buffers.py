@@ -207,3 +207,23 @@ def test_of_a_buffer_only_what_was_written_is_rounded(level: str) -> None:
     assert torch.equal(model.state_dict()["mean"], expected)
     xamp.session(model).close()
     assert torch.equal(model.mean, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_of_a_buffer_that_is_loaded_in_16_bits_only_what_differs_is_rounded(level: str) -> None:
+    """As for parameters. torch's functions fill what a file does not name with the model's own, rounded, values."""
+    model, _ = start(level)
+    rounded = {key: value.detach().clone() for key, value in (*model.named_parameters(), *model.named_buffers())}
+    rounded["mean"][0] = 7.0
+    model.load_state_dict({key: rounded.get(key, value) for key, value in model.state_dict().items()})
+    assert torch.equal(model.state_dict()["mean"], torch.tensor([7.0, *Net().mean[1:].tolist()]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_loaded_buffer_is_a_copy(level: str) -> None:
+    model, _ = start(level)
+    loaded = {**model.state_dict(), "mean": torch.tensor([0.1, 0.2, 0.3, 0.4])[: Net().mean.numel()]}
+    kept = loaded["mean"].clone()
+    model.load_state_dict(loaded)
+    loaded["mean"].zero_()
+    assert torch.equal(model.state_dict()["mean"], kept)

@@ -218,6 +218,24 @@ def test_an_averaged_model_holds_the_average_of_the_masters(
     assert average(X).dtype is torch.float32
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_averaged_model_is_resumed_exactly(level: str) -> None:
+    """Into one that has had no update: it is made after ``initialize``, as a copy of the parameters."""
+    averages = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = net()
+        for param in model.parameters():
+            nn.init.uniform_(param)
+        xamp.initialize(model, SGD(model.parameters(), lr=0.02), level, verbosity=0, keep_fp32=["2"])
+        averages.append(swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999)))
+        state = averages[-1].module.state_dict()
+        assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    old, new = averages
+    new.load_state_dict(copy.deepcopy(old.state_dict()))
+    assert all(map(torch.equal, new.state_dict().values(), old.state_dict().values()))
+
+
 def test_an_average_of_another_model_is_torchs() -> None:
     train(net(), "O5")
     model = net().to(torch.bfloat16)
