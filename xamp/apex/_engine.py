@@ -148,7 +148,7 @@ class ApexState(OptimizerState):
             RuntimeError: a closure is given, and there are masters or the step is skipped.
             StateError: the backend says that the step would be wrong.
         """
-        self.refuse_wrong()
+        self.refusals.wrong()
         self._warn_of_scaled()
         values = None if self.fresh or not self.engine.policy.checks else self._memory.values.tolist()
         skips = values is not None and self._memory.overflowed(values, self.index)

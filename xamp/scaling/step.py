@@ -7,7 +7,6 @@ After the step the masters are written into the model. :mod:`xamp.scaling.outcom
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -17,14 +16,13 @@ from torch.optim import Optimizer
 
 from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
-from xamp.ground.log import say
-from xamp.policy import Policy
 from xamp.scaling import distributed, masters
 from xamp.scaling.closures import call_closure
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.master_versions import MasterVersions
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
+from xamp.scaling.refusals import Refuser, StepRefusals
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.scope import Scope
 from xamp.scaling.unprofiled import returned_from_step
@@ -38,11 +36,9 @@ NOT_STEPPED = object()
 """Stands for the result of a step that has not returned one."""
 
 
-class StepOwner(OutcomeOwner, Protocol):
+class StepOwner(OutcomeOwner, Refuser, Protocol):
     """The part of :class:`xamp.scaling.engine.Engine` that an optimizer's state needs."""
 
-    policy: Policy
-    refusal: str
     saturates: bool
 
     def pairs(self) -> Sequence[masters.Pair]:
@@ -50,12 +46,6 @@ class StepOwner(OutcomeOwner, Protocol):
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse parameters that another optimizer of the session holds."""
-
-    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
-        """Return the qualified names of parameters."""
-
-    def check_not_sharded(self, call: str) -> None:
-        """Refuse a model that was sharded after ``initialize``."""
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
         """Take in a group that was added to the optimizer of ``state``."""
@@ -71,6 +61,7 @@ class OptimizerState:
         gradients: the optimizer's gradients.
         master_versions: tells whether the model has what the masters have.
         outcomes: what the steps did.
+        refusals: what a step refuses.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
@@ -96,8 +87,7 @@ class OptimizerState:
         self._keep_flags_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
-        self._warned_of_no_gradient = False
-        self._unreached = 0  # the most stepped tensors that had no gradient at a step
+        self.refusals = StepRefusals(engine, self._optimizer, self.gradients, fused)
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
@@ -156,18 +146,10 @@ class OptimizerState:
         if new is None:
             return
         if call != "scale_loss" and self.engine.policy.scales:
-            self._refuse_scaled_of([p for p in new if p.grad is not None], call)
+            self.refusals.late([p for p in new if p.grad is not None], call)
         self.engine.check_not_shared(self, new)
         for group in groups:
             self.engine.adopt_group(self, group)
-
-    def _refuse_scaled_of(self, late: Sequence[torch.Tensor], call: str) -> None:
-        if late:
-            raise StateError(
-                f"{call}: {self.engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave it "
-                "its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or clear "
-                "its gradient."
-            )
 
     def saved_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``optimizer.state_dict()`` shall hold of ``groups``."""
@@ -220,17 +202,18 @@ class OptimizerState:
                 cure.
         """
         policy = self.engine.policy
-        self.refuse_wrong()
+        self.refusals.wrong()
         if distributed.is_running():
-            self._refuse_lost()
+            self.refusals.lost()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
             name = type(self.optimizer).__name__
             args, kwargs = call_closure(self.gradients, args, kwargs, name=name, level=policy.level)
-        self._refuse()
+        self.settle("optimizer.step()")
+        self.refusals.stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
-            self._warn_of_no_gradient()
+            self.refusals.warn_of_no_gradient()
             result = base(*args, **kwargs)
             if self.fused.skips_on_device and not _is_compiling():
                 self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
@@ -244,76 +227,12 @@ class OptimizerState:
                 return self._step_on_device(base, args, kwargs)
             base = self._warm.unfused(base)
         if self.outcomes.replays.capturing():
-            self._refuse_capture()
+            self.refusals.capture()
         return self._step_on_host(base, args, kwargs)
-
-    def _refuse_capture(self) -> None:
-        """Refuse a step that reads the device, which a graph cannot hold."""
-        name = type(self.optimizer).__name__
-        why = "its parameters have had no step yet, and the host decides on the first"
-        cure = "Run at least one whole training step before the capture"
-        if not self.fused.skips_on_device:
-            why = f"this {name} cannot skip on the device"
-            cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
-        raise StateError(
-            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
-            f"{cure}, or leave the step out of the graph."
-        )
-
-    def refuse_wrong(self) -> None:
-        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
-        engine = self.engine
-        optimizer: Any = self._optimizer()  # it lives, for it is about to step
-        if engine.refusal:
-            raise StateError(f"optimizer.step(): {engine.refusal}")
-        if engine.policy.casts_parameters:
-            engine.backend.join_gradients(optimizer)
-        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
-            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
-
-    def _refuse_lost(self) -> None:
-        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
-        unreached = [param.grad for param in self.gradients.stepped].count(None)
-        if unreached > self._unreached:
-            self.engine.check_not_sharded("optimizer.step()")
-            self._unreached = unreached
-
-    def _refuse(self) -> None:
-        self.settle("optimizer.step()")
-        if self.gradients.has_stray() and not self._only_fills_state():
-            raise StateError(
-                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
-                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
-                "with block, and clear the gradients with optimizer.zero_grad() after a step."
-            )
-
-    def _only_fills_state(self) -> bool:
-        """Return whether this step only serves ``torch.distributed.checkpoint`` to make the state of a new optimizer.
-
-        That step gives every parameter a gradient of zeros. This method waits for the device, but only where there
-        would be an error otherwise.
-        """
-        return not self.optimizer.state and self.gradients.all_zero()
-
-    def _warn_of_no_gradient(self) -> None:
-        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
-        gradients = self.gradients
-        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
-            return
-        if not gradients.in_shards:
-            self.engine.check_not_sharded("optimizer.step()")
-            self._warned_of_no_gradient = True
-            say(
-                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
-                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
-                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
-                type(self.optimizer).__name__,
-                level=logging.WARNING,
-            )
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not args and not kwargs:  # a closure would make gradients
-            self._warn_of_no_gradient()
+            self.refusals.warn_of_no_gradient()
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
         try:
             result = base(*args, **kwargs)

@@ -1,0 +1,133 @@
+"""What a step refuses, and what it warns of, before the optimizer is called."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from xamp.contract import Backend
+from xamp.errors import StateError
+from xamp.ground.log import say
+from xamp.policy import Policy
+from xamp.scaling.fused import FusedForm
+from xamp.scaling.gradients import Gradients
+
+__all__ = ["Refuser", "StepRefusals"]
+
+
+class Refuser(Protocol):
+    """The part of :class:`xamp.scaling.engine.Engine` that refusals need."""
+
+    policy: Policy
+    backend: Backend
+    refusal: str
+
+    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
+        """Return the qualified names of parameters."""
+
+    def check_not_sharded(self, call: str) -> None:
+        """Refuse a model that was sharded after ``initialize``."""
+
+
+class StepRefusals:
+    """The refusals of one optimizer. Each method raises a StateError where its line says so, else does nothing.
+
+    Args:
+        engine: the engine that it belongs to.
+        optimizer: the optimizer.
+        gradients: its gradients.
+        fused: its fused form.
+    """
+
+    def __init__(
+        self, engine: Refuser, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedForm
+    ) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._fused = fused
+        self._warned_of_no_gradient = False
+        self._unreached = 0  # the most stepped tensors that had no gradient at a step
+
+    @property
+    def _its_class(self) -> str:
+        return type(self._optimizer()).__name__
+
+    def wrong(self) -> None:
+        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
+        engine = self._engine
+        optimizer: Any = self._optimizer()  # it lives, for it is about to step
+        if engine.refusal:
+            raise StateError(f"optimizer.step(): {engine.refusal}")
+        if engine.policy.casts_parameters:
+            engine.backend.join_gradients(optimizer)
+        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
+
+    def lost(self) -> None:
+        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
+        unreached = [param.grad for param in self._gradients.stepped].count(None)
+        if unreached > self._unreached:
+            self._engine.check_not_sharded("optimizer.step()")
+            self._unreached = unreached
+
+    def stray(self) -> None:
+        """Refuse gradients of a backward that ran without ``scale_loss``."""
+        if self._gradients.has_stray() and not self._only_fills_state():
+            raise StateError(
+                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
+                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
+                "with block, and clear the gradients with optimizer.zero_grad() after a step."
+            )
+
+    def _only_fills_state(self) -> bool:
+        """Return whether this step only serves ``torch.distributed.checkpoint`` to make the state of a new optimizer.
+
+        That step gives every parameter a gradient of zeros. This method waits for the device, but only where there
+        would be an error otherwise.
+        """
+        optimizer: Any = self._optimizer()
+        return not optimizer.state and self._gradients.all_zero()
+
+    def capture(self) -> None:
+        """Refuse a step that reads the device, which a graph cannot hold."""
+        name = self._its_class
+        why = "its parameters have had no step yet, and the host decides on the first"
+        cure = "Run at least one whole training step before the capture"
+        if not self._fused.skips_on_device:
+            why = f"this {name} cannot skip on the device"
+            cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
+        raise StateError(
+            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
+            f"{cure}, or leave the step out of the graph."
+        )
+
+    def late(self, late: Sequence[torch.Tensor], call: str) -> None:
+        """Refuse parameters that came into the groups with a gradient; ``call`` is what found them."""
+        if late:
+            raise StateError(
+                f"{call}: {self._engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave it "
+                "its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or clear "
+                "its gradient."
+            )
+
+    def warn_of_no_gradient(self) -> None:
+        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
+        gradients = self._gradients
+        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
+            return
+        if not gradients.in_shards:
+            self._engine.check_not_sharded("optimizer.step()")
+            self._warned_of_no_gradient = True
+            say(
+                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
+                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
+                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
+                self._its_class,
+                level=logging.WARNING,
+            )
