@@ -124,6 +124,7 @@ class Wrappers:
         self._sharded: list[weakref.ref[nn.Module]] | None = None
         self._layouts: dict[int, Layout] | None = None
         self._plan = _Plan()
+        self.agree_always = False  # some rank needs it, for its part of the model differs from that of this rank
         self._own: Any = WeakIdKeyDictionary()  # parameters of optimizers that were in the models -> _Place
 
     @staticmethod
@@ -160,9 +161,26 @@ class Wrappers:
         overflow of one rank is then in the gradients of all. On a device that ``saturates``, it is not.
         """
         plan = self._plan_for(params)
-        if plan.groups and (saturates or not plan.averages()):
+        if plan.groups and (saturates or self.agree_always or not plan.averages()):
             for group in plan.groups:
                 share_overflow(flags, group)
+
+    def averages(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether DDP gives all ranks that decide on ``params`` the same gradients of all of them."""
+        return self._plan_for(params).averages()
+
+    def names_within(self, group: Any, unseen: Iterable[DistributedDataParallel] = ()) -> list[str]:
+        """Return the names of parameters in the DDPs that span the ranks of ``group``, the same on each of them.
+
+        The models around may differ between ranks: one has a part that another has not, or has wrapped.
+
+        Args:
+            group: a process group.
+            unseen: DDPs of the models that nobody has noted.
+        """
+        ranks = ranks_of(group)
+        spanning = [ddp for ddp in (*self._held, *unseen) if ranks_of(ddp.process_group) == ranks]
+        return sorted(n for ddp in spanning for n, p in ddp.module.named_parameters() if id(p) in ddps.held(ddp))
 
     def deciders(self, params: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return the groups whose ranks decide together on a step of ``params``; empty where this rank decides alone.

@@ -15,13 +15,19 @@ from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import distributed
+from xamp.scaling.ddp import search
 from xamp.scaling.rank_groups import widest
 from xamp.scaling.rank_settings import OF_THE_SCALE, RankSettings
 from xamp.scaling.scale import LossScaler
 
 __all__ = ["RankChecks"]
 
-_ALONE = "alone"  # where ranks find each other that only decide together, whatever their models are
+_AVERAGES = "_averages"  # told and not compared: whether DDP averages all gradients of this rank's step
+
+
+def _alone(_: object) -> str:
+    """Return the name under which ranks find each other that only decide together, whatever their models are."""
+    return "alone"
 
 
 class _Engine(Protocol):
@@ -52,6 +58,7 @@ class RankChecks:
     def __init__(self, wrappers: distributed.Wrappers) -> None:
         self._wrappers = wrappers
         self._settings = RankSettings()
+        self._names: dict[str, list[str]] = {}  # by name of a process group
 
     @property
     def is_settled(self) -> bool:
@@ -125,21 +132,29 @@ class RankChecks:
         policy, settled = engine.policy, self._settings
         holders = self._wrappers.holders(params)
         given = [] if engine.process_group is None else [engine.process_group]
-        name = ",".join(name for model in engine.models().values() for name, _ in model.named_parameters())
-        name = hashlib.sha256(name.encode()).hexdigest()[:16]
+        all_names = [name for model in engine.models().values() for name, _ in model.named_parameters()]
         settings = _settings_of(engine)
+        unseen = [] if holders or engine.enabled else search(params)
         settled.look()
+
+        def name(group: Any) -> str:
+            names = self._names.setdefault(group.group_name, self._wrappers.names_within(group, unseen) or all_names)
+            return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
+
         if holders:
+            settings[_AVERAGES] = str(self._wrappers.averages(params))
             settled.meet(widest(holders), name, settings, waits=not self._wrappers.may_be_left(params))
+            if "False" in settled.heard(_AVERAGES):
+                self._wrappers.agree_always = True
         elif not policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
             settled.tell(distributed.own_groups(), name, settings)
         if given:  # these ranks were said to decide together
             waits = policy.checks and not self._wrappers.may_be_left(params)
-            settled.meet(widest(given), _ALONE, settings, waits=waits, compared=OF_THE_SCALE)
+            settled.meet(widest(given), _alone, settings, waits=waits, compared=OF_THE_SCALE)
         elif not engine.enabled:
-            settled.tell([None], _ALONE, settings)
+            settled.tell([None], _alone, settings)
         elif policy.checks and not holders:  # some ranks may never come
-            settled.meet(widest([None]), _ALONE, settings, waits=False, compared=OF_THE_SCALE)
+            settled.meet(widest([None]), _alone, settings, waits=False, compared=OF_THE_SCALE)
 
 
 def _plain_levels() -> str:

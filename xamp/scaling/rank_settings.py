@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class _Meeting:
         settings: names and values.
         name: what tells the sessions of a rank apart. The first session under a name on one rank meets the first on
             another, and so on.
-        compared: names of the settings that must be equal; empty: all.
+        compared: names of the settings that must be equal; empty: all but those that begin with an underscore.
     """
 
     said = "scale_loss: ranks that share a model were given different settings: "
@@ -56,11 +56,11 @@ class _Meeting:
     def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
         self._ranks = dist.get_process_group_ranks(group)
-        self._compared = compared
+        self._compared = compared or [key for key in settings if not key.startswith("_")]
+        self.known: dict[int, dict[str, str]] = {}  # by rank, what it has written
         _rounds[(group.group_name, name)] += 1
         self._key = f"xamp/{name}/{_rounds[(group.group_name, name)]}"
         self._looks = 0
-        self._settings = settings
         self._store.set(self._key_of(dist.get_rank()), json.dumps(settings))
 
     @property
@@ -93,12 +93,12 @@ class _Meeting:
             PolicyError: a rank has others. The message names ranks and settings.
         """
         self._looks += 1
-        known = {rank: self._read(rank) for rank in self._ranks if self._store.check([self._key_of(rank)])}
+        self.known = known = {rank: self._read(rank) for rank in self._ranks if self._store.check([self._key_of(rank)])}
         if all(known.values()) and len(known) == len(self._ranks):
             self._looks = _LOOKS
         different = {
             name: values
-            for name in self._compared or self._settings
+            for name in self._compared
             if len(set((values := {rank: told.get(name, "") for rank, told in known.items() if told}).values())) > 1
         }
         for first in ("enabled", "level"):  # which decide on many others
@@ -142,11 +142,16 @@ class RankSettings:
         self.is_settled = False
         self._met: set[tuple[str, str]] = set()
         self._open: list[_Meeting] = []
+        self._heard: dict[str, set[str]] = {}
+
+    def heard(self, key: str) -> set[str]:
+        """Return the values of one setting on all ranks, as far as they have told them."""
+        return self._heard.get(key, set())
 
     def meet(
         self,
         groups: Sequence[Any],
-        name: str,
+        name: Callable[[Any], str],
         settings: Mapping[str, str],
         *,
         waits: bool,
@@ -156,7 +161,7 @@ class RankSettings:
 
         Args:
             groups: process groups. One where the session met already is left out.
-            name: see :class:`_Meeting`.
+            name: gives the name for a group; see :class:`_Meeting`.
             settings: names and values.
             waits: wait for all ranks.
             compared: see :class:`_Meeting`.
@@ -167,28 +172,31 @@ class RankSettings:
             meeting.wait()
         self.look()
 
-    def tell(self, groups: Sequence[Any], name: str, settings: Mapping[str, str]) -> None:
+    def tell(self, groups: Sequence[Any], name: Callable[[Any], str], settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
         self._write(groups, name, settings, ())
         self.is_settled = not self._open
 
     def _write(
-        self, groups: Sequence[Any], name: str, settings: Mapping[str, str], compared: Sequence[str]
+        self, groups: Sequence[Any], name: Callable[[Any], str], settings: Mapping[str, str], compared: Sequence[str]
     ) -> list[_Meeting]:
         """Write into the stores of those of ``groups`` where the session has not met under ``name``."""
         new = []
         group: Any
         for group in groups:
             group = dist.group.WORLD if group is None else group
-            if (group.group_name, name) not in self._met:
-                self._met.add((group.group_name, name))
-                new.append(self.meeting(group, name, settings, compared))
+            met = group.group_name, name(group)
+            if met not in self._met:
+                self._met.add(met)
+                new.append(self.meeting(group, met[1], settings, compared))
         return new
 
     def look(self) -> None:
         """Compare again where some rank had not written yet."""
         for meeting in self._open:
             meeting.compare()
+            for key, value in (pair for told in meeting.known.values() for pair in told.items()):
+                self._heard.setdefault(key, set()).add(value)
         self._open = [meeting for meeting in self._open if not meeting.is_over]
         self.is_settled = not self._open
 
@@ -208,11 +216,13 @@ class ScalerSettings(RankSettings):
         Raises:
             PolicyError: a rank has others. The message names ranks and settings.
         """
-        self.meet(groups, self._name_of(params), settings, waits=False)
+        name = self._name_of(params)
+        self.meet(groups, lambda _: name, settings, waits=False)
 
     def tell_off(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
         """Tell the others that this rank's scaler is switched off."""
-        self.tell(groups, self._name_of(params), {"enabled": "False"})
+        name = self._name_of(params)
+        self.tell(groups, lambda _: name, {"enabled": "False"})
 
     @staticmethod
     def _name_of(params: Iterable[torch.Tensor]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from xamp.policy import Policy
+from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, followers, masters
 from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.step import OptimizerState
@@ -92,7 +93,7 @@ class SessionMasters:
 
     def _share(self, ddp: DistributedDataParallel) -> None:
         """Give all ranks of ``ddp`` the masters that its first rank has of its parameters."""
-        held = {id(p) for p in ddp.parameters()}
+        held = ddps.held(ddp)
         pairs = [pair for pair in self.pairs if id(pair[0]) in held]
         if pairs:  # else it holds another model, and may have outlived its process group
             distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)

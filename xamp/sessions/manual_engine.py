@@ -173,14 +173,17 @@ class ManualEngine(Engine):
         self._scaler_settings.compare(self._sharing, params, texts)
 
     def _deciders(self, state: OptimizerState) -> Sequence[Any]:
-        """Return the groups whose ranks an inf does not reach with the gradients.
+        """Return the groups whose ranks an inf does not reach with the gradients, and the one that was named.
 
         It does not from sharded parameters, nor on a chip that saturates.
         """
-        params = state.gradients.stepped
-        found = distributed.groups_of_meshes(params) if state.gradients.in_parts else []
-        if self.saturates or any(map(distributed.is_shard, params)):
-            found = [self.process_group, *found] if distributed.world_size(self.process_group) > 1 else found
+        params, group = state.gradients.stepped, self.process_group
+        in_parts = state.gradients.in_parts
+        found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these
+        if group is not None or self.saturates or any(map(distributed.is_shard, params)):
+            found = [group, *found]
+        if in_parts:
+            found += distributed.groups_of_meshes(params)
         return widest(found) if found else ()
 
     def move(self) -> None:
