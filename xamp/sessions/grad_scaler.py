@@ -63,7 +63,8 @@ class GradScaler:
             ``optimizer.step``, and ``unscale_`` and ``update`` do nothing.
 
     Attributes:
-        process_group: ranks that decide together; None: the default group where there is one.
+        process_group: ranks that decide together; None: those that share sharded gradients, of FSDP1 and on a chip that
+            saturates the default group.
 
     Raises:
         PolicyError: a number is out of its range, or the device named is not the device in use.
