@@ -180,7 +180,8 @@ class Wrappers:
         """
         ranks = ranks_of(group)
         spanning = [ddp for ddp in (*self._held, *unseen) if ranks_of(ddp.process_group) == ranks]
-        return sorted(n for ddp in spanning for n, p in ddp.module.named_parameters() if id(p) in ddps.held(ddp))
+        taken = {ddp: ddps.held(ddp) for ddp in spanning}
+        return sorted(n for ddp, ids in taken.items() for n, p in ddp.module.named_parameters() if id(p) in ids)
 
     def deciders(self, params: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return the groups whose ranks decide together on a step of ``params``; empty where this rank decides alone.
