@@ -111,6 +111,13 @@ class _Place:
         now = module._parameters.get(self.name)
         return now is None or gathered or is_dtensor(now) or is_shard(now)
 
+    def has_other_over(self, param: torch.Tensor) -> bool:
+        """Return whether another tensor with the memory of ``param``, a DTensor, has the place: DDP took it apart."""
+        module = None if self.module is None else self.module()
+        now = getattr(module, self.name, None)
+        part = local(param)
+        return isinstance(now, torch.Tensor) and part.numel() > 0 and local(now).data_ptr() == part.data_ptr()
+
 
 class Wrappers:
     """The wrappers around one session's models."""
@@ -287,6 +294,7 @@ class Wrappers:
         modules = {id(module) for module in self._modules()} if replaced and self._any_sharded() else set()
         gathered = any(map(is_sharded, self._modules())) if modules else False
         lost = [param for param in replaced if self._own[param].is_sharded(modules, gathered)]
+        lost += [p for p in held if is_dtensor(p) and id(p) not in current and self._own[p].has_other_over(p)]
         return lost or [p for p in held if is_shard(p) and not self._own[p].was_shard and master_of(p) is not None]
 
     def _current(self) -> set[int]:

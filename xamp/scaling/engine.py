@@ -314,10 +314,11 @@ class Engine:
             name = next(type(state.optimizer).__name__ for state, p in params if p is lost[0])
             others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise StateError(
-                f"{call}: the model was sharded since initialize (fully_shard, FullyShardedDataParallel or "
-                f"parallelize_module), and a parameter of shape {tuple(lost[0].shape)}{others} that {name} holds is "
-                "none of the model's any more, so that no step would reach the model. Shard first, then make the "
-                "optimizer from model.parameters(), then call initialize."
+                f"{call}: the model was sharded since initialize (fully_shard, FullyShardedDataParallel, "
+                "parallelize_module or a DDP with device_mesh), and a parameter of shape "
+                f"{tuple(lost[0].shape)}{others} that {name} holds is none of the model's any more, so that no step "
+                "would reach the model. Shard first, then make the optimizer from model.parameters(), then call "
+                "initialize."
             )
 
     def leave(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from xamp.errors import StateError
 from xamp.scaling import foreach
 from xamp.scaling.rank_groups import Layout, is_shard, layout_of
-from xamp.scaling.shards import is_dtensor, local, whole_sum
+from xamp.scaling.shards import is_part, local, whole_sum
 
 __all__ = ["clip", "is_divided", "total"]
 
@@ -28,7 +28,7 @@ LayoutOf = Callable[[torch.Tensor], Layout]
 
 def is_divided(params: Iterable[torch.Tensor]) -> bool:
     """Return whether any of ``params`` may lie on several ranks, so that a norm needs all of them."""
-    return dist.is_available() and dist.is_initialized() and any(is_dtensor(p) or is_shard(p) for p in params)
+    return dist.is_available() and dist.is_initialized() and any(is_part(p) or is_shard(p) for p in params)
 
 
 def clip(params: Sequence[tuple[torch.Tensor, Layout]], max_norm: float, norm_type: float) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Which ranks hold a parameter, and between which of them its elements are divided.
 
-The answer is in the parameter itself for a ``DTensor`` (FSDP2, tensor parallel, and both at once), and in the module
-that manages it for FSDP1. :mod:`xamp.scaling.distributed` asks for the ranks that hold the parameters, to decide
-together with them; :mod:`xamp.scaling.norms` asks for those that divide them, to add their norms up.
+The answer is in the parameter itself for a ``DTensor`` (FSDP2, tensor parallel, and both at once) and for what DDP
+makes of one; for FSDP1 it is in the module that manages it. :mod:`xamp.scaling.distributed` asks for the ranks that
+hold the parameters, to decide together with them; :mod:`xamp.scaling.norms` asks for those that divide them, to add
+their norms up.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from xamp.scaling.shards import spec_of
 
 __all__ = ["WHOLE", "Layout", "fsdp1_layouts", "is_shard", "layout_of", "ranks_of", "widest"]
 
@@ -58,8 +61,8 @@ def layout_of(param: Any, fsdp1: Mapping[int, Layout]) -> Layout:
         param: the tensor.
         fsdp1: what :func:`fsdp1_layouts` found.
     """
-    if hasattr(param, "placements"):
-        return _layout_on(param.device_mesh, param.placements)
+    if (spec := spec_of(param)) is not None:
+        return _layout_on(spec.device_mesh, spec.placements)
     if is_shard(param):
         return fsdp1.get(id(param), _NOT_GIVEN)
     return WHOLE

@@ -12,12 +12,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["align", "copy", "is_dtensor", "local", "set_data", "whole_sum"]
+__all__ = ["align", "copy", "is_dtensor", "is_part", "local", "set_data", "spec_of", "whole_sum"]
 
 
 def is_dtensor(tensor: object) -> bool:
     """Return whether ``tensor`` is a ``DTensor``. Does not import its module."""
     return hasattr(tensor, "placements")
+
+
+def spec_of(tensor: Any) -> Any:
+    """Return what has the mesh and the placements of ``tensor``; None where it is no part of a larger one.
+
+    That is a ``DTensor`` itself. DistributedDataParallel with a ``device_mesh`` takes the shells off, and notes the
+    placements in the local parameters.
+    """
+    return tensor if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
+
+
+def is_part(tensor: object) -> bool:
+    """Return whether ``tensor`` is a ``DTensor``, or the local tensor of one; see :func:`spec_of`."""
+    return spec_of(tensor) is not None
 
 
 def local(tensor: Any) -> torch.Tensor:

@@ -20,7 +20,8 @@ class Unscaler:
     """Unscales lists of gradients in the way that the parameters of an optimizer call for.
 
     Attributes:
-        in_parts: some of the parameters without a master are DTensors, so this rank has parts of them.
+        in_parts: some of the parameters without a master are DTensors, or local tensors of such, so this rank has parts
+            of them.
     """
 
     def __init__(self, backend: Backend, fused: FusedForm, optimizer: weakref.ReferenceType[Optimizer]) -> None:
@@ -33,7 +34,7 @@ class Unscaler:
     def fit(self, plain: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor]) -> None:
         """Look at the parameters: ``plain`` ones have no master, ``stepped`` are these and the masters."""
         self._uniform = len(set(map(foreach.kind, stepped))) <= 1
-        self.in_parts = any(map(shards.is_dtensor, plain))
+        self.in_parts = any(map(shards.is_part, plain))
 
     def run(
         self,

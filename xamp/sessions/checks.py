@@ -24,7 +24,7 @@ from xamp.scaling.fsdp import sharded_params
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero, state_of
-from xamp.scaling.shards import is_dtensor
+from xamp.scaling.shards import is_dtensor, is_part
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 
@@ -248,10 +248,12 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
 
 def _wrapped(model: nn.Module, policy: Policy, from_before: str = "") -> StateError:
     uncast = levels_where(lambda row: not row.casts_parameters)
+    cure = f"Give initialize the bare model and wrap what it returns{from_before}"
+    if any(is_part(p) and not is_dtensor(p) for p in model.parameters()):  # it cannot be wrapped afterwards either
+        cure = "With tensor parallelism use fully_shard(model, mesh=...) over its device_mesh in its place"
     return StateError(
         f"initialize(level={policy.level!r}): DistributedDataParallel already wraps this {type(model).__name__} and "
-        f"has laid its buckets out for fp32. Give initialize the bare model and wrap what it returns{from_before}; "
-        f"{listed(uncast, 'and')} take a wrapped one."
+        f"has laid its buckets out for fp32. {cure}; {listed(uncast, 'and')} take a wrapped one."
     )
 
 
