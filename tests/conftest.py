@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from emulated_cards import counts
-from lanes import Lane, needs_dtype, usable_lanes
+from lanes import Lane, usable_lanes
+from pairwise import pairwise
 from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
@@ -42,8 +43,8 @@ _UNCOVERED = (
 
 Each process that measures its coverage starts seconds later.
 """
-_COVERED_CASES = 4
-"""Of a test with many cases, this many are measured, from first to last: the others reach the same lines.
+_COVERED_CASES = 2
+"""Of a test with many cases, this many are measured, the first and the last: others reach the same lines.
 
 What is measured takes about twice its time.
 """
@@ -54,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
     group.addoption("--require", action="append", default=[], help="fail unless this lane is there (repeatable)")
     group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
+    text = "of a test's cases run so many that each two arguments meet; a number chooses which (see pairwise.py)"
+    group.addoption("--pairs", type=int, metavar="NUMBER", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,6 +103,22 @@ def _not_measured(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from (item for place, item in enumerate(same) if place not in measured)
 
 
+def _lacks(item: pytest.Item) -> str:
+    """Why the lane of a test cannot run it; empty if it can."""
+    chosen = item.callspec.params if hasattr(item, "callspec") else {}
+    lane = chosen.get("lane")
+    if lane is None:
+        return ""
+    for value in chosen.values():
+        level = re.split("[- ]", value)[0] if isinstance(value, str) else ""  # as in "O2-second-fp32", "O1 static"
+        if level in LEVELS and level not in lane.can.levels:
+            return f"{lane} cannot run {level}"
+        lower = value is torch.float16 or value is torch.bfloat16
+        if lower and str(value).removeprefix("torch.") not in lane.can.dtypes:
+            return f"{lane} does not compute in {value}"
+    return ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
@@ -109,6 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("no_cover")
     marker = "sample" if config.getoption("--all") else "thorough"
     left = {item for item in items if item.get_closest_marker(marker)}
+    if (number := config.getoption("--pairs")) is not None:
+        left |= {*items} - {*pairwise((item for item in items if item not in left and not _lacks(item)), number)}
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
@@ -144,16 +165,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
     """Skip what is made for a level or a lower dtype that the lane does not have, whichever argument names it."""
-    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    lane = chosen.get("lane")
-    if lane is None:
-        return
-    for value in chosen.values():
-        level = re.split("[- ]", value)[0] if isinstance(value, str) else ""  # as in "O2-second-fp32", "O1 static"
-        if level in LEVELS and level not in lane.can.levels:
-            pytest.skip(f"{lane} cannot run {level}")
-        if value is torch.float16 or value is torch.bfloat16:
-            needs_dtype(lane, value)
+    if reason := _lacks(request.node):
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Runs on emulated cards, two at a time: the files in inside/, what torchrun starts, the conformance suite.
 
-With --all also the whole of that suite, its tier on operators under ``--strict``, and the tests of the project that are
-marked ``device``.
+With --all also the whole of that suite on one chip, its tier on operators under ``--strict``, and the tests of the
+project that are marked ``device``, of each as many cases that each two arguments meet. The whole suite on every chip is
+what ``ci/device.sh`` runs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ BOTH = (
 # test_saturation holds.
 TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
-"""What always runs of the conformance suite; the rest with --all."""
+"""What always runs of the conformance suite; the rest on one chip with --all, and on all by ``ci/device.sh``."""
 SLOW = [
-    (name, chip)
-    for name in ("device tests", "whole conformance", "strict conformance", "ranks_engines")
-    for chip in CHIPS
+    *(("device tests", chip) for chip in CHIPS),
+    ("whole conformance", A2),
+    *((name, chip) for name in ("strict conformance", "ranks_engines") for chip in CHIPS),
 ]
 # The longest first, so that the two workers end together.
 RUNS = [
@@ -62,7 +63,8 @@ def run(file: str, chip: str) -> None:
         run_conformance(chip, "--clause=operators.*", strict=True, least=100)
     elif file == "device tests":
         folders = [INSIDE.parent.parent / name for name in DEVICE_TESTS]
-        words = ("-m", "device", "--device", "npu", f"--ignore={_SUITE}")
+        pairs = f"--pairs={CHIPS.index(chip)}"  # these tests' whole products run on the CPU
+        words = ("-m", "device", "--device", "npu", pairs, f"--ignore={_SUITE}")
         emulated_pytest(chip, *words, *folders, devices=2, timeout=3000, covered=False)
     else:
         several, strict = 2 if file in ("test_processes", "test_records") else 1, file == "test_strict"

@@ -44,6 +44,8 @@ def main(lane: Lane, meeting: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     method = Path(meeting).as_uri()
     dist.init_process_group(lane.can.process_group, method, rank=rank, world_size=world, timeout=_WAIT)
+    gc.collect()
+    gc.freeze()  # what is imported by now stays: no collection looks through it, nor what searches for DDPs
     for line in sys.stdin:
         request = json.loads(line)
         try:

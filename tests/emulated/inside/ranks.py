@@ -5,6 +5,7 @@ Prints one line for each case that fails and ``rank R: N passed, M failed`` at t
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -295,6 +296,8 @@ CASES: tuple[Callable[[], None], ...] = (
 def main(cases: Sequence[Callable[[], None]]) -> None:
     npu.set_device(NPU)
     dist.init_process_group("hccl")
+    gc.collect()
+    gc.freeze()  # as in xamp.testing.rank_bodies
     failed = 0
     for case in cases:
         try:
