@@ -119,7 +119,7 @@ def search(params: Iterable[torch.Tensor]) -> list[Any]:
 def _family(kind: type) -> Iterator[type]:
     """Yield ``kind`` and all its subclasses."""
     yield kind
-    for below in type.__subclasses__(kind):
+    for below in kind.__subclasses__():
         yield from _family(below)
 
 
