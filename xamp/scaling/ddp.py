@@ -119,7 +119,8 @@ def search(params: Iterable[torch.Tensor]) -> list[Any]:
 def _family(kind: type) -> Iterator[type]:
     """Yield ``kind`` and all its subclasses."""
     yield kind
-    for below in kind.__subclasses__():
+    subclasses: list[type] = kind.__subclasses__()
+    for below in subclasses:
         yield from _family(below)
 
 
