@@ -294,6 +294,14 @@ def test_before_training_what_was_written_last_is_what_is_saved(
 
 
 @with_masters
+def test_what_is_written_into_a_new_master_is_the_weight(lane: Lane, level: str) -> None:
+    """Into the optimizer's own, as what ``add_param_group`` and a script's loops see; nothing was read before."""
+    model, optimizer, _ = start(lane, level)
+    write(optimizer.param_groups[0]["params"], 0.5)
+    assert weights(model) == {0.5}
+
+
+@with_masters
 def test_once_training_has_begun_the_masters_are_what_is_saved(lane: Lane, level: str) -> None:
     """What is written into parameters then is lost, wherever the state is asked for between."""
     model, optimizer, reference = start(lane, level)

@@ -424,10 +424,14 @@ def test_an_entry_that_is_interrupted_leaves_the_gradients_or_none(
     torch.testing.assert_close(gradients(optimizer), expected, rtol=1e-6, atol=0)
 
 
-def test_an_interrupt_while_gradients_move_into_masters_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_an_interrupt_while_gradients_move_into_masters_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, earlier: int
+) -> None:
     """Those of a plain backward, which count with the next one: half of them in masters would count as all."""
     model, optimizer = start("O2")
-    backward(model, optimizer)
+    for _ in range(earlier):
+        backward(model, optimizer)
     model(ONES).backward()
 
     def interrupted(*_: Any, **__: Any) -> None:
