@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from emulated_cards import counts
 from lanes import Lane, usable_lanes
-from pairwise import pairwise
 from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
@@ -55,8 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
     group.addoption("--require", action="append", default=[], help="fail unless this lane is there (repeatable)")
     group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
-    text = "of a test's cases run so many that each two arguments meet; a number chooses which (see pairwise.py)"
-    group.addoption("--pairs", type=int, metavar="NUMBER", help=text)
+    text = "run so many of a test's cases that each N of its arguments meet (see covering.py)"
+    group.addoption("--strength", type=int, metavar="N", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -128,8 +128,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("no_cover")
     marker = "sample" if config.getoption("--all") else "thorough"
     left = {item for item in items if item.get_closest_marker(marker)}
-    if (number := config.getoption("--pairs")) is not None:
-        left |= {*items} - {*pairwise((item for item in items if item not in left and not _lacks(item)), number)}
+    if strength := config.getoption("--strength"):
+        left |= {*items} - {*covering((item for item in items if item not in left and not _lacks(item)), strength)}
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
