@@ -37,6 +37,10 @@ def test_each_trains_as_by_hand(case: str, found: list[dict[str, Any]]) -> None:
         assert first[case]["weights"][:2] != second[case]["weights"][:2]
 
 
+def test_what_one_rank_has_left_of_an_earlier_session(found: list[dict[str, Any]]) -> None:
+    assert [rank["left over"] for rank in found] == [[1024.0, 1024.0, 512.0, 512.0]] * 2
+
+
 @pytest.mark.parametrize("case", ["scaler", "scaler WORLD"])
 def test_one_scaler_over_shared_and_own_parts(case: str, found: list[dict[str, Any]]) -> None:
     first, second = found

@@ -3,6 +3,7 @@
 ``ignored``: the part is in the DDP's module, and DDP was told to ignore it.
 ``own``: the first rank has a part that the other has not, so that the names of their models differ.
 ``frozen``: both have it, and the second rank does not train it.
+``left over``: the first rank still has the DDP of an earlier session, as where nothing has collected garbage.
 ``scaler``: FSDP2 holds the part on each rank alone, and one GradScaler scales both.
 Four steps; the loss of the second rank's own part, or of its batch, overflows in the third.
 """
@@ -10,6 +11,7 @@ Four steps; the loss of the second rank's own part, or of its batch, overflows i
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import sys
@@ -120,6 +122,28 @@ def by_scaler(rank: int, group: Any) -> list[float]:
     return [*scales, float(model.shared.module.weight.sum())]  # type: ignore[union-attr,operator]
 
 
+def left_over(rank: int) -> list[float]:
+    def trained(model: nn.Module) -> tuple[nn.Module, list[float]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        xamp.initialize(model, optimizer, "O1", init_scale=1024.0, verbosity=0)
+        net, scales = DistributedDataParallel(model), []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = net(data(step, rank)).float().square().mean()
+            spoilt = step == OVERFLOWS and rank
+            with xamp.scale_loss(loss * float("inf") if spoilt else loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            scales.append(xamp.loss_scale(optimizer))
+        return net, scales
+
+    kept = [trained(nn.Linear(8, 8))]
+    if rank:
+        kept.clear()
+        gc.collect()
+    return trained(Model(None))[1]
+
+
 def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank = dist.get_rank()
@@ -130,6 +154,7 @@ def main(folder: Path) -> None:
                 skips = level in ("O1", "O2")
                 case = {"by hand": by_hand(mode, rank, skips), **by_xamp(mode, level, rank, skips, group)}
                 found[f"{mode} {level}{' WORLD' if group else ''}"] = case
+    found["left over"] = left_over(rank)
     found["scaler"], found["scaler WORLD"] = by_scaler(rank, None), by_scaler(rank, dist.group.WORLD)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()

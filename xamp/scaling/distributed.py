@@ -176,18 +176,21 @@ class Wrappers:
         """Return whether DDP gives all ranks that decide on ``params`` the same gradients of all of them."""
         return self._plan_for(params).averages()
 
-    def names_within(self, group: Any, unseen: Iterable[DistributedDataParallel] = ()) -> list[str]:
+    def names_within(self, group: Any, own: set[int], unseen: Iterable[DistributedDataParallel] = ()) -> list[str]:
         """Return the names of parameters in the DDPs that span the ranks of ``group``, the same on each of them.
 
         The models around may differ between ranks: one has a part that another has not, or has wrapped.
 
         Args:
             group: a process group.
+            own: ids of the session's parameters. The DDPs of other sessions do not count: one that nobody needs any
+                more may be gone on one rank, and be there on another until its garbage is collected.
             unseen: DDPs of the models that nobody has noted.
         """
         ranks = ranks_of(group)
         spanning = [ddp for ddp in (*self._held, *unseen) if ranks_of(ddp.process_group) == ranks]
-        taken = {ddp: ddps.held(ddp) for ddp in spanning}
+        held = {ddp: ddps.held(ddp) for ddp in spanning}
+        taken = {ddp: ids for ddp, ids in held.items() if not ids.isdisjoint(own)}
         return sorted(n for ddp, ids in taken.items() for n, p in ddp.module.named_parameters() if id(p) in ids)
 
     def deciders(self, params: Sequence[torch.Tensor]) -> Sequence[Any]:
