@@ -16,7 +16,7 @@ import pytest
 import torch
 from covering import covering
 from emulated_cards import counts
-from lanes import Lane, usable_lanes
+from lanes import Lane, lacks_dtype, usable_lanes
 from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
@@ -43,8 +43,8 @@ _UNCOVERED = (
 
 Each process that measures its coverage starts seconds later.
 """
-_COVERED_CASES = 2
-"""Of a test with many cases, this many are measured, the first and the last: others reach the same lines.
+_COVERED_CASES = 4
+"""Of a test with many cases, this many are measured, from first to last: the others reach the same lines.
 
 What is measured takes about twice its time.
 """
@@ -113,9 +113,8 @@ def _lacks(item: pytest.Item) -> str:
         level = re.split("[- ]", value)[0] if isinstance(value, str) else ""  # as in "O2-second-fp32", "O1 static"
         if level in LEVELS and level not in lane.can.levels:
             return f"{lane} cannot run {level}"
-        lower = value is torch.float16 or value is torch.bfloat16
-        if lower and str(value).removeprefix("torch.") not in lane.can.dtypes:
-            return f"{lane} does not compute in {value}"
+        if (value is torch.float16 or value is torch.bfloat16) and (reason := lacks_dtype(lane, value)):
+            return reason
     return ""
 
 

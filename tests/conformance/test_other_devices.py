@@ -34,7 +34,7 @@ class Bf16Only(CpuBackend):
         # numerics and compiled make no overflow, or hardly any
         pytest.param("saturating_chip:SaturatingBackend", {"numerics", "compiled"}, marks=pytest.mark.thorough),
         pytest.param("test_other_devices:Fp32Only", set()),
-        pytest.param("test_other_devices:Bf16Only", {"compiled", "overhead"}, marks=pytest.mark.thorough),
+        pytest.param("test_other_devices:Bf16Only", {"compiled"}, marks=pytest.mark.thorough),
     ],
 )
 def test_nothing_fails(target: str, without: set[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from xamp.scaling.late_reads import HISTORY_LAG
 from xamp.testing import Lane, usable_lanes  # imported from here, so that pytest explains the asserts of its modules
 
-__all__ = ["Lane", "lag", "lower", "needs_dtype", "needs_values", "usable_lanes"]
+__all__ = ["Lane", "lacks_dtype", "lag", "lower", "needs_dtype", "needs_values", "usable_lanes"]
 
 
 def lower(lane: Lane) -> torch.dtype:
@@ -16,10 +16,16 @@ def lower(lane: Lane) -> torch.dtype:
     return getattr(torch, lane.can.dtypes[-1])  # type: ignore[no-any-return]
 
 
+def lacks_dtype(lane: Lane, dtype: torch.dtype) -> str:
+    """Why the lane does not serve ``dtype``; empty if it does."""
+    there = str(dtype).removeprefix("torch.") in lane.can.dtypes
+    return "" if there else f"{lane} does not compute in {dtype}"
+
+
 def needs_dtype(lane: Lane, dtype: torch.dtype) -> None:
     """Skip the test if the lane does not compute in ``dtype``."""
-    if str(dtype).removeprefix("torch.") not in lane.can.dtypes:
-        pytest.skip(f"{lane} does not compute in {dtype}")
+    if reason := lacks_dtype(lane, dtype):
+        pytest.skip(reason)
 
 
 def needs_values(lane: Lane) -> None:

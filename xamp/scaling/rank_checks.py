@@ -132,14 +132,14 @@ class RankChecks:
         policy, settled = engine.policy, self._settings
         holders = self._wrappers.holders(params)
         given = [] if engine.process_group is None else [engine.process_group]
-        all_names = [name for model in engine.models().values() for name, _ in model.named_parameters()]
-        own = {id(p) for model in engine.models().values() for p in model.parameters()} | {id(p) for p in params}
+        named = [pair for model in engine.models().values() for pair in model.named_parameters()]
+        own = {id(p) for _, p in named} | {id(p) for p in params}
         settings = _settings_of(engine)
         unseen = [] if holders or engine.enabled else search(params)
         settled.look()
 
         def name(group: Any) -> str:
-            names = self._wrappers.names_within(group, own, unseen) or all_names
+            names = self._wrappers.names_within(group, own, unseen) or [n for n, _ in named]
             names = self._names.setdefault(group.group_name, names)
             return hashlib.sha256(",".join(names).encode()).hexdigest()[:16]
 
