@@ -2,9 +2,9 @@
 # Sets up all that the tests need, and runs them. Arguments go to pytest: ci/test.sh tests/unit -k scale -x
 # --all adds the tests that take minutes: the whole conformance suite, on the CPU and an emulated card (ci/device.sh runs
 # it on any device), the slow tests of that suite, and the tests marked "device" on emulated cards, with so many cases of
-# each that two of its arguments meet on one card and each is in one on the other; all its cases run on the CPU. Without
-# arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the coverage and its
-# lower bound are checked too.
+# each that each of its arguments is in one; all its cases run on the CPU, and on the cards by ci/device.sh ascend-910b2.
+# Without arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the coverage
+# and its lower bound are checked too.
 #
 # ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
 # ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of two ranks found that ran apex_worker.py, all of it in one go."""
-    folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).parent / "apex_worker.py"
-    forked_ranks.run(script, str(folder), output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    worker = Path(__file__).parent / "apex_worker.py"
+    return forked_ranks.results(worker, folder=tmp_path_factory.mktemp("ranks"))
 
 
 def test_sync_batch_norm_is_batch_norm_over_both_batches(ranks: Found) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ def torchrun(forked_ranks: Ranks, tmp_path: Path) -> Torchrun:
     """Runs a script as two ranks, and gives what each of them wrote."""
 
     def run(script: str, *args: str) -> list[dict[str, Any]]:
-        forked_ranks.run(HERE / script, *args, str(tmp_path), output=tmp_path / "output.txt")
-        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+        return forked_ranks.results(HERE / script, *args, folder=tmp_path)
 
     return run
 

@@ -6,7 +6,6 @@ process that leaves the step out. Each engine has a worker of its own, and one s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,10 +48,8 @@ def ranks_of(
 
     def run(engine: str) -> Found:
         if engine not in started:
-            folder = tmp_path_factory.mktemp(engine)
-            script = HERE / f"engine_{engine}_worker.py"
-            forked_ranks.run(script, str(folder), count=request.param, output=folder / "output.txt")
-            started[engine] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+            worker, folder = HERE / f"engine_{engine}_worker.py", tmp_path_factory.mktemp(engine)
+            started[engine] = forked_ranks.results(worker, count=request.param, folder=folder)
         return started[engine]
 
     return run

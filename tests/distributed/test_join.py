@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ WORKER = Path(__file__).parent / "join_worker.py"
 @pytest.fixture(scope="module")
 def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks wrote; one start for all cases."""
-    folder = tmp_path_factory.mktemp("join")
-    forked_ranks.run(WORKER, str(folder), output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("join"))
 
 
 @pytest.mark.parametrize(

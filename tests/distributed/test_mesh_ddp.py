@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,7 @@ Found = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
 def ranks(request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank wrote; one start for all cases."""
-    folder, count = tmp_path_factory.mktemp("mesh"), request.param
-    forked_ranks.run(WORKER, str(folder), count=count, output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    return forked_ranks.results(WORKER, count=request.param, folder=tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.mark.parametrize("case", ERROR)

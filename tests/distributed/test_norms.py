@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ def ranks(
     request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What each rank wrote; one start for all cases."""
-    folder, count = tmp_path_factory.mktemp("norms"), request.param
-    forked_ranks.run(WORKER, str(folder), count=count, output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    return forked_ranks.results(WORKER, count=request.param, folder=tmp_path_factory.mktemp("norms"))
 
 
 def test_every_rank_gets_the_norm_of_the_whole_gradient(ranks: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
@@ -21,15 +20,13 @@ def _free_port() -> int:
 @pytest.mark.parametrize("how", ["env", "tcp"])
 def test_an_old_script_trains_on_two_ranks(how: str, forked_ranks: Ranks, tmp_path: Path) -> None:
     words = {"env": [], "tcp": [f"--dist-url=tcp://127.0.0.1:{_free_port()}", "--world=0"]}[how]  # 0: count devices
-    output = tmp_path / "output.txt"
-    forked_ranks.run(HERE / "run_rank.py", str(HERE / "old_script.py"), *words, str(tmp_path), output=output)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    ranks = forked_ranks.results(HERE / "run_rank.py", str(HERE / "old_script.py"), *words, folder=tmp_path)
+    for rank, found in enumerate(ranks):
         assert (found["rank"], found["world"], found["backend"]) == (rank, 2, "gloo")
         assert found["gradients"] < 1e-12
         assert found["buffers"] < 1e-12
         assert found["evaluates"] == [5, 1]
-    said = output.read_text()
+    said = (tmp_path / "output.txt").read_text()
     assert said.count("xamp run: redirected to cpu") == 1  # rank 0 reports
     assert "--local_rank from LOCAL_RANK" in said
     assert "DistributedDataParallel(device_ids=...)" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ OUTCOMES = ["APPLIED", "APPLIED", "SKIPPED", "APPLIED", "APPLIED"]
 
 @pytest.fixture(scope="module")
 def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("sequences")
-    forked_ranks.run(WORKER, str(folder), output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("sequences"))
 
 
 def test_a_divided_sequence_trains_as_a_whole_one(ranks: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ CASES = [f"{mode} {level}" for mode in ("ignored", "own", "frozen") for level in
 
 @pytest.fixture(scope="module")
 def found(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("unlike")
-    forked_ranks.run(WORKER, str(folder), count=2, output=folder / "said.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("unlike"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ SCALES = [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0, 1024.0]
 
 @pytest.fixture(scope="module")
 def found(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("windows")
-    forked_ranks.run(WORKER, str(folder), output=folder / "output.txt")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("windows"))
 
 
 def test_gradients_that_are_not_reduced_yet_follow_the_scale(found: list[Any]) -> None:

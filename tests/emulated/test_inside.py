@@ -1,8 +1,8 @@
 """Runs on emulated cards, two at a time: the files in inside/, what torchrun starts, the conformance suite.
 
 With --all also the whole of that suite on one chip, its tier on operators under ``--strict``, and the tests of the
-project that are marked ``device``, of each a part of the cases. The whole suite on every chip is what ``ci/device.sh``
-runs.
+project that are marked ``device``, of each a part of the cases. The whole suite and all cases, on every chip, are what
+``ci/device.sh`` runs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ BOTH = (
 TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
 """What always runs of the conformance suite; the rest on one chip with --all, and on all by ``ci/device.sh``."""
-STRENGTH = {A2: 2, OLD: 1}
-"""How many arguments of a device test meet in its cases on a chip. All cases run on the CPU: see covering.py."""
 SLOW = [
     *(("device tests", chip) for chip in CHIPS),
     ("whole conformance", A2),
@@ -65,7 +63,7 @@ def run(file: str, chip: str) -> None:
         run_conformance(chip, "--clause=operators.*", strict=True, least=100)
     elif file == "device tests":
         folders = [INSIDE.parent.parent / name for name in DEVICE_TESTS]
-        words = ("-m", "device", "--device", "npu", f"--strength={STRENGTH[chip]}", f"--ignore={_SUITE}")
+        words = ("-m", "device", "--device", "npu", "--strength=1", f"--ignore={_SUITE}")
         emulated_pytest(chip, *words, *folders, devices=2, timeout=3000, covered=False)
     else:
         several, strict = 2 if file in ("test_processes", "test_records") else 1, file == "test_strict"

@@ -68,6 +68,14 @@ class Ranks:
         assert codes, "the process that they are forked from is gone"
         assert not any(json.loads(codes)), f"{codes} {output.read_text()[-4000:]}"
 
+    def results(self, script: Path, *arguments: str, count: int = 2, folder: Path) -> list[Any]:
+        """Run ``script`` as ``run`` does, with ``folder`` as its last argument; what each rank wrote there.
+
+        Rank 0 writes ``0.json``, and so on; what they print is in ``output.txt``.
+        """
+        self.run(script, *arguments, str(folder), count=count, output=folder / "output.txt")
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
 
 def _serve() -> None:
     for name in _IMPORTED:
