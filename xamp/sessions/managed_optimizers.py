@@ -17,7 +17,7 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import checks
+from xamp.sessions import optimizer_checks
 
 __all__ = ["fused_forms", "take_optimizers"]
 
@@ -37,7 +37,7 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
         FusedForm(
             optimizer,
             choice,
-            names if checks.is_plain(optimizer, engine.backend) else (),
+            names if optimizer_checks.is_plain(optimizer, engine.backend) else (),
             sparse=sparse,
             stepped=stepped,
         )
@@ -46,7 +46,7 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
     if policy.fused is True:  # what that cannot do is the nearer reason
         _check_forms(forms, optimizers)
     for optimizer in optimizers:
-        checks.check_stepped_rightly(optimizer, engine.backend, policy)
+        optimizer_checks.check_stepped_rightly(optimizer, engine.backend, policy)
     _check_forms(forms, optimizers)
     return forms
 

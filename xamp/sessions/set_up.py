@@ -24,7 +24,7 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import followers
 from xamp.scaling.engine import Engine
-from xamp.sessions import checks, lowering
+from xamp.sessions import lowering, optimizer_checks
 from xamp.sessions.averaged_model import serve_averaged_models
 from xamp.sessions.managed_optimizers import fused_forms, take_optimizers
 from xamp.sessions.session import forget_sessions, register
@@ -136,8 +136,8 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
             f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
-    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    checks.check_not_sharded_since(arguments.optimizers, policy)
+    optimizer_checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    optimizer_checks.check_not_sharded_since(arguments.optimizers, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = fused_forms(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
