@@ -333,3 +333,43 @@ def test_a_default_of_the_class_is_cast_for_the_copy_alone(cast: Cast) -> None:
     assert "x" not in given.__dict__
     result = cast(given, HALF)
     assert (result.x.dtype, result.y, given.x.dtype, _Defaulted.x.dtype) == (HALF, 1, FP32, FP32)
+
+
+class _Noting:
+    """Counts the assignments to its attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        object.__setattr__(self, "sets", vars(self).get("sets", 0) + 1)
+
+
+@dataclasses.dataclass
+class _Noted(_Noting):
+    x: Any
+    y: Any = None
+
+
+@both
+def test_values_of_a_dataclass_that_are_no_fields_are_in_the_copy(cast: Cast) -> None:
+    given = Plain(floats(), 1)
+    given.note = [floats()]  # type: ignore[attr-defined]
+    result = cast(given, HALF)
+    assert (result.x.dtype, result.y, given.x.dtype) == (HALF, 1, FP32)
+    assert result.note is given.note  # type: ignore[attr-defined]
+    del given.y
+    result = cast(given, HALF)  # as many values as fields
+    assert (set(vars(result)), result.x.dtype, result.note is given.note) == (  # type: ignore[attr-defined]
+        {"x", "note"},
+        HALF,
+        True,
+    )
+
+
+@both
+def test_a_dataclass_that_notes_what_is_assigned_notes_no_cast(cast: Cast) -> None:
+    given = _Noted(floats())
+    result = cast(given, HALF)
+    assert (result.x.dtype, vars(result)["sets"], vars(given)["sets"]) == (HALF, 2, 2)
+    given = Frozen(floats(), {"z": floats()})  # type: ignore[assignment]
+    result = cast(given, HALF)
+    assert (type(result), result.x.dtype, result.y["z"].dtype) == (Frozen, HALF, HALF)
