@@ -23,7 +23,8 @@ What xamp costs, against the loop written by hand and against other libraries. `
 take turns in one process, and a figure is the median of the ratios (or differences) within a round, with the quartiles
 in brackets. So a busy machine moves the microseconds more than the ratios. On a CPU the clock is the time that the
 process computes, on one thread. A ratio below 1 means that xamp takes less time. A bound is the most that a figure may
-be.
+be. Bounds in microseconds were set on a machine on which `torch.mm` of small matrices takes 1.2 us; under the casts of
+`xamp.apex` below is what it takes here.
 
 """
 
