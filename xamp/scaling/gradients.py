@@ -85,7 +85,6 @@ class Gradients:
         self._reads_flag = policy.checks and saturates
         self._joins = policy.casts_parameters
         self._backend = backend
-        self._fused = fused
         self._unscaler = Unscaler(backend, fused, optimizer)
         self._optimizer = optimizer
         self.count = 0
@@ -295,8 +294,6 @@ class Gradients:
         moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
         if self._witness is not None:
             self._witness.leave()
-        if self._fused.active and any(m.grad is not None and m.grad.is_sparse for _, m in self.pairs):
-            self._unscaler.met_sparse()
         return moved or moved_early
 
     def _finisher(
