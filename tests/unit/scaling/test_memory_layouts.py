@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ MAKERS: dict[str, Any] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, eps=1e-3),
 }
 LAST = torch.channels_last
+Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -49,16 +51,16 @@ def manage(model: Any, name: str, level: str | None, lane: Lane) -> tuple[Any, A
     return model, optimizer
 
 
-def steps(model: Any, optimizer: Any, x: torch.Tensor, count: int = 3, by_hand: bool = False) -> None:
-    """Train; ``by_hand``: gradients with strides that are not those of the parameters are put into ``.grad``."""
+def steps(model: Any, optimizer: Any, x: torch.Tensor, count: int = 3, laid_out: Layout | None = None) -> None:
+    """Train; gradients that are ``laid_out`` by it are put into ``.grad``."""
     for _ in range(count):
         optimizer.zero_grad()
         loss = model(x).float().square().mean()
         if xamp_manages(optimizer):
             with xamp.scale_loss(loss, optimizer) as scaled:
-                backward(model, scaled, by_hand)
+                backward(model, scaled, laid_out)
         else:
-            backward(model, loss, by_hand)
+            backward(model, loss, laid_out)
         optimizer.step()
 
 
@@ -66,13 +68,22 @@ def xamp_manages(optimizer: Any) -> bool:
     return hasattr(optimizer, "_xamp")
 
 
-def backward(model: Any, loss: torch.Tensor, by_hand: bool) -> None:
-    if not by_hand:
+def backward(model: Any, loss: torch.Tensor, laid_out: Layout | None) -> None:
+    if laid_out is None:
         loss.backward()
         return
     params = list(model.parameters())
     for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-        param.grad = grad.contiguous(memory_format=LAST) if grad.dim() == 4 else grad
+        param.grad = laid_out(grad) if grad.dim() == 4 else grad
+
+
+def channels_last(grad: torch.Tensor) -> torch.Tensor:
+    return grad.contiguous(memory_format=LAST)
+
+
+def a_part(grad: torch.Tensor) -> torch.Tensor:
+    """The same numbers as one channel of three."""
+    return grad.new_zeros(grad.shape[0], 3, *grad.shape[2:])[:, :1].copy_(grad)
 
 
 def weights(model: Any) -> torch.Tensor:
@@ -127,7 +138,7 @@ def test_gradients_that_a_script_puts_in(lane: Lane, level: str, name: str) -> N
     def run(level: str | None) -> torch.Tensor:
         model, optimizer = manage(convolution(), name, level, lane)
         steps(model, optimizer, images(lane))
-        steps(model, optimizer, images(lane), by_hand=True)
+        steps(model, optimizer, images(lane), laid_out=channels_last)
         return weights(model)
 
     assert_trains_alike(run, level)
@@ -135,8 +146,14 @@ def test_gradients_that_a_script_puts_in(lane: Lane, level: str, name: str) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_parameter_that_is_a_part_of_another_tensor(lane: Lane, level: str, name: str) -> None:
-    """A convolution for gray images that takes one channel of a trained one; nothing else of that may move."""
+@pytest.mark.parametrize("laid_out", [None, a_part])
+def test_a_parameter_that_is_a_part_of_another_tensor(
+    lane: Lane, level: str, name: str, laid_out: Layout | None
+) -> None:
+    """A convolution for gray images that takes one channel of a trained one; nothing else of that may move.
+
+    Also where its gradient is such a part, and so has the strides of the parameter.
+    """
 
     def run(level: str | None) -> torch.Tensor:
         whole = convolution().weight.detach().to(lane.device)
@@ -145,7 +162,7 @@ def test_a_parameter_that_is_a_part_of_another_tensor(lane: Lane, level: str, na
         model.weight = nn.Parameter(whole[:, :1])
         nn.init.zeros_(model.bias)  # type: ignore[arg-type]
         model, optimizer = manage(model, name, level, lane)
-        steps(model, optimizer, images(lane)[:, :1], count=6)
+        steps(model, optimizer, images(lane)[:, :1], count=6, laid_out=laid_out)
         assert torch.equal(whole[:, 1:], others)
         return weights(model)
 
