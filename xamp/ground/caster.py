@@ -136,7 +136,7 @@ _FIELD = """
 def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast) -> _Cast:
     """Return a function that is written for the fields of ``kind``, as ``dataclasses`` writes an ``__init__``.
 
-    It takes 2 us less than one that goes through their names. The copy is made without ``__init__`` and
+    It takes 1 to 2 us less than a loop over their names. The copy is made without ``__init__`` and
     ``__post_init__``: their checks ran when the value was made.
     """
     names = [field.name for field in dataclasses.fields(kind)]

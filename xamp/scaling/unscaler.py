@@ -69,7 +69,9 @@ class Unscaler:
                 if not any(g.is_sparse or g.is_complex() for g in grads):
                     raise
         if any(g.is_sparse for g in grads):
-            self.met_sparse()
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                self._fused.met_sparse(optimizer)
             if params:
                 foreach.coalesce_half(params)
                 grads = [g for p in params for g in (p.grad,) if g is not None]
@@ -80,9 +82,3 @@ class Unscaler:
         if grads:
             one = torch.ones_like(found_inf)
             foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)
-
-    def met_sparse(self) -> None:
-        """Tell the fused form that a gradient is sparse, which its step cannot take."""
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            self._fused.met_sparse(optimizer)
