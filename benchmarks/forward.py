@@ -50,6 +50,10 @@ class Linear(torch.nn.Linear):
         return super().forward(x).float()
 
 
+CALLS, OF_ROUND = 50, 4
+"""Calls between two readings of the clock, and how many such turns stand for one of ``--rounds``: the clock of a
+processor changes within milliseconds, and a difference of 1 us of 40 is seen only where both sides run at one speed."""
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {"inert": Inert, "mul": Norm, "linear": lambda: Linear(4, 4)}
 
 
@@ -99,7 +103,7 @@ def _output(name: str, device: torch.device, rounds: int) -> Figure:
     level, dtype = list(LEVELS.items())[-1]
     form, by_hand = FORMS[name]
     sides = functools.partial(_sides, lambda: Returning(form), level, dtype, device, by_hand)
-    pair = compare_made(sides, device, calls=200, rounds=rounds)
+    pair = compare_made(sides, device, calls=CALLS, rounds=OF_ROUND * rounds)
     return of_difference(f"{level} output {name}", pair, bounds.FORWARD_US)
 
 
@@ -114,7 +118,7 @@ def _figure(
 ) -> Figure:
     sides = functools.partial(_sides, make, level, dtype, device)
     with contextlib.nullcontext() if grad else torch.no_grad():
-        pair = compare_made(sides, device, calls=200, rounds=rounds)
+        pair = compare_made(sides, device, calls=CALLS, rounds=OF_ROUND * rounds)
     case = f"{level} {name}, {'grad' if grad else 'no_grad'}"
     return of_difference(case, pair, bounds.FORWARD_US)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from managed_models import start
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from xamp.ground.caster import caster
+from xamp.ground.caster import Caster
 from xamp.ground.containers import cast_floats
 
 HALF, FP32 = torch.float16, torch.float32
@@ -49,10 +50,10 @@ class Cast(Protocol):
 
 def cast_by_type(value: Any, dtype: torch.dtype) -> Any:
     """The cast of eager forwards, as :func:`cast_floats` is called."""
-    return BY_TYPE[dtype](value)
+    return BY_TYPE[dtype].cast(value)
 
 
-BY_TYPE = {dtype: caster(dtype) for dtype in CASTABLE}
+BY_TYPE = {dtype: Caster(dtype) for dtype in CASTABLE}
 both = pytest.mark.parametrize("cast", [cast_floats, cast_by_type])
 
 
@@ -257,11 +258,21 @@ def test_a_batch_goes_in_lowered_and_comes_out_fp32_in_the_same_containers(level
     assert (out["n"], extra) == (3, "label")
 
 
+def test_types_may_come_in_any_order() -> None:
+    for first, second in itertools.product(MAKERS, repeat=2):
+        caster = Caster(HALF)
+        for name in (first, second, second, first):
+            given = MAKERS[name](floats())
+            result, expected = caster.cast(given), cast_floats(given, HALF)
+            assert shape(result) == shape(expected), (first, second)
+            assert [str(leaf) for leaf in leaves(result)] == [str(leaf) for leaf in leaves(expected)], (first, second)
+
+
 def test_a_class_made_in_each_forward_is_not_kept() -> None:
-    cast, classes = caster(FP32), []
+    caster, classes = Caster(FP32), []
     for _ in range(300):
         made = dataclasses.make_dataclass("Made", ["x"])
-        assert cast(made(floats().half())).x.dtype == FP32
+        assert caster.cast(made(floats().half())).x.dtype == FP32
         classes.append(weakref.ref(made))
         del made
     gc.collect()
