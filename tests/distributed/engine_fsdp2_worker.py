@@ -62,7 +62,6 @@ CASES = {
     "blocks": Case(blocks),
     "whole_weights": Case(whole_weights),
     "offloaded": Case(offloaded),
-    "compiled": Case(compiled),
     "checkpointed": Case(checkpointed),
     "some": Case(some, seen=engine_cases.alone),
     "no_sync": Case(plain, micro=2, postponed=postponed),
@@ -71,5 +70,7 @@ CASES = {
 
 if __name__ == "__main__":
     engine_cases.work(
-        CASES, {"dtypes": lambda: engine_cases.dtypes(plain), "averages": lambda: engine_cases.averages(plain)}
+        CASES,
+        {"dtypes": lambda: engine_cases.dtypes(plain), "averages": lambda: engine_cases.averages(plain)},
+        on_two_ranks={"compiled": Case(compiled)},
     )

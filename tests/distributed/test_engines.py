@@ -18,12 +18,11 @@ HERE = Path(__file__).parent
 ENGINES = {
     "ddp": (
         *("plain", "bucket_view", "static_graph", "unused", "compressed", "own_hook", "no_sync"),
-        *("each_backward", "each_backward, bucket_view", "compiled", "checkpointed", "halves"),
-        *("compiled whole", "compiled whole, no_sync", "compiled before"),
+        *("each_backward", "each_backward, bucket_view", "checkpointed", "halves"),
     ),
     "fsdp1": ("original", "flat", "nested", "own_precision", "copied", "whole_weights", "checkpointed", "no_sync"),
     "fsdp2": (
-        *("plain", "blocks", "whole_weights", "offloaded", "compiled", "checkpointed", "some"),
+        *("plain", "blocks", "whole_weights", "offloaded", "checkpointed", "some"),
         *("no_sync", "no_sync, whole_weights"),
     ),
     "hsdp": ("fsdp2", "fsdp2 of copies", "fsdp1"),
@@ -31,8 +30,12 @@ ENGINES = {
     "tensor": ("some", "all", "two meshes", "with fsdp2"),
     "pipeline": ("gpipe", "1f1b", "gpipe in ddp", "1f1b in ddp", "1f1b in fsdp2"),
 }
-ON_TWO_RANKS = {"pipeline": ("interleaved", "zero_bubble", "zero_bubble_v")}
-"""More cases, for which the net has too few layers where there are more ranks."""
+ON_TWO_RANKS = {
+    "ddp": ("compiled", "compiled whole", "compiled whole, no_sync", "compiled before"),
+    "fsdp2": ("compiled",),
+    "pipeline": ("interleaved", "zero_bubble", "zero_bubble_v"),
+}
+"""More cases: each rank compiles for itself, however many there are; the net has too few layers for more stages."""
 ON_FOUR_RANKS = {"tensor": ("with fsdp1",)}
 """More cases, for which there must be several copies of what tensor parallelism divides between two."""
 

@@ -250,10 +250,16 @@ def averages(wrap: Callable[[Any, str], Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def work(cases: dict[str, Case], others: dict[str, Callable[[], Any]] | None = None) -> None:
-    """Run all cases as one rank. Writes one JSON file."""
+def work(
+    cases: dict[str, Case],
+    others: dict[str, Callable[[], Any]] | None = None,
+    on_two_ranks: dict[str, Case] | None = None,
+) -> None:
+    """Run all cases as one rank, of which those in ``on_two_ranks`` only where there are no more. Writes one JSON file."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
+    if dist.get_world_size() == 2:
+        cases = {**cases, **(on_two_ranks or {})}
     for name, case in cases.items():
         for level in LEVELS:
             found[f"{name} {level}"] = train(case, level)
