@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,15 @@ def _children_are_as_their_test(request: pytest.FixtureRequest, monkeypatch: pyt
     if request.node.get_closest_marker("no_cover"):
         for name in [name for name in os.environ if name.startswith("COVERAGE_")]:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not the machine's: an entry that an earlier version of xamp left there, with stale casts in it, was found again.
+
+    One for all: what inductor finds out of the C++ compiler, and the headers that it compiles, take it 10 seconds.
+    """
+    return tmp_path_factory.mktemp("inductor")
 
 
 @pytest.fixture

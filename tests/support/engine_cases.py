@@ -255,7 +255,7 @@ def work(
     others: dict[str, Callable[[], Any]] | None = None,
     on_two_ranks: dict[str, Case] | None = None,
 ) -> None:
-    """Run all cases as one rank, of which those in ``on_two_ranks`` only where there are no more. Writes one JSON file."""
+    """Run all cases as one rank; those in ``on_two_ranks`` only where there are no more ranks. Writes one JSON file."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
     if dist.get_world_size() == 2:

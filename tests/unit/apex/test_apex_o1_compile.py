@@ -54,15 +54,6 @@ PROBES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not the machine's: an entry that an earlier version of xamp left there, with stale casts in it, was found again.
-
-    One for all: what inductor finds out of the C++ compiler, and the headers that it compiles, take it seconds.
-    """
-    return tmp_path_factory.mktemp("inductor")
-
-
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, inductor_cache: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))

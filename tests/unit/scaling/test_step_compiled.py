@@ -115,9 +115,11 @@ def test_whole_training_step(level: str, fused: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("level", "fused"), [("O2", False), ("O5", "auto")])
-def test_a_whole_step_by_inductor(level: str, fused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_step_by_inductor(
+    level: str, fused: Any, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As eager within the level's error, and an overflow is skipped; after the first steps nothing more is compiled."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     dynamic = level in levels_where(lambda row: row.dynamic)
     told: dict[str, Any] = {"growth_interval": 3, "init_scale": 2.0**8} if dynamic else {}
