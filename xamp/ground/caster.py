@@ -90,14 +90,14 @@ def _cast_of(kind: type, dtype: torch.dtype, cast: _Cast, other: _Cast) -> _Cast
     """
     if kind is torch.Tensor:
         return _of_tensor(dtype, other)
+    if issubclass(kind, ATOMS):
+        return lambda value: value if type(value) is kind else other(value)
     if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
         return _of_sequence(kind, dtype, cast, other)
     if kind is dict:
         return _of_dict(dtype, cast, other)
     if not issubclass(kind, (torch.Tensor, tuple, list, dict, collections.UserDict)) and _is_plain_dataclass(kind):
         return _of_dataclass(kind, dtype, cast, other)
-    if issubclass(kind, ATOMS):
-        return lambda value: value if type(value) is kind else other(value)
     return lambda value: cast_floats(value, dtype) if type(value) is kind else other(value)
 
 

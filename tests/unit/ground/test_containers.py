@@ -280,6 +280,18 @@ def test_a_class_made_in_each_forward_is_not_kept() -> None:
 
 
 @dataclasses.dataclass
+class Empty:
+    pass
+
+
+@both
+def test_a_dataclass_without_fields_passes_as_the_same_object(cast: Cast) -> None:
+    given = Empty()
+    given.x = floats()  # type: ignore[attr-defined]
+    assert cast(given, HALF) is given
+
+
+@dataclasses.dataclass
 class Counted:
     """Has a value of its class, one that is set elsewhere, and a way of its own to be copied."""
 
