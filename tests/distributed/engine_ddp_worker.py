@@ -105,7 +105,7 @@ ON_TWO_RANKS = {
     ),
     "compiled before": Case(compiled_before, late=True, spoil_loss=True),
 }
-"""A graph is that of one rank: it knows nothing of how many there are, and each rank compiles for itself."""
+"""Each rank compiles for itself, however many there are."""
 
 if __name__ == "__main__":
     engine_cases.work(CASES, on_two_ranks=ON_TWO_RANKS)

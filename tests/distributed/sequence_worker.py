@@ -26,7 +26,7 @@ import xamp
 
 LEVELS = ("O1", "O2", "O4", "O5")
 COMPILED = ("O1", "O5")
-"""One that casts operators, and one that casts the model: a graph takes ten times as long as the steps."""
+"""One that casts operators, and one that casts the model; to compile takes longer than the steps."""
 STEPS, SPOILT, LR, MOMENTUM, MAX_NORM, LENGTH, WIDTH = 5, 2, 0.1, 0.9, 0.5, 8, 8
 
 

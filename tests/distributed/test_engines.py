@@ -31,11 +31,13 @@ ENGINES = {
     "pipeline": ("gpipe", "1f1b", "gpipe in ddp", "1f1b in ddp", "1f1b in fsdp2"),
 }
 ON_TWO_RANKS = {
+    # each rank compiles for itself, however many there are
     "ddp": ("compiled", "compiled whole", "compiled whole, no_sync", "compiled before"),
     "fsdp2": ("compiled",),
+    # the net has too few layers for more stages
     "pipeline": ("interleaved", "zero_bubble", "zero_bubble_v"),
 }
-"""More cases: each rank compiles for itself, however many there are; the net has too few layers for more stages."""
+"""More cases, which run with two ranks and not with four."""
 ON_FOUR_RANKS = {"tensor": ("with fsdp1",)}
 """More cases, for which there must be several copies of what tensor parallelism divides between two."""
 

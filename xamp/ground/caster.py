@@ -47,7 +47,7 @@ class Caster:
     __slots__ = ("_by_type", "_dtype", "cast")
 
     def __init__(self, dtype: torch.dtype | None, cast: Callable[[Any, torch.dtype], Any] = cast_floats) -> None:
-        self._dtype = dtype or torch.float32
+        self._dtype = dtype
         self._by_type: dict[type, _Cast] = {}
         self.cast: _Cast = self._cast_other
         if dtype is None:
@@ -70,6 +70,7 @@ class Caster:
         if found is None:
             if len(self._by_type) >= _MOST_TYPES:
                 self._by_type.clear()
+            assert self._dtype is not None, "else values are left as they are"
             found = self._by_type[kind] = _cast_of(kind, self._dtype, self._cast_item, self._cast_other)
         return found
 
