@@ -31,8 +31,10 @@ class Bf16Only(CpuBackend):
 @pytest.mark.parametrize(
     ("target", "without"),
     [
-        # numerics and compiled make no overflow, or hardly any
-        pytest.param("saturating_chip:SaturatingBackend", {"numerics", "compiled"}, marks=pytest.mark.thorough),
+        # these make no overflow, or hardly any
+        pytest.param(
+            "saturating_chip:SaturatingBackend", {"operators", "numerics", "compiled"}, marks=pytest.mark.thorough
+        ),
         pytest.param("test_other_devices:Fp32Only", set()),
         pytest.param("test_other_devices:Bf16Only", {"compiled"}, marks=pytest.mark.thorough),
     ],

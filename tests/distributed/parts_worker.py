@@ -88,16 +88,16 @@ def whole(level: str, rank: int) -> dict[str, Any]:
         xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)
         ddp = DistributedDataParallel(model)
 
-        def step(number: int) -> None:
+        def step(first: torch.Tensor, second: torch.Tensor) -> None:
             optimizer.zero_grad()
             with ddp.no_sync():
-                backward(ddp(data(number, rank)).square().mean(), optimizer)
-            backward(ddp(data(number + 10, rank)).square().mean(), optimizer)
+                backward(ddp(first).square().mean(), optimizer)
+            backward(ddp(second).square().mean(), optimizer)
             optimizer.step()
 
         run: Any = torch.compile(step, backend="aot_eager") if is_compiled else step
         for number in range(3):
-            run(number)
+            run(data(number, rank), data(number + 10, rank))
         return [p.flatten().tolist() for p in xamp.master_params(optimizer)]
 
     eager, compiled = trained(False), trained(True)

@@ -16,7 +16,7 @@ OUTCOMES = ["APPLIED", "APPLIED", "SKIPPED", "APPLIED", "APPLIED"]
 
 @pytest.fixture(scope="module")
 def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("sequences"))
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("sequences"), covered=False)
 
 
 def test_a_divided_sequence_trains_as_a_whole_one(ranks: list[dict[str, Any]]) -> None:

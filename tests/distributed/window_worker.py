@@ -1,15 +1,17 @@
-"""What each process of test_windows.py runs: a window of two micro-batches, in which the loss scale moves.
+"""What each process of test_windows.py runs: windows of two micro-batches, in which the loss scale moves.
 
-The first micro-batch is not reduced. Before the second, another model of the session overflows, trains, or the second
-has a loss scale of its own. The update is compared with that of one process in fp64 that sees the batches of all ranks.
+``engines``: the first micro-batch is not reduced. Before the second, another model of the session overflows, trains, or
+the second has a loss scale of its own. The update is compared with that of one process in fp64 that sees the batches of
+all ranks.
 
-Then windows of DDP around compiled models: a graph does not see whether a forward runs in ``no_sync``.
+``compiled``: windows of DDP around compiled models: a graph does not see whether a forward runs in ``no_sync``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import sys
@@ -176,17 +178,22 @@ def reference(frozen: bool) -> dict[str, torch.Tensor]:
     return {name: -LR * p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-if __name__ == "__main__":
-    early = {(level, how): session(level) for level in LEVELS for how in HOW}  # before anything is shared
+def windows_of_engines() -> dict[str, float]:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    windows = {f"{level}, {how}, early": compiled(*made, how) for (level, how), made in early.items()}
-    windows |= {f"{level}, {how}": compiled(*session(level), how) for level in LEVELS for how in HOW}
-    found = {
-        f"{engine.__name__}, {window}, {level}": train(engine, level, window)
-        for engine in ENGINES
-        for window in WINDOWS
-        for level in LEVELS
-    }
-    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps([found, windows]))
+    cases = itertools.product(ENGINES, WINDOWS, LEVELS)
+    return {f"{engine.__name__}, {window}, {level}": train(engine, level, window) for engine, window, level in cases}
+
+
+def windows_of_compiled() -> dict[str, tuple[list[float], list[float]]]:
+    cases = list(itertools.product(LEVELS, HOW))
+    early = {case: session(case[0]) for case in cases}  # before anything is shared
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    found = {f"{level}, {how}, early": compiled(*made, how) for (level, how), made in early.items()}
+    return found | {f"{level}, {how}": compiled(*session(level), how) for level, how in cases}
+
+
+if __name__ == "__main__":
+    found = {"engines": windows_of_engines, "compiled": windows_of_compiled}[sys.argv[1]]()
+    (Path(sys.argv[2]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py

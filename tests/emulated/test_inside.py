@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import measuring
 import pytest
 from emulated_cards import CHIPS, INSIDE, counts, emulate, emulated_files, emulated_pytest, last, need_emulation
 
@@ -50,6 +51,8 @@ NAMES = [f"{file}-{chip}" for file, chip in RUNS]
 DEVICE_TESTS = ("unit", "distributed", "faults", "conformance")
 _SUITE = INSIDE.parent.parent / "conformance" / "test_conformance.py"
 _NO_FILES = {"conformance", *(name for name, _ in SLOW if " " in name)}
+MEASURED = A2
+"""Of all this, coverage is measured of what runs together on this chip. The rest reaches few lines more."""
 
 
 def run(file: str, chip: str) -> None:
@@ -58,13 +61,13 @@ def run(file: str, chip: str) -> None:
     elif file == "conformance":
         run_conformance(chip, *(f"--clause={tier}.*" for tier in TIERS[chip]))
     elif file == "whole conformance":
-        run_conformance(chip, devices=2, timeout=3000, covered=False)  # the kernels are Python: it takes half the time
+        run_conformance(chip, devices=2, timeout=3000)
     elif file == "strict conformance":  # it gives operators the most dtypes; what is refused shows here first
         run_conformance(chip, "--clause=operators.*", strict=True, least=100)
     elif file == "device tests":
         folders = [INSIDE.parent.parent / name for name in DEVICE_TESTS]
         words = ("-m", "device", "--device", "npu", "--strength=1", f"--ignore={_SUITE}")
-        emulated_pytest(chip, *words, *folders, devices=2, timeout=3000, covered=False)
+        emulated_pytest(chip, *words, *folders, devices=2, timeout=3000)
     else:
         several, strict = 2 if file in ("test_processes", "test_records") else 1, file == "test_strict"
         emulated_pytest(chip, INSIDE / f"{file}.py", devices=several, strict=strict)
@@ -85,7 +88,6 @@ def run_conformance(
     *words: str,
     devices: int = 1,
     timeout: float = 600,
-    covered: bool = True,
     strict: bool = False,
     least: int = 300,
 ) -> None:
@@ -94,7 +96,6 @@ def run_conformance(
         *(chip, "xamp", "conformance", "--device", "npu", *words, "--json", "-"),
         devices=devices,
         timeout=timeout,
-        covered=covered,
         strict=strict,
     )
     report = json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout.startswith("{") else {}
@@ -111,9 +112,9 @@ def run_conformance(
 _RANK_ENDED = r"rank (\d): (\d+) passed, (\d+) failed"
 
 
-def run_together(chip: str, files: list[str]) -> dict[str, str]:
+def run_together(chip: str, files: list[str], environment: dict[str, str]) -> dict[str, str]:
     """What is wrong with each of ``files``, run in one process."""
-    found = emulated_files(chip, *(INSIDE / f"{file}.py" for file in files))
+    found = emulated_files(chip, *(INSIDE / f"{file}.py" for file in files), environment=environment)
     return {f"{file}-{chip}": text for file, text in found.items()}
 
 
@@ -126,6 +127,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
         item.name.partition("[")[2][:-1] for item in request.session.items if item.name.startswith("test_on_cards[")
     }
     together: dict[str, Future[Any]] = {}
+    told = measuring.told()
     futures: dict[str, Future[Any]] = {}
     with ThreadPoolExecutor(2) as pool:
         for name, (file, chip) in zip(NAMES, RUNS, strict=True):
@@ -136,7 +138,7 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
                 continue
             if chip not in together:
                 files = [file for file in TOGETHER[chip] if f"{file}-{chip}" in chosen]
-                together[chip] = pool.submit(run_together, chip, files)
+                together[chip] = pool.submit(run_together, chip, files, told if chip == MEASURED else {})
             futures[name] = together[chip]
         yield futures
         pool.shutdown(cancel_futures=True)

@@ -21,7 +21,8 @@ def covering(items: Iterable[pytest.Item], strength: int) -> list[pytest.Item]:
 
     Args:
         items: tests as pytest collected them.
-        strength: how many arguments of a test meet in one of its cases, whichever they are.
+        strength: how many arguments of a test meet in one of its cases, whichever they are. Arguments that its mark
+            ``draws`` names count for nothing: of random draws of one kind the first says as much as any.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -47,5 +48,7 @@ def _chosen(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
 def _meetings(case: pytest.Item, strength: int) -> set[Meeting]:
     """The arguments that meet in a case, ``strength`` at a time; of a case with fewer, all."""
     arguments = case.callspec.params if hasattr(case, "callspec") else {}
-    axes = sorted((name, id(value)) for name, value in arguments.items())  # cases share their arguments
+    drawn = {name for mark in case.iter_markers("draws") for name in mark.args}
+    # Cases share their arguments.
+    axes = sorted((name, id(value)) for name, value in arguments.items() if name not in drawn)
     return set(itertools.combinations(axes, strength)) or {tuple(axes)}

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import measuring
 import pytest
 import torch
 
@@ -44,17 +46,14 @@ def emulate(
     *command: str | Path,
     devices: int = 1,
     timeout: float = 600,
-    covered: bool = True,
     strict: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``xamp emulate ascend:chip -- command``. If ``covered``, its coverage counts where coverage is measured."""
+    """Run ``xamp emulate ascend:chip -- command``. Its coverage is measured only if ``environment`` says so."""
     need_emulation()
     words = [sys.executable, "-m", "xamp", "emulate", f"ascend:{chip}", "--devices", str(devices)]
     words += ["--strict", "--"] if strict else ["--"]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    if not covered:
-        settings = {name: value for name, value in settings.items() if not name.startswith("COVERAGE_")}
+    settings = {**measuring.without(os.environ.copy()), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(
         [*words, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=settings, check=False
     )
@@ -65,12 +64,11 @@ def emulated_pytest(
     *arguments: str | Path,
     devices: int = 1,
     timeout: float = 600,
-    covered: bool = True,
     strict: bool = False,
 ) -> str:
     """Run pytest on the emulated chip and return its output; fail, with the end of it, if a test failed or none ran."""
     words = ["-q", "-p", "no:cacheprovider", "--tb=short", *_WARNED, *arguments]
-    options: dict[str, Any] = {"devices": devices, "timeout": timeout, "covered": covered, "strict": strict}
+    options: dict[str, Any] = {"devices": devices, "timeout": timeout, "strict": strict}
     done = emulate(chip, "python", "-m", "pytest", *words, **options)
     found = {
         name.removesuffix("s") if name == "errors" else name: int(n) for n, name in _COUNTED.findall(last(done, 1))
@@ -81,12 +79,16 @@ def emulated_pytest(
     return done.stdout
 
 
-def emulated_files(chip: str, *files: Path, timeout: float = 1800) -> dict[str, str]:
-    """Run pytest there for several files in one process; for each, by its name, what is wrong: mostly nothing."""
+def emulated_files(chip: str, *files: Path, environment: Mapping[str, str], timeout: float = 1800) -> dict[str, str]:
+    """Run pytest there for several files in one process; for each, by its name, what is wrong: mostly nothing.
+
+    ``environment`` has variables beyond this process's own, among them those by which its coverage is measured.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={report}", *_WARNED]
-        done = emulate(chip, "python", "-m", "pytest", *words, *files, timeout=timeout)
+        options: dict[str, Any] = {**environment, "timeout": timeout}
+        done = emulate(chip, "python", "-m", "pytest", *words, *files, **options)
         assert report.exists(), f"on the emulated {chip}:\n{last(done)}"
         cases = list(ElementTree.parse(report).iter("testcase"))
     found: dict[str, Counter[str]] = {file.stem: Counter() for file in files}

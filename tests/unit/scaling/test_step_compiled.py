@@ -53,9 +53,17 @@ def train(level: str, optimizer: str, fused: Any, how: str) -> tuple[list[torch.
     return [p.detach().clone() for p in xamp.master_params(stepper)], outcomes
 
 
-@pytest.mark.parametrize("how", ["step", "function"])
-@pytest.mark.parametrize(("optimizer", "fused"), [("sgd", "auto"), ("adam", "auto"), ("adam", False)])
-@pytest.mark.parametrize("level", LEVELS)
+HOWS = ("step", "function")
+STEPPERS: list[tuple[str, Any]] = [("sgd", "auto"), ("adam", "auto"), ("adam", False)]
+ONCE = [
+    (level, *stepper, HOWS[(row + column) % 2])
+    for row, level in enumerate(LEVELS)
+    for column, stepper in enumerate(STEPPERS)
+]
+"""Each two of level, optimizer and what is compiled meet in one of these; each case compiles for a second."""
+
+
+@pytest.mark.parametrize(("level", "optimizer", "fused", "how"), ONCE)
 def test_as_eager(level: str, optimizer: str, fused: Any, how: str) -> None:
     eager, told = train(level, optimizer, fused, "eager")
     compiled, seen = train(level, optimizer, fused, how)
