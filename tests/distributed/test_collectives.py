@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ci_scripts import script
-from forked_ranks import Ranks
+from forked_ranks import HOW_MANY, Ranks
 
 HERE = Path(__file__).parent
 KEPT = HERE / "collectives.json"
@@ -16,7 +16,7 @@ KEPT = HERE / "collectives.json"
 scaling_page = script("scaling_page")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("count", HOW_MANY)
 def test_the_counts_are_those_of_the_page(count: int, forked_ranks: Ranks, tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     forked_ranks.run(HERE / "collectives_worker.py", str(found), count=count, output=tmp_path / "output.txt")

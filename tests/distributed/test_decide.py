@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import Ranks
+from forked_ranks import HOW_MANY, Ranks
 
 WORKER = Path(__file__).parent / "decide_worker.py"
 LEVELS = ("O1", "O2", "O4", "O5")
@@ -19,7 +19,7 @@ WAITS_FOR_NOBODY = (("enabled", "ddp"), ("enabled", "none"), ("levels", "none"))
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=HOW_MANY)
 def ranks(request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank wrote; one start for all cases."""
     return forked_ranks.results(WORKER, count=request.param, folder=tmp_path_factory.mktemp("decide"))

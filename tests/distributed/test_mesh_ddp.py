@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import Ranks
+from forked_ranks import HOW_MANY, Ranks
 
 WORKER = Path(__file__).parent / "mesh_ddp_worker.py"
 ERROR = {"O0": 1e-6, "O1": 2e-3, "scaler": 1e-6, "O2": 2e-3, "O4": 2e-2, "O5": 2e-2}
@@ -15,7 +15,7 @@ SKIPS = ("O1", "O2", "scaler")
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=HOW_MANY)
 def ranks(request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank wrote; one start for all cases."""
     return forked_ranks.results(WORKER, count=request.param, folder=tmp_path_factory.mktemp("mesh"))

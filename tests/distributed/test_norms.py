@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import Ranks
+from forked_ranks import HOW_MANY, Ranks
 
 WORKER = Path(__file__).parent / "norms_worker.py"
 ERROR = {"O0": 1e-6, "O1": 1e-3}  # of the norm, relative; fp32 against fp64, and what O1 rounds
@@ -14,7 +14,7 @@ STEP_ERROR = {"O0": 5e-4, "O1": 2e-3}  # of the largest weight's move: a small m
 VALUE_ERROR = {"O0": 5e-4, "O1": 1e-2}  # the same where the largest gradients, which rounding moves most, are cut off
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=HOW_MANY)
 def ranks(
     request: pytest.FixtureRequest, forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -255,16 +255,23 @@ def work(
     others: dict[str, Callable[[], Any]] | None = None,
     on_two_ranks: dict[str, Case] | None = None,
 ) -> None:
-    """Run all cases as one rank; those in ``on_two_ranks`` only where there are no more ranks. Writes one JSON file."""
+    """Run cases as one rank: the first argument of the script says which. Writes one JSON file.
+
+    Args:
+        cases: run at each level, if the script was asked for ``"all"``.
+        others: run as well, by name.
+        on_two_ranks: what takes the place of both if it was asked for ``"two"``.
+    """
+    which, folder = sys.argv[1:]
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     found: dict[str, Any] = {}
-    if dist.get_world_size() == 2:
-        cases = {**cases, **(on_two_ranks or {})}
+    if which == "two" and on_two_ranks is not None:
+        cases, others = on_two_ranks, None
     for name, case in cases.items():
         for level in LEVELS:
             found[f"{name} {level}"] = train(case, level)
     for name, other in (others or {}).items():
         found[name] = other()
-    (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)  # see ddp_worker.py
