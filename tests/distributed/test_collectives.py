@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from ci_scripts import script
-from forked_ranks import HOW_MANY, Ranks
+from forked_ranks import Ranks
+from rank_counts import HOW_MANY
 
 HERE = Path(__file__).parent
 KEPT = HERE / "collectives.json"

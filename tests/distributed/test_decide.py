@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import HOW_MANY, Ranks
+from forked_ranks import Ranks
+from rank_counts import HOW_MANY
 
 WORKER = Path(__file__).parent / "decide_worker.py"
 LEVELS = ("O1", "O2", "O4", "O5")

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from engine_cases import DECIDED, ERROR
-from forked_ranks import HOW_MANY, Ranks
+from forked_ranks import Ranks
+from rank_counts import HOW_MANY
 
 HERE = Path(__file__).parent
 ENGINES = {

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_ranks import HOW_MANY, Ranks
+from forked_ranks import Ranks
+from rank_counts import HOW_MANY
 
 WORKER = Path(__file__).parent / "mesh_ddp_worker.py"
 ERROR = {"O0": 1e-6, "O1": 2e-3, "scaler": 1e-6, "O2": 2e-3, "O4": 2e-2, "O5": 2e-2}

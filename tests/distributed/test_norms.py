@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_ranks import HOW_MANY, Ranks
+from forked_ranks import Ranks
+from rank_counts import HOW_MANY
 
 WORKER = Path(__file__).parent / "norms_worker.py"
 ERROR = {"O0": 1e-6, "O1": 1e-3}  # of the norm, relative; fp32 against fp64, and what O1 rounds

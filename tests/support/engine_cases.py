@@ -260,7 +260,7 @@ def work(
     Args:
         cases: run at each level, if the script was asked for ``"all"``.
         others: run as well, by name.
-        on_two_ranks: what takes the place of both if it was asked for ``"two"``.
+        on_two_ranks: if there is any, it takes the place of both where the script was asked for ``"two"``.
     """
     which, folder = sys.argv[1:]
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import measuring
-import pytest
 import torch
 
 _IMPORTED = (
@@ -27,13 +26,10 @@ _IMPORTED = (
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict"),
     "torch._inductor.compile_fx",  # brings what a first compilation imports: 560 modules, 2.2 s in each rank
 )
-HOW_MANY = [pytest.param(2, marks=pytest.mark.sample), pytest.param(4, marks=pytest.mark.thorough)]
-"""Counts of ranks for a test whose cases are the same with any."""
-
 _c10d: Any = torch._C._distributed_c10d  # not all that it has stands in torch's types
 _LIMIT = 300.0  # seconds that ranks may take
 _POLL = 0.02
-_COVERED_RANKS = 2
+_COVERED_RANKS = 2  # how many: further ones reach the same lines
 
 
 class Ranks:
@@ -64,7 +60,7 @@ class Ranks:
             count: how many ranks.
             output: the file for what they print.
             covered: whether their coverage counts, where coverage is measured, also of a test whose own does not.
-                That of a third rank never does: it reaches the same lines. To compile takes twice as long with it.
+                That of a third rank never does. To compile takes twice as long with it.
         """
         # Here, as torchrun has it: no port is free for certain by the time that a rank takes it.
         store = _c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import measuring
 import pytest
 from ci_scripts import ROOT
 
@@ -58,7 +59,7 @@ def with_rows(folder: Path, *rows: str) -> Path:
 
 def call(*words: str, data: Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of ci/, with this Python as it is."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XAMP_", "COVERAGE_"))}
+    kept = {name: value for name, value in measuring.without(os.environ).items() if not name.startswith("XAMP_")}
     environment = {**kept, "XAMP_DEVICES": str(data), "XAMP_NO_VENV": "1", "PYTHON": sys.executable, **variables}
     start = [sys.executable] if words[0].endswith(".py") else []
     command = [*start, str(ROOT / "ci" / words[0]), *words[1:]]
