@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import compiling
 import measuring
 import pytest
 import torch
@@ -177,6 +178,7 @@ def _what_is_there_stays() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else what its cache holds would outlive the cache, where it lies in a cycle
+    compiling.log_less()
     gc.collect()
     gc.freeze()
 

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from saturating_chip import SATURATING
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-from saturating_chip import SATURATING
 
 import xamp
 from xamp.registry import registry

@@ -1,15 +1,12 @@
-"""GradScaler in two real processes on gloo under torchrun: who skips with whom."""
+"""GradScaler in two real processes on gloo: who skips with whom."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_ranks import Ranks
 
 WORKER = Path(__file__).parent / "scaler_worker.py"
 SKIPPED = {"scales": [1024.0, 512.0, 512.0, 1024.0], "moved": [True, False, True, True]}
@@ -17,16 +14,9 @@ CLEAN = {"scales": [1024.0, 2048.0, 2048.0, 4096.0], "moved": [True] * 4}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote, by way of sharing; one start for all."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(WORKER)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=600, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return forked_ranks.results(WORKER, folder=tmp_path_factory.mktemp("ranks"))
 
 
 def decisions(found: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def test_gradients_that_are_not_reduced_yet_follow_the_scale(forked_ranks: Ranks
 def test_compiled_models_have_the_windows_of_eager_ones(forked_ranks: Ranks, tmp_path: Path) -> None:
     """Also where ``initialize`` came before the process group, and a forward ran before anything was compiled."""
     ranks = forked_ranks.results(WORKER, "compiled", folder=tmp_path, covered=False)
-    assert len(ranks[0]) == 42
+    assert len(ranks[0]) == 21
     assert {case: scales for rank in ranks for case, (scales, _) in rank.items() if scales != SCALES} == {}
     for case, (_, weights) in ranks[0].items():
         assert weights == ranks[1][case][1], case

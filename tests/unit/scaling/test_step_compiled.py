@@ -126,7 +126,10 @@ def test_whole_training_step(level: str, fused: Any) -> None:
 def test_a_whole_step_by_inductor(
     level: str, fused: Any, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As eager within the level's error, and an overflow is skipped; after the first steps nothing more is compiled."""
+    """As eager within the level's error, and an overflow is skipped; after a first call nothing more is compiled.
+
+    The first step is eager, so that the optimizer has its state and nothing is compiled for it twice.
+    """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     dynamic = level in levels_where(lambda row: row.dynamic)
@@ -152,7 +155,8 @@ def test_a_whole_step_by_inductor(
         losses, outcomes, frames = [], [], []
         for number in range(10):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
-            found = run(x * float("inf") if dynamic and number == 4 else x)
+            step = whole if number == 0 else run
+            found = step(x * float("inf") if dynamic and number == 4 else x)
             losses.append(float(found) if number != 4 else 0.0)
             outcomes.append(xamp.session(stepper).last_step)
             frames.append(counter.frame_count)
@@ -162,7 +166,7 @@ def test_a_whole_step_by_inductor(
     found, seen, stepped, frames = trained(compiled=True)
     assert seen == outcomes
     assert seen.count(xamp.StepOutcome.SKIPPED) == dynamic
-    assert frames[2] == frames[-1] > 0
+    assert frames[1] == frames[-1] > 0
     near = {"float16": 4e-3, "bfloat16": 3e-2}[LEVELS[level].dtype or ""]
     assert found == pytest.approx(losses, rel=near, abs=near)
     for one, other in zip(weights, stepped, strict=True):
