@@ -178,7 +178,7 @@ def _what_is_there_stays() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else what its cache holds would outlive the cache, where it lies in a cycle
-    compiling.log_less()
+    compiling.log_less()  # again: a module before may have imported the compiler
     gc.collect()
     gc.freeze()
 

@@ -28,7 +28,7 @@ LEVELS = ("O1", "O2", "O4", "O5")
 COMPILED = ("O1", "O5")
 """One that casts operators, and one that casts the model; to compile takes longer than the steps."""
 COMPILERS = {"ddp": "aot_eager", "fsdp2": "eager", "by hand": "eager"}
-"""By engine. By aot_eager the backward is a graph too, with the scatters in it, and takes three times as long."""
+"""By engine. aot_eager makes a graph of the backward too, with the scatters in it, and takes three times as long."""
 STEPS, SPOILT, LR, MOMENTUM, MAX_NORM, LENGTH, WIDTH = 5, 2, 0.1, 0.9, 0.5, 8, 8
 
 

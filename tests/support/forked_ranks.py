@@ -25,7 +25,7 @@ import torch
 _IMPORTED = (
     *("torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel"),
     *("torch._dynamo", "torch.distributed.checkpoint.state_dict"),
-    "torch.distributed.optim",  # compiles what it has for TorchScript: 0.5 s
+    "torch.distributed.optim",  # for ZeroRedundancyOptimizer; compiles what it has for TorchScript: 0.5 s
     "torch._inductor.compile_fx",  # brings what a first compilation imports: 560 modules, 2.2 s in each rank
 )
 _c10d: Any = torch._C._distributed_c10d  # not all that it has stands in torch's types
