@@ -170,6 +170,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _the_compiler_logs_less() -> None:
+    """For each file, because one before may have imported the compiler."""
+    compiling.log_less()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _what_is_there_stays() -> None:
     """The collector need not look at what stays: the tests, what is imported, what torch keeps.
 
@@ -178,7 +184,6 @@ def _what_is_there_stays() -> None:
     """
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # else what its cache holds would outlive the cache, where it lies in a cycle
-    compiling.log_less()  # again: a module before may have imported the compiler
     gc.collect()
     gc.freeze()
 

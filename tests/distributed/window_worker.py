@@ -186,8 +186,8 @@ def windows_of_engines() -> dict[str, float]:
 
 def windows_of_compiled() -> dict[str, tuple[list[float], list[float]]]:
     cases = {(level, how): row + column for row, level in enumerate(LEVELS) for column, how in enumerate(HOW)}
-    # Every other session is made before anything is shared, so that each two of level, what is compiled and when it was
-    # made meet. A case compiles for half a second.
+    # Every other session is made before the process group. So all pairs of level, of what is compiled, and of early or
+    # late occur. A case compiles for half a second.
     early = {case: session(case[0]) for case, place in cases.items() if place % 2}
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     return {", ".join(case): compiled(*(early.get(case) or session(case[0])), case[1]) for case in cases}
