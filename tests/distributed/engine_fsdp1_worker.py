@@ -58,7 +58,7 @@ def head(level: str, collapses: bool = False) -> tuple[list[Any], int]:
     session: Any = xamp.session(optimizer)
     seen: list[Any] = []
     try:
-        for step in range(60 if collapses else 4):
+        for step in range(60 if collapses else engine_cases.STEPS):
             optimizer.zero_grad()
             x, target = (each.to(engine_cases.device) for each in engine_cases.batch(step, 0, dist.get_rank()))
             loss = engine_cases.loss_of(sharded(x), target)

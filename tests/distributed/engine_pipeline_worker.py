@@ -136,7 +136,7 @@ def train(level: str, plan: Plan = ONE["gpipe"]) -> dict[str, Any]:
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     found = {name: value for stage in stages for name, value in stage.weights().items()}
-    compared = engine_cases.compared(found, engine_cases.reference(range(mesh.size(1)), 1), optimizer)
+    compared = engine_cases.compared(found, engine_cases.reference(tuple(range(mesh.size(1))), 1), optimizer)
     return {"outcomes": outcomes, "scales": scales, **compared}
 
 

@@ -21,7 +21,7 @@ def ranks(forked_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list
 
 def test_a_divided_sequence_trains_as_a_whole_one(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert len(found) == 18
+        assert len(found) == 16
         decided = {case: (at["outcomes"], at["scale"]) for case, at in found.items()}
         assert decided == dict.fromkeys(found, (OUTCOMES, 512.0))
         assert {case: at["off"] for case, at in found.items() if not at["off"] < ERROR[case.split()[-1]]} == {}

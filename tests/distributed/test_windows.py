@@ -14,8 +14,8 @@ SCALES = [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0, 1024.0]
 
 
 def test_gradients_that_are_not_reduced_yet_follow_the_scale(forked_ranks: Ranks, tmp_path: Path) -> None:
-    for windows in forked_ranks.results(WORKER, "engines", folder=tmp_path):
-        assert len(windows) == 120
+    for windows in forked_ranks.results(WORKER, "engines", folder=tmp_path, covered=False):
+        assert len(windows) == 80
         assert {case: off for case, off in windows.items() if not off < ERROR[case.split()[-1]]} == {}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -30,10 +31,10 @@ from xamp.registry import registry
 LEVELS = ("O1", "O2", "O4", "O5")
 ERROR = {"O1": 3e-3, "O2": 3e-3, "O4": 1.5e-2, "O5": 1.5e-2}
 """By level: how far weights may be from the reference, as a share of the largest move of one: 3 and 2 eps."""
-DECIDED = (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0])
+DECIDED = (["APPLIED", "SKIPPED", "APPLIED"], [1024.0, 512.0, 512.0])
 """Outcomes and scales of the steps, on every rank."""
 device = torch.device("cpu")
-STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 4, 1, 0.2, 0.9, 0.2
+STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 3, 1, 0.2, 0.9, 0.2
 
 
 def net() -> Any:
@@ -132,7 +133,7 @@ def train(case: Case, level: str) -> dict[str, Any]:
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
     members = range(dist.get_world_size()) if case.members is None else case.members(rank)
-    seen = sorted({case.seen(member) for member in members})
+    seen = tuple(sorted({case.seen(member) for member in members}))
     return {"outcomes": outcomes, "scales": scales, **compared(whole(outer), reference(seen, case.micro), optimizer)}
 
 
@@ -163,7 +164,8 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def reference(seen: Sequence[int], micro: int) -> dict[str, torch.Tensor]:
+@functools.cache
+def reference(seen: tuple[int, ...], micro: int) -> dict[str, torch.Tensor]:
     """The weights of one process in fp64, that leaves the spoilt step out."""
     model = net().double()
     params = list(model.parameters())

@@ -122,25 +122,24 @@ def test_whole_training_step(level: str, fused: Any) -> None:
 @pytest.mark.skipif(NO_COMPILER, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.* is deprecated")  # inductor imports what uses it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(("level", "fused", "eager_steps"), [("O2", False, 1), ("O5", "auto", 0)])
+@pytest.mark.parametrize(("fused", "eager_steps"), [("auto", 0), (False, 1)])
 def test_a_whole_step_by_inductor(
-    level: str, fused: Any, eager_steps: int, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
+    fused: Any, eager_steps: int, inductor_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As eager within the level's error, and an overflow is skipped; after the first steps nothing more is compiled.
+    """At O2 as eager within the level's error, and an overflow is skipped; after the first steps it compiles no more.
 
-    What is compiled before the optimizer has its state is compiled again after; inductor takes a second for each graph.
+    What is compiled before the optimizer has its state is compiled again after. Inductor takes a second for each graph
+    that it has not seen; most of the second case's are in its cache. Other levels: by compilers that write no code.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    dynamic = level in levels_where(lambda row: row.dynamic)
-    told: dict[str, Any] = {"growth_interval": 3, "init_scale": 2.0**8} if dynamic else {}
 
     def trained(compiled: bool) -> tuple[list[Any], list[Any], list[torch.Tensor], list[int]]:
         torch.manual_seed(3)
         torch._dynamo.reset()
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
         stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        xamp.initialize(model, stepper, level=level, fused=fused, verbosity=0, **told)
+        xamp.initialize(model, stepper, "O2", fused=fused, verbosity=0, growth_interval=3, init_scale=2.0**8)
         counter = CompileCounterWithBackend("inductor")
 
         def whole(x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +155,7 @@ def test_a_whole_step_by_inductor(
         for number in range(10):
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
             step = whole if number < eager_steps else run
-            found = step(x * float("inf") if dynamic and number == 4 else x)
+            found = step(x * float("inf") if number == 4 else x)
             losses.append(float(found) if number != 4 else 0.0)
             outcomes.append(xamp.session(stepper).last_step)
             frames.append(counter.frame_count)
@@ -165,9 +164,9 @@ def test_a_whole_step_by_inductor(
     losses, outcomes, weights, _ = trained(compiled=False)
     found, seen, stepped, frames = trained(compiled=True)
     assert seen == outcomes
-    assert seen.count(xamp.StepOutcome.SKIPPED) == dynamic
+    assert seen.count(xamp.StepOutcome.SKIPPED) == 1
     assert frames[2 - eager_steps] == frames[-1] > 0
-    near = {"float16": 4e-3, "bfloat16": 3e-2}[LEVELS[level].dtype or ""]
+    near = 4e-3  # 4 eps of float16
     assert found == pytest.approx(losses, rel=near, abs=near)
     for one, other in zip(weights, stepped, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=near)
