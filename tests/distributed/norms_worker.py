@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import functools
 import json
 import math
 import os
@@ -51,6 +52,11 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def zero(model: nn.Module) -> nn.Module:
+    """Its optimizer, which :func:`backward` makes, has a part of the states."""
     return DistributedDataParallel(model)
 
 
@@ -151,7 +157,7 @@ def flattened_refusal() -> str:
 
 Case = Callable[[Any], nn.Module]
 CASES: tuple[Case, ...] = (
-    *(ddp, fsdp1, fsdp1_original_parameters, fsdp1_and_whole, fsdp1_hybrid),
+    *(ddp, zero, fsdp1, fsdp1_original_parameters, fsdp1_and_whole, fsdp1_hybrid),
     *(fsdp2, fsdp2_and_whole, fsdp2_hybrid, tensor_parallel, sequence_parallel),
     tensor_parallel_and_fsdp2,
     tensor_parallel_and_fsdp1,
@@ -180,11 +186,10 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 
 def backward(case: Case, level: str) -> tuple[Any, Any]:
     """The model and its optimizer, with unscaled gradients."""
-    zero = case is ddp and level == "O1"
     model: Any = case(make())
     params = model.parameters()
-    made = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=LR) if zero else torch.optim.SGD(params, lr=LR)
-    optimizer: Any = made
+    make_optimizer: Any = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)
+    optimizer: Any = (make_optimizer if case is zero else torch.optim.SGD)(params, lr=LR)
     xamp.initialize(model, optimizer, level, loss_scale=1024.0, verbosity=0)
     with xamp.scale_loss(model(batch(seen_by(case, dist.get_rank()))).square().mean(), optimizer) as scaled:
         scaled.backward()
@@ -241,10 +246,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     norms: dict[str, Any] = {}
     values: dict[str, float] = {}
-    for case in CASES if dist.get_world_size() > 2 else CASES[:-1]:  # torch's FSDP1 takes no DTensors in one copy
-        for level, norm_type in (("O0", 2.0), ("O0", math.inf), ("O1", 1.0)):
-            norms[f"{case.__name__} {level} {norm_type}"] = clip_norm(case, level, norm_type)
-        level = ("O0", "O1")[len(values) % 2]  # in turn
+    cases = CASES if dist.get_world_size() > 2 else CASES[:-1]  # torch's FSDP1 takes no DTensors in one copy
+    for place, case in enumerate(cases):
+        # In turn: each case at both levels.
+        last, level = (("O0", 1.0), "O1") if place % 2 else (("O1", 2.0), "O0")
+        for norm_level, norm_type in (("O0", 2.0), ("O0", math.inf), last):
+            norms[f"{case.__name__} {norm_level} {norm_type}"] = clip_norm(case, norm_level, norm_type)
         values[f"{case.__name__} {level}"] = clip_value(case, level)
     found = {"norms": norms, "values": values, "no element": one_without_gradient()}
     found["flattened"] = flattened_refusal() if dist.get_world_size() > 2 else ""

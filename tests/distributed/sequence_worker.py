@@ -26,7 +26,7 @@ import xamp
 
 LEVELS = ("O1", "O2", "O4", "O5")
 COMPILED = {"ddp": ("O1", "O5"), "fsdp2": ("O1",), "by hand": ("O5",)}
-"""By engine: a level that casts operators, one that casts the model; to compile takes longer than the steps."""
+"""By engine: under DDP a level that casts operators and one that casts the model, elsewhere one of them."""
 COMPILERS = {"ddp": "aot_eager", "fsdp2": "eager", "by hand": "eager"}
 """By engine. aot_eager makes a graph of the backward too, with the scatters in it, and takes three times as long."""
 STEPS, SPOILT, LR, MOMENTUM, MAX_NORM, LENGTH, WIDTH = 5, 2, 0.1, 0.9, 0.5, 8, 8

@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "resume_worker.py"
 
 
 def run(ranks: Ranks, mode: str, count: int, folder: Path) -> dict[str, Any]:
-    covered = mode == "save" or count == 1  # the others reach the same lines
+    covered = mode != "load" or count == 1  # more ranks reach the same lines
     ranks.run(WORKER, mode, str(folder), count=count, output=folder / f"{mode}.txt", covered=covered)
     found: dict[str, Any] = json.loads((folder / f"{mode}.json").read_text())
     return found

@@ -31,10 +31,10 @@ from xamp.registry import registry
 LEVELS = ("O1", "O2", "O4", "O5")
 ERROR = {"O1": 3e-3, "O2": 3e-3, "O4": 1.5e-2, "O5": 1.5e-2}
 """By level: how far weights may be from the reference, as a share of the largest move of one: 3 and 2 eps."""
-DECIDED = (["APPLIED", "SKIPPED", "APPLIED"], [1024.0, 512.0, 512.0])
+DECIDED = (["APPLIED", "SKIPPED", "APPLIED", "APPLIED"], [1024.0, 512.0, 512.0, 512.0])
 """Outcomes and scales of the steps, on every rank."""
 device = torch.device("cpu")
-STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 3, 1, 0.2, 0.9, 0.2
+STEPS, SPOILT, LR, MOMENTUM, MAX_NORM = 4, 1, 0.2, 0.9, 0.2
 
 
 def net() -> Any:
