@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import functools
 import json
 import math
 import os
@@ -57,7 +56,7 @@ def ddp(model: nn.Module) -> nn.Module:
 
 def zero(model: nn.Module) -> nn.Module:
     """Its optimizer, which :func:`backward` makes, has a part of the states."""
-    return DistributedDataParallel(model)
+    return ddp(model)
 
 
 def fsdp1(model: nn.Module) -> nn.Module:
@@ -187,9 +186,9 @@ def whole(model: nn.Module) -> list[torch.Tensor]:
 def backward(case: Case, level: str) -> tuple[Any, Any]:
     """The model and its optimizer, with unscaled gradients."""
     model: Any = case(make())
-    params = model.parameters()
-    make_optimizer: Any = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)
-    optimizer: Any = (make_optimizer if case is zero else torch.optim.SGD)(params, lr=LR)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=LR)
+    if case is zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=LR)
     xamp.initialize(model, optimizer, level, loss_scale=1024.0, verbosity=0)
     with xamp.scale_loss(model(batch(seen_by(case, dist.get_rank()))).square().mean(), optimizer) as scaled:
         scaled.backward()

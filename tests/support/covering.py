@@ -1,8 +1,7 @@
 """A choice of a test's cases in which each two of its arguments meet, or each argument is in one.
 
 Most faults show with one argument, or with two that meet; of three or more axes the whole product says little more than
-such a covering array of strength 2. The whole product of what runs on any device runs on the CPU, and by
-``ci/device.sh`` on each device.
+such a covering array of strength 2. The whole product runs on the CPU, and by ``ci/device.sh`` on each device.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_a_forward_follows_a_write_into_the_masters(level: str, how: str, write:
     assert not graphs.exist
 
 
-@pytest.mark.parametrize(("level", "how"), in_turn(DTYPES, ("larger", "whole", "whole, clips")))
+@pytest.mark.parametrize(("level", "how"), in_turn(reversed(DTYPES), ("larger", "whole", "whole, clips")))
 def test_a_forward_in_a_larger_graph_follows_a_loop_over_master_params(level: str, how: str) -> None:
     trained = Trained(level, how)
     trained.halve()

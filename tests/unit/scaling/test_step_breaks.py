@@ -153,8 +153,8 @@ def test_a_compiled_model_compiles_once_for_100_steps_with_10_scales(level: str,
     def losses(how: str) -> tuple[list[float], list[int]]:
         torch.manual_seed(3)
         torch._dynamo.reset()
-        whole = (when == "before") == (level in DYNAMIC)  # in turn; aot_eager takes twice the time
-        counter = CompileCounterWithBackend("aot_eager" if whole else "eager")
+        with_backward = (when == "before") == (level in DYNAMIC)  # in turn, for its graph takes as long again
+        counter = CompileCounterWithBackend("aot_eager" if with_backward else "eager")
         inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
         model: Any = torch.compile(inner, backend=counter, dynamic=True) if how == "before" else inner
         optimizer = torch.optim.SGD(inner.parameters(), lr=0.05)
