@@ -23,5 +23,14 @@ def stop() -> None:
     """Measure no more in this process, nor in those it starts."""
     for name in told():
         del os.environ[name]
-    if "coverage" in sys.modules and (measuring := sys.modules["coverage"].Coverage.current()) is not None:
-        measuring.stop()
+    stop_here()
+
+
+def stop_here() -> None:
+    """Measure no more in this process, whoever began to; a process that it starts may still be told to.
+
+    Each that stops lets go on the one that began before it.
+    """
+    if "coverage" in sys.modules:
+        while (measuring := sys.modules["coverage"].Coverage.current()) is not None:
+            measuring.stop()
