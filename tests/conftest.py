@@ -75,8 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
-        # Two measure a worker before pytest-cov begins the one whose lines it keeps, and they would go on in each test
-        # for which it pauses that one.
+        # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
+        # test marked no_cover pytest-cov stops only its own.
         measuring.stop_here()
         threads = max(1, torch.get_num_threads() // int(config.workerinput["workercount"]))
         torch.set_num_threads(threads)

@@ -27,9 +27,9 @@ def stop() -> None:
 
 
 def stop_here() -> None:
-    """Measure no more in this process, whoever began to; a process that it starts may still be told to.
+    """Stop every coverage that runs in this process. Processes that it starts may still measure theirs.
 
-    Each that stops lets go on the one that began before it.
+    Several may run, of which only the latest records: when it stops, the one before records again.
     """
     if "coverage" in sys.modules:
         while (measuring := sys.modules["coverage"].Coverage.current()) is not None:
