@@ -21,7 +21,7 @@ from xamp.errors import BackendUnavailable, PolicyError, XampError
 
 if TYPE_CHECKING:
     from xamp.testing.lane import Lane
-    from xamp.testing.run import Result
+    from xamp.testing.run import Listener, Result
 
 __all__ = ["SCHEMA", "add_arguments", "run"]
 
@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="run these only: a name or a glob, such as 'scaling.*' (repeatable)",
     )
+    parser.add_argument(
+        "--jobs", type=_count, default=1, metavar="N", help="processes that share the clauses (default: %(default)s)"
+    )
     parser.add_argument("--ledger", default="", metavar="F", help="known gaps; default: what the backend's spec names")
     parser.add_argument("--json", default="", metavar="F", help="write the results to a file, - for standard output")
     parser.add_argument("--junit", default="", metavar="F", help="write the results to a file as JUnit XML")
@@ -72,11 +75,10 @@ def run(args: argparse.Namespace) -> int:
         return _say(1, "no backend can be used here; xamp doctor says why")
     from xamp.cli import _conformance_junit
     from xamp.cli._conformance_text import Progress, render
-    from xamp.testing.run import run as run_suite
 
     try:
         with Progress() as progress:
-            results = run_suite(lanes, args.clause, progress, ledger=args.ledger)
+            results = _results(lanes, args, progress)
     except PolicyError as error:
         return _say(2, str(error))
     described = json.dumps(_describe(lanes, results, args.clause), indent=2)
@@ -92,6 +94,14 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             return _say(2, f"--junit {args.junit}: {error.strerror or error}")
     return int(any(result.outcome == "failed" for result in results))
+
+
+def _results(lanes: list[Lane], args: argparse.Namespace, listener: Listener) -> list[Result]:
+    from xamp.testing import jobs, run
+
+    if args.jobs > 1:
+        return jobs.run(lanes, args.clause, listener, ledger=args.ledger, jobs=args.jobs)
+    return run.run(lanes, args.clause, listener, ledger=args.ledger)
 
 
 def _reason_not_to_run(args: argparse.Namespace) -> str:
@@ -166,6 +176,13 @@ def _describe_lane(lane: Lane) -> dict[str, Any]:
         "capabilities": dataclasses.asdict(lane.can),
         "required": sorted(lane.required),
     }
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of processes, at least 1, not {text!r}")
+    return value
 
 
 def _say(code: int, text: str) -> int:

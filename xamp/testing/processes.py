@@ -16,13 +16,27 @@ from xamp.registry import registry
 from xamp.registry.plugins import spec_of
 from xamp.testing.lane import Lane, in_full_fp32, open_lane
 
-__all__ = ["command", "environment", "main"]
+__all__ = ["command", "described", "environment", "main", "opened"]
 
 
 def command(lane: Lane, module: str, *arguments: str) -> list[str]:
     """The command line that calls ``module.main(lane, *arguments)``."""
-    described = {"spec": dataclasses.asdict(lane.backend.spec), "device": str(lane.device)}
-    return [sys.executable, "-m", __name__, json.dumps(described), module, *arguments]
+    return [sys.executable, "-m", __name__, described(lane), module, *arguments]
+
+
+def described(lane: Lane) -> str:
+    """The lane as a text, from which :func:`opened` makes it in another process."""
+    about = {"spec": dataclasses.asdict(lane.backend.spec), "device": str(lane.device)}
+    return json.dumps({**about, "required": sorted(lane.required)})
+
+
+def opened(text: str) -> Lane:
+    """The lane that :func:`described` describes; its backend is registered here too."""
+    found = json.loads(text)
+    spec = spec_of(found["spec"])
+    if spec not in registry.REGISTRY.specs():
+        registry.register_backend(spec, override=True)
+    return open_lane(spec.name, found["device"], found["required"])
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -30,13 +44,9 @@ def environment(**more: str) -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
 
 
-def main(described: str, module: str, *arguments: str) -> None:
+def main(lane_as_text: str, module: str, *arguments: str) -> None:
     """Run in the child: register the backend, open the lane, and call ``main`` of ``module``."""
-    found = json.loads(described)
-    spec = spec_of(found["spec"])
-    if spec not in registry.REGISTRY.specs():
-        registry.register_backend(spec, override=True)
-    lane = open_lane(spec.name, found["device"])
+    lane = opened(lane_as_text)
     with in_full_fp32(lane):
         importlib.import_module(module).main(lane, *arguments)
 

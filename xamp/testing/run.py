@@ -22,7 +22,7 @@ from xamp.errors import PolicyError
 from xamp.testing.lane import SKIPPED, UNDECLARED, Lane
 from xamp.testing.tier import clause_of, clause_without_parameters
 
-__all__ = ["OUTCOMES", "Listener", "Result", "run"]
+__all__ = ["OUTCOMES", "Listener", "Loop", "Result", "run", "run_by"]
 
 OUTCOMES = ("passed", "failed", "known gap", "not declared", "skipped")
 
@@ -51,6 +51,9 @@ class Result:
     def tier(self) -> str:
         """The tier's name."""
         return self.clause.partition(".")[0]
+
+
+Loop = Callable[[Sequence[pytest.Item]], None]
 
 
 class Listener:
@@ -91,7 +94,37 @@ def run(
         KeyboardInterrupt: the user interrupted the run.
         RuntimeError: pytest itself failed, or left clauses out.
     """
-    plugin = _Plugin(lanes, clauses, listener or Listener(), ledger, until)
+    plugin = _Plugin(lanes, clauses, listener or Listener(), ledger, until=until)
+    _run(plugin, clauses)
+    if len(plugin.results) != plugin.chosen and not plugin.ended:
+        raise RuntimeError(f"pytest ran {len(plugin.results)} clauses of {plugin.chosen}")
+    return plugin.results
+
+
+def run_by(
+    loop: Loop,
+    lanes: Sequence[Lane],
+    clauses: Sequence[str] = (),
+    listener: Listener | None = None,
+    *,
+    ledger: str = "",
+) -> None:
+    """Collect the clauses, and leave it to ``loop`` which of them run, and in which order.
+
+    Args:
+        loop: Gets pytest's items, in the order in which :func:`run` would run them.
+        lanes: As in :func:`run`, as are ``clauses`` and ``ledger``.
+        clauses: See there.
+        listener: Receives the number of all clauses, and the events of those that ``loop`` runs.
+        ledger: See there.
+
+    Raises:
+        PolicyError: as :func:`run` does, which also names the other errors.
+    """
+    _run(_Plugin(lanes, clauses, listener or Listener(), ledger, loop=loop), clauses)
+
+
+def _run(plugin: _Plugin, clauses: Sequence[str]) -> None:
     file = Path(__file__).with_name("suite.py")
     arguments = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
     arguments += ["--rootdir", str(file.parent), "--import-mode=append", str(file)]
@@ -106,9 +139,6 @@ def run(
         )
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {code!s}: {plugin.trouble or 'it gave no reason'}")
-    if len(plugin.results) != plugin.chosen and not plugin.ended:
-        raise RuntimeError(f"pytest ran {len(plugin.results)} clauses of {plugin.chosen}")
-    return plugin.results
 
 
 @contextlib.contextmanager
@@ -129,7 +159,9 @@ class _Plugin:
         clauses: Sequence[str],
         listener: Listener,
         ledger: str,
-        until: Callable[[Result], bool] | None,
+        *,
+        until: Callable[[Result], bool] | None = None,
+        loop: Loop | None = None,
     ) -> None:
         self._lanes = lanes
         self._ledger = ledger
@@ -137,6 +169,7 @@ class _Plugin:
         self._selecting = False  # a clause itself may ask later which clauses there are
         self._listener = listener
         self._until = until
+        self._loop = loop
         self._session: pytest.Session | None = None
         self._phases: list[pytest.TestReport] = []
         self._names: dict[str, tuple[str, str]] = {}
@@ -185,6 +218,13 @@ class _Plugin:
             key = lane, clause.partition(".")[0]
             counts[key] = counts.get(key, 0) + 1
         self._listener.begin(counts)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Leave it to the loop what runs, if there is one; else pytest runs all."""
+        if self._loop is None or session.testsfailed:  # where collecting failed pytest's own loop says so
+            return None
+        self._loop(session.items)
+        return True
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Tell the listener."""
