@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BY", "Note", "Result", "ResultError", "kept", "newest", "read"]
+__all__ = ["BY", "Note", "Result", "ResultError", "clean", "kept", "newest", "read"]
 
 SCHEMA = 1
 BY = ("project", "contributor")
@@ -190,11 +190,11 @@ def kept(path: Path) -> dict[str, Any]:
             "xamp": found["xamp"],
             "python": found["python"],
             "run": {key: found["run"][key] for key in ("device", "how", "when", "by")},
-            "lanes": [{"name": _clean(lane["name"]), "versions": lane["versions"]}],
+            "lanes": [{"name": clean(lane["name"]), "versions": lane["versions"]}],
             "clauses": found["clauses"],
             "tiers": tiers,
             "results": [
-                {"clause": each["clause"], "outcome": each["outcome"], "reason": _clean(each["reason"])}
+                {"clause": each["clause"], "outcome": each["outcome"], "reason": clean(each["reason"])}
                 for each in notes
             ],
         }
@@ -202,7 +202,7 @@ def kept(path: Path) -> dict[str, Any]:
         raise ResultError(f"{path.name} is no result of `ci/device.sh`: {error!r}") from error
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """``text`` with the last part of each path only, and without hosts."""
     text = _PATH.sub(lambda found: re.split(r"[/\\]", found[0].rstrip("/\\"))[-1], text)
     host = socket.gethostname()

@@ -1,0 +1,163 @@
+"""What came of a run: one file of JSON, from which pages are made, and one table.
+
+The file names no host and no path. Its keys:
+
+    schema, rehearsal, by, when, machine     what ran, where, when
+    stages          for each: name, what, outcome, reason, seconds, counts
+    failures        for each test and clause that failed: stage, test, reason
+    conformance     clauses by tier and outcome
+    benchmarks      machine and found, as ``python -m benchmarks --json`` writes them
+    doctor, apex, facts     what these found, where they ran
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ci.gpu.log import Kept, Log
+from ci.gpu.stages import Stage
+from ci.results import clean
+
+__all__ = ["SCHEMA", "made", "show"]
+
+SCHEMA = 1
+HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
+_FOUND = {"doctor": "doctor", "sides": "apex", "facts": "facts"}
+"""By the name of a command: the key of what it found."""
+_REASON = 300  # characters
+_COLOURS = {"passed": "green", "left out": "yellow", "not run": "dim"}
+
+
+def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *, rehearsal: bool) -> dict[str, Any]:
+    """The result of all that the log has."""
+    kept = {stage.name: log.of(stage.name) for stage in stages}
+    now = datetime.datetime.now(datetime.timezone.utc)
+    whens = [each.end["when"] for each in kept.values() if each.end is not None]
+    found: dict[str, Any] = {
+        "schema": SCHEMA,
+        "rehearsal": rehearsal,
+        "by": by,
+        "when": max(whens, default=now.strftime("%Y-%m-%dT%H:%MZ")),
+        "machine": dict(about),
+        "stages": [_stage(stage, kept[stage.name]) for stage in stages],
+        "failures": [failure for stage in stages for failure in _failures(stage.name, kept[stage.name])],
+    }
+    if "conformance" in kept and kept["conformance"].tests:
+        found["conformance"] = _tiers(kept["conformance"])
+    if "benchmarks" in kept and (figures := _figures(kept["benchmarks"])):
+        found["benchmarks"] = figures
+    for each in kept.values():
+        for name, step in each.steps.items():
+            if name in _FOUND and step["data"] is not None:
+                found[_FOUND[name]] = _cleaned(step["data"])
+    return found
+
+
+def _stage(stage: Stage, kept: Kept) -> dict[str, Any]:
+    reason = "" if kept.end is None else _short(kept.end["reason"])
+    if kept.outcome == "killed" and kept.end is None:
+        reason = "it was cut short"
+    about = {"name": stage.name, "what": stage.what, "outcome": kept.outcome, "reason": reason}
+    return {**about, "seconds": round(kept.seconds), "counts": _counts(kept)}
+
+
+def _counts(kept: Kept) -> dict[str, int]:
+    if kept.tests:
+        return dict(collections.Counter(test["outcome"] for test in kept.tests.values()))
+    figures = [figure for part in _found(kept).values() for figure in part]
+    if figures:
+        missed = sum(figure["missed"] for figure in figures)
+        return {"figures": len(figures), "bounds missed": missed}
+    return {}
+
+
+def _failures(stage: str, kept: Kept) -> Iterable[dict[str, str]]:
+    for name, test in kept.tests.items():
+        if test["outcome"] == "failed":
+            yield {"stage": stage, "test": clean(name), "reason": _short(test["reason"])}
+    for name, step in kept.steps.items():
+        if step["cut"] or step["code"] not in (0, 1, 5):
+            yield {"stage": stage, "test": name, "reason": _short(step["tail"].strip().rpartition("\n")[2])}
+
+
+def _tiers(kept: Kept) -> dict[str, dict[str, int]]:
+    tiers: dict[str, collections.Counter[str]] = {}
+    for name, test in kept.tests.items():
+        tiers.setdefault(name.partition(".")[0], collections.Counter())[test["outcome"]] += 1
+    return {tier: dict(counts) for tier, counts in tiers.items()}
+
+
+def _found(kept: Kept) -> dict[str, list[Mapping[str, Any]]]:
+    """The figures of each benchmark."""
+    parts = (step["data"] for step in kept.steps.values() if isinstance(step["data"], dict))
+    return {name: figures for part in parts for name, figures in part.get("found", {}).items()}
+
+
+def _figures(kept: Kept) -> dict[str, Any] | None:
+    parts = [step["data"] for step in kept.steps.values() if isinstance(step["data"], dict) and "found" in step["data"]]
+    if not parts:
+        return None
+    ends = [part["machine"]["load at the end"] for part in parts]
+    machine = {**parts[0]["machine"], "load at the end": ends[-1]}
+    return {"machine": _cleaned(machine), "found": _cleaned(_found(kept))}
+
+
+def _short(text: str) -> str:
+    return clean(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))[:_REASON]
+
+
+def _cleaned(value: Any) -> Any:
+    """A value with no path and no host in any of its texts."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {key: _cleaned(each) for key, each in value.items()}
+    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+
+
+def rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The lines of the table."""
+    lines = []
+    for stage in result["stages"]:
+        counts = dict(stage["counts"])
+        passed, failed = counts.pop("passed", ""), counts.pop("failed", "")
+        others = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+        cells = (stage["name"], stage["outcome"], passed, failed, others, stage["seconds"], stage["reason"])
+        lines.append(tuple(map(str, cells)))
+    seconds = sum(stage["seconds"] for stage in result["stages"])
+    return [*lines, ("all", "", "", "", "", str(seconds), "")]
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """Print the table: in colours where rich is there, else as plain text."""
+    about, lines = result["machine"], rows(result)
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    title = f"{about['device']} ({about['type']}); python {about['python']}, {versions}"
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        widths = [max(len(line[i]) for line in [HEADS, *lines]) for i in range(len(HEADS))]
+        cells = (
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [HEADS, *lines]
+        )
+        print("\n".join(["", title, *(line.rstrip() for line in cells)]), flush=True)
+        return
+    table = Table(box=None, pad_edge=False)
+    for index, head in enumerate(HEADS):
+        table.add_column(head, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line), style=_COLOURS.get(line[1], "bold red" if line[1] else "bold"))
+    console = Console(width=None if _is_terminal() else 140)
+    console.print(Text(f"\n{title}", style="bold"), table)
+
+
+def _is_terminal() -> bool:
+    import sys
+
+    return sys.stdout.isatty()
