@@ -26,7 +26,8 @@ say "docs/settings.md"
 "$py" ci/settings_page.py --check
 say "docs/libraries.md, docs/levels.md"
 "$py" ci/libraries_page.py --check
-say "docs/performance.md, docs/scaling.md"
+say "docs/validated.md, docs/performance.md, docs/scaling.md"
+"$py" ci/gpu_page.py --check
 "$py" ci/performance_page.py --check
 "$py" ci/scaling_page.py --check
 say "the pictures of docs/concepts.md"

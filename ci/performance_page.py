@@ -1,5 +1,7 @@
 """Writes docs/performance.md from docs/performance/*.json, which ``ci/bench.sh`` writes: one file for each machine.
 
+The benchmarks of results of ``ci/gpu.sh``, which are in docs/gpu, are on the page too.
+
 With ``--check`` nothing is written: it fails where the page is not what the files say.
 """
 
@@ -13,13 +15,14 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "performance"
+CARDS = ROOT / "docs" / "gpu"
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = ".venv-bench/bin/python ci/performance_page.py"
 
 HEAD = f"""# Performance
 
-What xamp costs, against the loop written by hand and against other libraries. `ci/bench.sh` measures it, and
-`{COMMAND}` makes this page from what it wrote. All comparisons are pairs: both sides
+What xamp costs, against the loop written by hand and against other libraries. `ci/bench.sh` measures it, on a card
+`ci/gpu.sh`, and `{COMMAND}` makes this page from what they wrote. All comparisons are pairs: both sides
 take turns in one process, and a figure is the median of the ratios (or differences) within a round, with the quartiles
 in brackets. So a busy machine moves the microseconds more than the ratios. On a CPU the clock is the time that the
 process computes, on one thread. A ratio below 1 means that xamp takes less time. A bound is the most that a figure may
@@ -28,9 +31,10 @@ be. Bounds in microseconds were set on a machine on which `torch.mm` of small ma
 
 """
 
-NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: `ci/bench.sh` was not run on one.** On such a
-device it trains the models at their usual sizes, and also looks for waits in the sync debug mode. On a CPU tokens and
-images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU.
+NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: none has run `ci/gpu.sh` or `ci/bench.sh` yet.** On such a
+device they train the models at their usual sizes, and also look for waits in the sync debug mode. On a CPU tokens and
+images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU. What was timed by hand on one H100 is in
+[What was seen, where](validated.md#one-nvidia-h100-by-hand).
 
 """
 
@@ -134,6 +138,12 @@ def read() -> list[Row]:
         picture = path.with_suffix(".png")
         machine["machine"]["picture"] = picture.name if picture.exists() else None
         found.append(machine)
+    for path in sorted(CARDS.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if machine := result.get("benchmarks"):
+            picture = (FOLDER / path.name).with_suffix(".png")
+            machine["machine"]["picture"] = picture.name if picture.exists() else None
+            found.append(machine)
     return sorted(found, key=lambda machine: machine["machine"]["type"] == "cpu")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BY", "Note", "Result", "ResultError", "clean", "kept", "newest", "read"]
+__all__ = ["BY", "Note", "Result", "ResultError", "clean", "kept", "newest", "private_part", "read"]
 
 SCHEMA = 1
 BY = ("project", "contributor")
@@ -164,15 +164,19 @@ def _refuse_private(name: str, result: Result) -> None:
     texts = [result.device, result.name, result.xamp, result.python, *result.part, *result.tiers]
     texts += [each for pair in result.versions.items() for each in pair]
     texts += [each for note in result.notes for each in (note.clause, note.reason)]
-    host = socket.gethostname()
     for text in texts:
-        private = _PATH.search(text) or _HOST.search(text)
-        if private or (len(host) > 3 and host in text):
-            shown = private[0] if private else host
+        if shown := private_part(text):
             raise ResultError(
                 f"{name} names a path or a host, {shown!r}, which a published result must not. Write it anew with "
                 "`python ci/report.py --keep FOLDER FILE`, which takes them out."
             )
+
+
+def private_part(text: str) -> str:
+    """The path or the host that a text names; empty if it names none."""
+    host = socket.gethostname()
+    private = _PATH.search(text) or _HOST.search(text)
+    return private[0] if private else host if len(host) > 3 and host in text else ""
 
 
 def kept(path: Path) -> dict[str, Any]:

@@ -1,22 +1,27 @@
 """A plugin of pytest, ``-p ci.gpu.keep``: each test's outcome goes into the log as it ends.
 
 A run that is cut short has all up to there on disk. Tests that are named in the file ``XAMP_GPU_DONE``, a line each,
-passed in an earlier run, and are left out. Where several processes share the tests, only the first one writes.
+passed in an earlier run, and are left out. Where several processes share the tests, only the first one writes. A test
+or a file of tests that cannot import a package which is not there has not failed: it is lacking something.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from ci.gpu.log import Log
+from ci.gpu.log import LACKING, Log
+from ci.gpu.stages import is_there
 
 __all__ = ["DONE", "LOG", "STAGE"]
 
 LOG, STAGE, DONE = "XAMP_GPU_LOG", "XAMP_GPU_STAGE", "XAMP_GPU_DONE"
 _TEXT = 3000  # characters of a failure's text
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
@@ -29,6 +34,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in done]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let a file that lacks a package be skipped."""
+    report = yield
+    _excuse(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a test that lacks a package be skipped."""
+    report = yield
+    _excuse(report)
+    return report
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write down how a test went. One that fails after its call, when it is torn down, is written anew as failed."""
     if not _worker and (report.when == "call" or report.outcome != "passed"):
@@ -38,7 +59,18 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Write down a file that cannot be imported, or says that something is missing."""
     if _worker in ("", "gw0") and report.outcome != "passed":
-        _write(report.nodeid, report.outcome, report.longrepr, 0.0)
+        _write(report.nodeid, report.outcome, report.longrepr, 0.0, file=True)
+
+
+def _excuse(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.outcome == "failed" and (package := _missing(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (report.nodeid, 0, f"{LACKING}: {package}")
+
+
+def _missing(text: str) -> str:
+    """The package for want of which an import failed last; empty if that is not why."""
+    names = _MISSING.findall(text)
+    return names[-1] if names and names[-1] != "xamp" and not is_there(names[-1]) else ""
 
 
 def _outcome(report: pytest.TestReport) -> str:
@@ -47,12 +79,13 @@ def _outcome(report: pytest.TestReport) -> str:
     return report.outcome
 
 
-def _write(name: str, outcome: str, shown: object, seconds: float) -> None:
-    reason = shown[2] if isinstance(shown, tuple) else _headline(shown)
+def _write(name: str, outcome: str, shown: object, seconds: float, **more: bool) -> None:
+    reason = shown[2].removeprefix("Skipped: ") if isinstance(shown, tuple) else _headline(shown)
+    if reason.startswith(f"{LACKING}: "):
+        outcome, reason = LACKING, reason.removeprefix(f"{LACKING}: ")
     text = str(shown)[-_TEXT:] if outcome == "failed" else ""
-    Log(Path(os.environ[LOG])).add(
-        os.environ[STAGE], "test", test=name, outcome=outcome, seconds=round(seconds, 2), reason=reason, text=text
-    )
+    about = {"outcome": outcome, "seconds": round(seconds, 2), "reason": reason, "text": text, **more}
+    Log(Path(os.environ[LOG])).add(os.environ[STAGE], "test", test=name, **about)
 
 
 def _headline(shown: object) -> str:

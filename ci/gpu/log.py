@@ -4,7 +4,8 @@ It is all that a run keeps. The result is made from it, and a run that was ended
 that was cut short nothing is taken. Each record has a ``stage`` and an ``event``:
 
     start    a stage is taken up; ``when``
-    test     a test or clause has ended: ``test``, ``outcome``, ``seconds``, ``reason``, ``text``
+    test     a test or clause has ended: ``test``, ``outcome``, ``seconds``, ``reason``, ``text``; ``file``
+             where it is a file that was not collected, which each attempt finds out anew
     step     a command has ended: ``step``, ``code``, ``seconds``, ``cut``, ``tail``, and ``data``, what it found
     end      a stage has ended: ``outcome``, ``seconds``, ``reason``
     forget   what stands before it does not count any more
@@ -19,11 +20,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BAD", "GOOD", "Kept", "Log", "Record"]
+__all__ = ["BAD", "GOOD", "LACKING", "Kept", "Log", "Record"]
 
 Record = dict[str, Any]
 GOOD = ("passed", "skipped", "known gap", "not declared", "xfailed")
 """Outcomes of tests that need not be run again."""
+LACKING = "lacking"
+"""The outcome of a test that needs a package which is not there; its reason is the package."""
 BAD = ("failed", "killed", "cut off", "not reached")
 """Outcomes of stages for which the exit code is 1."""
 
@@ -56,6 +59,7 @@ class Kept:
             self.seconds += record["seconds"]
         elif event == "start":
             self.began, self.end = True, None
+            self.tests = {name: test for name, test in self.tests.items() if not test.get("file")}
         elif event == "end":
             self.end = record
 

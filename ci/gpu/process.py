@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import selectors
@@ -19,7 +18,13 @@ __all__ = ["Ended", "run"]
 GRACE = 15.0
 """Seconds in which a command that is told to end may write down what it has."""
 _TAIL = 4000  # bytes of the output that are kept
-_SET_PDEATHSIG = 1  # of prctl
+_ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+# Else a run that was ended by SIGKILL would leave its command behind, beside which the next run would start.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +57,13 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit: float, fo
     """
     began = time.monotonic()
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-S", "-c", _ENDS_WITH_PARENT, *command],
         env=environment,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        preexec_fn=_end_with_parent,
     )
     output = _Output(process)
     try:
@@ -74,12 +78,6 @@ def run(command: Sequence[str], environment: Mapping[str, str], limit: float, fo
         code = process.wait()
         output.close()
     return Ended(code, time.monotonic() - began, cut, output.tail)
-
-
-def _end_with_parent() -> None:
-    """Else a run that was ended by SIGKILL would leave its command behind, beside which the next run would start."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux has it
-        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen[bytes], output: _Output) -> None:

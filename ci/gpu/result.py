@@ -15,14 +15,15 @@ from __future__ import annotations
 import collections
 import datetime
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ci.gpu.log import Kept, Log
-from ci.gpu.stages import Stage
+from ci.gpu.stages import Stage, is_there
 from ci.results import clean
 
-__all__ = ["SCHEMA", "made", "show"]
+__all__ = ["SCHEMA", "made", "rows", "show"]
 
 SCHEMA = 1
 HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
@@ -137,27 +138,23 @@ def show(result: Mapping[str, Any]) -> None:
     about, lines = result["machine"], rows(result)
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     title = f"{about['device']} ({about['type']}); python {about['python']}, {versions}"
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        widths = [max(len(line[i]) for line in [HEADS, *lines]) for i in range(len(HEADS))]
-        cells = (
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [HEADS, *lines]
-        )
-        print("\n".join(["", title, *(line.rstrip() for line in cells)]), flush=True)
+    if is_there("rich"):
+        _show_in_colours(title, lines)
         return
+    widths = [max(len(line[i]) for line in [HEADS, *lines]) for i in range(len(HEADS))]
+    print(f"\n{title}")
+    for line in [HEADS, *lines]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+
+
+def _show_in_colours(title: str, lines: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False)
     for index, head in enumerate(HEADS):
         table.add_column(head, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
     for line in lines:
         table.add_row(*map(Text, line), style=_COLOURS.get(line[1], "bold red" if line[1] else "bold"))
-    console = Console(width=None if _is_terminal() else 140)
-    console.print(Text(f"\n{title}", style="bold"), table)
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()
+    Console(width=None if sys.stdout.isatty() else 140).print(Text(f"\n{title}", style="bold"), table)

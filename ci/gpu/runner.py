@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu.keep import DONE, LOG, STAGE
-from ci.gpu.log import GOOD, Kept, Log
+from ci.gpu.log import GOOD, LACKING, Kept, Log
 from ci.gpu.process import Ended, run
 from ci.gpu.stages import FILE, Stage, Step, is_there
 
@@ -111,8 +111,13 @@ class Runner:
 def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str]:
     """Of a stage whose commands all came to an end."""
     wrong = [_told(step, kept.steps[step.name]["code"]) for step in stage.steps if _is_wrong(step, kept)]
+    lacking = [test["reason"] for test in kept.tests.values() if test["outcome"] == LACKING]
+    if lacking:
+        missing = [*missing, f"not there: {', '.join(sorted(set(lacking)))}"]
     if stage.tests:
         counts = collections.Counter(test["outcome"] for test in kept.tests.values())
+        if counts and counts[LACKING] == len(kept.tests):
+            return "left out", "; ".join(missing)
         if counts["failed"]:
             wrong.insert(0, f"{counts['failed']} failed")
         elif not kept.tests:

@@ -80,8 +80,8 @@ class Recurrent(nn.Module):
 
 NETS: dict[str, type[nn.Module]] = {"conv": Conv, "attention": Attention, "lstm": Recurrent}
 OPTIMIZERS: dict[str, Callable[[Any, Any], Any]] = {
-    "SGD": lambda own, p: torch.optim.SGD(p, 0.05, momentum=0.9),
-    "Adam": lambda own, p: torch.optim.Adam(p, 1e-3, eps=1e-4),
+    "SGD": lambda _, p: torch.optim.SGD(p, 0.05, momentum=0.9),
+    "Adam": lambda _, p: torch.optim.Adam(p, 1e-3, eps=1e-4),
     "FusedAdam": lambda own, p: own.FusedAdam(p, 1e-3, eps=1e-4),
     "FusedSGD": lambda own, p: own.FusedSGD(p, 0.05, momentum=0.9),
     "FusedLAMB": lambda own, p: own.FusedLAMB(p, 1e-3),
