@@ -15,7 +15,7 @@ import torch
 
 from xamp.backend_kit import environment_settings, first_line
 from xamp.backends import fp32
-from xamp.backends.native import FUSED_OPTIMIZERS, ModuleBackend
+from xamp.backends.native import ModuleBackend
 from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
 
@@ -36,7 +36,6 @@ _TF32 = "10 bits of mantissa instead of 23"
 class CudaBackend(ModuleBackend):
     """NVIDIA and AMD GPUs, by torch.autocast("cuda") and scaling on the device."""
 
-    fused_optimizers = FUSED_OPTIMIZERS
     process_group = "nccl"
     # Recurrent layers call cuDNN, MIOpen or matrix products, all of which autocast lowers.
     op_rules = dict.fromkeys(

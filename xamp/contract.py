@@ -24,6 +24,7 @@ This module imports no torch, so that a spec can be read where torch is missing 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import sys
@@ -51,6 +52,8 @@ __all__ = [
     "masked",
 ]
 
+
+_KERNELS = "xamp.ground.kernels"  # which imports torch, so it is imported by the first call that needs it
 
 CONTRACT = 1
 """The version of this interface. It grows when a change would break a backend that was right before."""
@@ -110,6 +113,8 @@ class Capabilities:
             and raises a flag instead.
         process_group: the ``torch.distributed`` backend for this device; empty where there is none.
         op_policies: the op policies that the device can run under.
+        lacking: pairs: a lower dtype that one would expect of the device and that is not among ``dtypes``, and why, in
+            one line. Errors about a level of that dtype and ``doctor`` say so.
     """
 
     levels: tuple[str, ...] = tuple(LEVELS)
@@ -119,6 +124,12 @@ class Capabilities:
     overflow: str = "inf"
     process_group: str = "gloo"
     op_policies: tuple[str, ...] = ("portable", "native")
+    lacking: tuple[tuple[str, str], ...] = ()
+
+    def why_not(self, dtype: str | None) -> str:
+        """Why ``dtype`` is not among :attr:`dtypes`, as a sentence to put behind another one; empty if nobody knows."""
+        reason = dict(self.lacking).get(dtype or "")
+        return f" {dtype} is not there because {reason}." if reason else ""
 
 
 class Diagnosis(NamedTuple):
@@ -356,6 +367,9 @@ class Backend:
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Multiply ``grads`` in place by ``inv_scale``, and set ``found_inf`` to 1.0 if a gradient is not finite.
 
+        The default calls torch's kernel for the dtypes that it takes on this device, and for the others operators with
+        the same results. A product is rounded once.
+
         On a chip with an overflow flag, set ``found_inf`` to 1.0 if the flag is up. Leave the flag up: this method is
         called for each optimizer.
 
@@ -363,10 +377,12 @@ class Backend:
             grads: dense floating gradients of any dtypes, all on the device of ``found_inf``. May be empty: then only
                 the chip's flag is asked.
             found_inf: fp32, one element; this method changes it from 0.0 to 1.0 or leaves it.
-            inv_scale: fp32, one element, 1 / loss scale.
+            inv_scale: fp32, one element, 1 / loss scale. Its attribute ``is_power_of_two`` is True where the host
+                knows that its value always is one, so that a product in 16 bits loses nothing.
         """
-        torch = sys.modules["torch"]  # an import statement costs more here than the operator
-        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+        # An import statement costs more here than the operator.
+        kernels = sys.modules.get(_KERNELS) or importlib.import_module(_KERNELS)
+        kernels.unscale_(grads, found_inf, inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in a storage format that every operator takes, also ``torch._foreach_*`` and fused operators.

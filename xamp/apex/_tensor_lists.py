@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from xamp.ground import kernels
+
 __all__ = ["Lists", "floats", "norms", "number", "raise_flag", "store", "whole_norm"]
 
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -31,7 +33,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
         return torch.zeros(0)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in wide) else torch.float32
     filled = [t if t.numel() else t.new_zeros(1) for t in wide]
-    return torch.stack(list(torch._foreach_norm(filled, order, dtype=dtype)))
+    return torch.stack(kernels.norms(filled, order, dtype))
 
 
 def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
@@ -62,4 +64,4 @@ def store(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], skip:
         raised = skip.reshape(()) != 0
         values = [torch.where(raised.to(t.device), t, v.to(t.dtype)) for t, v in zip(plain, values, strict=True)]
     if plain:
-        torch._foreach_copy_(plain, list(values))
+        kernels.copy_(plain, list(values))
