@@ -15,7 +15,7 @@ class Refusing(TorchDispatchMode):
     """``operator``, by its name in torch, raises for tensors of ``dtypes``, before it changes anything."""
 
     def __init__(self, operator: str, *dtypes: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operator, self.dtypes = f"aten::{operator}", dtypes
         self.refused = 0
 

@@ -54,8 +54,8 @@ class Form:
         if self.way == "fused" and self.cls.__name__ not in lane.can.fused_optimizers:
             lane.need("fused")
             lane.lacks(f"a fused {self.cls.__name__} that honours found_inf")
-        if self.way == "capturable" and not self.runs(lane):
-            lane.lacks(f"a capturable {self.cls.__name__}, which torch does not have here")
+        if self.way in ("foreach", "capturable") and not self.runs(lane):
+            lane.lacks(f"a {self.way} {self.cls.__name__}, which torch does not have here")
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
         """Make the optimizer over ``params``; ``half``: they are fp16."""

@@ -38,14 +38,14 @@ class Lacking:
         self.dtypes = dtypes
 
     def __enter__(self) -> Refusing:
-        self.mode.__enter__()
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
         for dtype in self.dtypes:
             ask_kernels(CPU, dtype)
         self.mode.refused = 0
         return self.mode
 
     def __exit__(self, *raised: Any) -> None:
-        self.mode.__exit__(*raised)
+        self.mode.__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
 def tensors(dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
