@@ -111,10 +111,14 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     if dtype is factor.dtype and not is_missing("_foreach_mul_", tensors):
         torch._foreach_mul_(tensors, factor)  # type: ignore[call-overload]
         return
-    # With a dimension the factor takes part in the promotion of dtypes: the product is computed in fp32.
-    wide = factor.reshape(1)
-    for tensor in tensors:
-        (tensor if tensor.dim() else tensor.view(1)).mul_(wide)
+    # With a dimension the factor takes part in the promotion of dtypes, so the product is computed in fp32. Lists whose
+    # shapes differ are a kernel a tensor, but one call: an interrupt comes before all of it or after.
+    held, wide = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors], factor.reshape(1)
+    if not is_missing("_foreach_mul_", tensors):
+        torch._foreach_mul_(held, [wide] * len(held))
+        return
+    for tensor in held:
+        tensor.mul_(wide)
 
 
 def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -131,11 +135,16 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     if not plain:
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         return
+    groups = [[g for g in plain if g.dtype is dtype and g.numel()] for dtype in {g.dtype: None for g in plain}]
+    groups = [group for group in groups if group]
+    # The largest absolute values tell of inf and nan. They come first, since they may find no memory.
+    finite = [torch.stack(norms(group, math.inf)).isfinite().all() for group in groups]
     if len(plain) < len(grads):
         rest = [grad for grad in grads if grad.dtype not in left]  # type: ignore[operator]
         torch._amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
-    for dtype in {grad.dtype: None for grad in plain}:
-        _unscale_plainly_([grad for grad in plain if grad.dtype is dtype and grad.numel()], found_inf, inv_scale)
+    for group, is_finite in zip(groups, finite, strict=True):
+        found_inf.copy_(torch.where(is_finite.reshape(found_inf.shape), found_inf, torch.ones_like(found_inf)))
+        multiply_(group, inv_scale)
 
 
 def update_scale_(
@@ -178,11 +187,3 @@ def _scalar(number: torch.Tensor) -> torch.Tensor:
     scalar = number.reshape(())
     mark_power_of_two(scalar, _is_power_of_two(number))
     return scalar
-
-
-def _unscale_plainly_(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Unscale dense gradients of one dtype, none of them empty. Their largest absolute values tell of inf and nan."""
-    if grads:
-        finite = torch.stack(norms(grads, math.inf)).isfinite().all()
-        found_inf.copy_(torch.where(finite.reshape(found_inf.shape), found_inf, torch.ones_like(found_inf)))
-        multiply_(grads, inv_scale)

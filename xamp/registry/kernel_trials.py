@@ -122,7 +122,8 @@ def _takes_norms(trial: Trial) -> bool:
 def _multiplies(trial: Trial) -> bool:
     found = trial.pair()
     torch._foreach_mul_(found, trial.number(0.5, trial.dtype))
-    return _holds(found, 0.5, 1.0)
+    torch._foreach_mul_(found, [trial.number(0.5).reshape(1)] * 2)
+    return _holds(found, 0.25, 0.5)
 
 
 def _unscales(trial: Trial) -> bool:

@@ -162,7 +162,7 @@ class LossScaler:
         # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
-        kernels.mark_power_of_two(self._inverse, self.exact)
+        self._mark()
         self._losses = len(state.scales)
         self._captures = state.captures
 
@@ -170,7 +170,13 @@ class LossScaler:
         """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
         if not self._is_in_graph and self._captures is not None:
             self._is_in_graph = self._captures()
+            if self._is_in_graph:
+                self._mark()
         return self._is_in_graph
+
+    def _mark(self) -> None:
+        """Say of the inverse whether it is a power of two. A graph is right for every scale that is set later."""
+        kernels.mark_power_of_two(self._inverse, self.exact and not self._is_in_graph)
 
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         """Set the scale and the growth tracker. Does not wait for the device."""
@@ -189,7 +195,7 @@ class LossScaler:
         self.rules = rules
         moves = (rules.growth_factor, rules.backoff_factor, rules.floor, rules.ceiling) if rules.dynamic else ()
         self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
-        kernels.mark_power_of_two(self._inverse, self.exact)
+        self._mark()
         self.changed()
 
     def changed(self) -> None:

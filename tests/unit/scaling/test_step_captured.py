@@ -12,6 +12,7 @@ from torch import nn
 
 import xamp
 from xamp.errors import LossScaleCollapsed, StateError
+from xamp.ground import kernels
 from xamp.registry import registry
 
 INTERVAL = 7
@@ -135,6 +136,21 @@ def test_a_capture_of_what_the_host_decides_is_refused(recorder: GraphRecorder, 
             loop.scaler.update()
         loop.step()
         assert not all(torch.equal(a, b) for a, b in zip(loop.weights(), held, strict=True))
+
+
+def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(recorder: GraphRecorder) -> None:
+    """A power of two may be cast to the dtype of the gradients; a graph is replayed at scales that are none."""
+    loop = Training("O1")
+    for number in range(2):
+        loop.feed(number, False)
+        loop.step()
+    (scaler,) = xamp.session(loop.optimizer).engine.scalers
+    assert getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    with recorder.capture():
+        loop.step()
+    assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    scaler.set(2.0)
+    assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
 
 
 def test_the_cure_is_one_that_the_device_has(recorder: GraphRecorder) -> None:
