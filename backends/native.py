@@ -57,7 +57,7 @@ class NativeBackend(Backend):
     def __init__(self, spec: BackendSpec) -> None:
         super().__init__(spec)
         self._lacking = functools.lru_cache(maxsize=None)(self._try_dtypes)
-        self._fused = functools.lru_cache(maxsize=None)(fused_forms)
+        self._fused = functools.lru_cache(maxsize=None)(self.fused_optimizers_of)
 
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
@@ -108,6 +108,10 @@ class NativeBackend(Backend):
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
         """Names of the dtypes that the hardware of ``device`` (None: the current one) runs natively."""
         return self.fast_dtypes
+
+    def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
+        """Names of the classes of torch.optim whose fused form is right on ``device``: asked once for each device."""
+        return fused_forms(device)
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Compute in each dtype, once for each device; return those that fail, each with the defect."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xamp.backend_kit import environment_settings, first_line
+from xamp.backend_kit import environment_settings, first_line, fused_forms
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
 from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import Setting
@@ -84,6 +84,14 @@ class NpuBackend(ModuleBackend):
         A trial could not tell: without bf16 some operators compute in it all the same.
         """
         return tuple(name for name in LOWER_DTYPES if name != "bfloat16" or self.module.is_bf16_supported())
+
+    def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
+        """See :meth:`xamp.backends.native.NativeBackend.fused_optimizers_of`.
+
+        torch_npu computes on the CPU what it has no kernel for, which is right and slow, so only its own are tried. Of
+        these AdamW ignores ``found_inf``, and SGD needs momentum.
+        """
+        return fused_forms(device, lambda name: _has_kernel(f"_fused_{name.lower()}_"))
 
     def versions(self) -> Mapping[str, str]:
         """See :meth:`xamp.contract.Backend.versions`: torch, torch_npu, CANN, the driver and the kind of chip."""
@@ -226,3 +234,8 @@ _NARROW_PRODUCTS = ("ALLOW_FP32_DOWN_PRECISION", "USE_FP16", "USE_HF32")
 _VARIABLES = {
     "HCCL_DETERMINISTIC": ("false", "collectives add up in a fixed order: results repeat, some are slower", True),
 }
+
+
+def _has_kernel(operator: str) -> bool:
+    """Whether torch_npu has a kernel of its own for an operator of torch."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "PrivateUse1")

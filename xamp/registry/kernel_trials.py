@@ -59,11 +59,13 @@ class Kernel(NamedTuple):
         name: its name in ``torch``.
         works: calls it, and returns whether the result is right.
         dtypes: the dtypes for which the device is asked; empty: every dtype that it computes in.
+        finds_inf: it looks for inf and nan, so that it says nothing on a chip that saturates.
     """
 
     name: str
     works: Callable[[Trial], bool]
     dtypes: tuple[torch.dtype, ...] = ()
+    finds_inf: bool = False
 
 
 def ask_kernels(device: torch.device, dtype: torch.dtype, keeps_inf: bool = True) -> None:
@@ -73,7 +75,7 @@ def ask_kernels(device: torch.device, dtype: torch.dtype, keeps_inf: bool = True
         Exception: the device had no memory left, or was busy. That says nothing about what it has.
     """
     for kernel in KERNELS:
-        if not kernel.dtypes or dtype in kernel.dtypes:
+        if (not kernel.dtypes or dtype in kernel.dtypes) and (keeps_inf or not kernel.finds_inf):
             there = _works(kernel, Trial(device, dtype, keeps_inf))
             kernels.note(kernel.name, device.type, dtype, there=there)
     _asked.add((device.type, dtype))
@@ -149,7 +151,7 @@ KERNELS = (
     Kernel("_foreach_lerp_", _interpolates),
     Kernel("_foreach_norm", _takes_norms),
     Kernel("_foreach_mul_", _multiplies),
-    Kernel("_amp_foreach_non_finite_check_and_unscale_", _unscales),
+    Kernel("_amp_foreach_non_finite_check_and_unscale_", _unscales, finds_inf=True),
     Kernel("_amp_update_scale_", _updates, (torch.float32,)),
 )
 """What a device is asked for: what the functions of :mod:`xamp.ground.kernels` call."""

@@ -264,14 +264,16 @@ def _steps_lists(group: dict[str, Any]) -> bool:
     return bool(choose(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
-def right_forms(device: torch.device) -> tuple[str, ...]:
+def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
     """Return the names of the classes in ``torch.optim`` whose fused form is right on ``device`` in fp32.
+
+    A class is tried only if ``offered`` is true of its name.
 
     torch says which classes have such a form; the device is tried, because torch has kernels for some devices only, and
     which they are changes with its releases. The trials take 10 ms on a CPU, once a process.
     """
     classes = ((name, getattr(torch.optim, name)) for name in torch.optim.__all__)
-    return tuple(name for name, cls in classes if _has_fused(cls) and is_right(cls, device, torch.float32))
+    return tuple(name for name, cls in classes if _has_fused(cls) and offered(name) and is_right(cls, device, torch.float32))
 
 
 def _has_fused(cls: object) -> bool:
