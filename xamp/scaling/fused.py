@@ -273,7 +273,8 @@ def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> 
     which they are changes with its releases. The trials take 10 ms on a CPU, once a process.
     """
     classes = ((name, getattr(torch.optim, name)) for name in torch.optim.__all__)
-    return tuple(name for name, cls in classes if _has_fused(cls) and offered(name) and is_right(cls, device, torch.float32))
+    fused = ((name, cls) for name, cls in classes if _has_fused(cls) and offered(name))
+    return tuple(name for name, cls in fused if is_right(cls, device, torch.float32))
 
 
 def _has_fused(cls: object) -> bool:
