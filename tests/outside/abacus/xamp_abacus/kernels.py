@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.autocast_mode import _cast
 
-from xamp_abacus.memory import NAME, ON_CPU, ON_SPARSE_CPU, allocate, host, is_here, move_in, wrap
+from xamp_abacus.memory import ON_CPU, ON_SPARSE_CPU, allocate, device_type, host, is_here, move_in, wrap
 
-__all__ = ["generator", "install", "operator", "run"]
+__all__ = ["generator", "install", "operator", "run", "watchers"]
 
 generator = torch.Generator()
 """The device's random numbers, apart from those of the CPU."""
+
+watchers: list[Callable[[Any, Any], None]] = []
+"""What is called with each operator and its arguments before it runs, by a device that builds on this one."""
 
 _CPU = torch.device("cpu")
 _keys: Any = torch._C.DispatchKey  # its annotations lack some
@@ -65,6 +68,8 @@ def _shape_of(op: Any) -> _Shape:
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` where the arguments are, and give what it gives."""
+    for watch in watchers:
+        watch(op, args)
     if op.is_view:
         return op.redispatch(ON_CPU, *args, **kwargs)
     shape = _shape_of(op)
@@ -86,12 +91,12 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _lend(value: Any, takes_cpu: bool) -> Any:
     """The CPU's view of an argument."""
     if isinstance(value, torch.Tensor):
-        if value.device.type == NAME:
+        if value.device.type == device_type():
             return host(value)
         if value.dim() and not takes_cpu:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{NAME}:0 and {value.device}!"
+                f"{device_type()}:0 and {value.device}!"
             )
         return value
     if isinstance(value, (list, tuple)):
@@ -175,7 +180,7 @@ def _casting(op: Any, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]
     def entry(*args: Any, **kwargs: Any) -> Any:
         dtype = dtype_of()
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*_cast(args, NAME, dtype), **_cast(kwargs, NAME, dtype))
+            return op(*_cast(args, device_type(), dtype), **_cast(kwargs, device_type(), dtype))
 
     return entry
 
@@ -230,7 +235,7 @@ def install() -> None:
         if not (_aten(name).is_view or torch.Tag.inplace_view in _aten(name).tags):
             own.impl(name, functools.partial(run, _aten(name)), "PrivateUse1")
     for name in _LOWER.split():
-        lower = functools.partial(torch.get_autocast_dtype, NAME)
+        lower = functools.partial(torch.get_autocast_dtype, device_type())
         own.impl(name, _casting(_aten(name), lower), "AutocastPrivateUse1")
     for name in _FP32.split():
         own.impl(name, _casting(_aten(name), lambda: torch.float32), "AutocastPrivateUse1")

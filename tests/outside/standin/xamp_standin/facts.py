@@ -1,0 +1,51 @@
+"""What is known of a device: a file of facts, as ``python -m xamp.testing.facts`` writes it on that device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["VARIABLE", "Facts", "facts"]
+
+VARIABLE = "XAMP_STANDIN_FACTS"
+"""Names another file than that of the package."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """One device's gaps and manners.
+
+    Attributes:
+        about: what it was recorded on.
+        dtypes: names of the lower dtypes that it computes in.
+        fast_dtypes: those that are faster than fp32.
+        refuses: by operator and dtype, the text of the NotImplementedError.
+        fused: by name of torch's optimizer, the error of its fused form; empty where it has one.
+        recurrent: the dtype to which autocast casts recurrent layers, whatever its own; empty: its own.
+        copies: ``late_by`` is the number of operators after which a copy to pinned memory has arrived; 0: at once.
+        waits: operators at which the host waits for the device.
+    """
+
+    about: Mapping[str, str]
+    dtypes: Sequence[str]
+    fast_dtypes: Sequence[str]
+    refuses: Mapping[str, Mapping[str, str]]
+    fused: Mapping[str, str]
+    recurrent: str
+    copies: Mapping[str, int]
+    waits: Sequence[str] = ()
+
+
+@functools.cache
+def facts() -> Facts:
+    """Those of the file in use.
+
+    Raises:
+        TypeError: the file lacks a key, or has one too many.
+    """
+    path = os.environ.get(VARIABLE) or Path(__file__).with_name("facts") / "h100.json"
+    return Facts(**json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,65 @@
+"""What the device lacks, and what its autocast does to recurrent layers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _cast
+from xamp_abacus import kernels
+from xamp_standin.facts import facts
+
+__all__ = ["install"]
+
+_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_AUTOCAST = torch._C.DispatchKeySet(_KEY)
+_RECURRENT = tuple(f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input"))
+_library = torch.library.Library("aten", "IMPL")
+
+
+def install(name: str) -> None:
+    """Take from the device ``name`` what the facts say that it lacks."""
+    kernels.watchers.append(_refuse)
+    for optimizer, error in facts().fused.items():
+        if error:
+            _refuse_fused(optimizer, error, name)
+    for layer in _RECURRENT if facts().recurrent else ():
+        kernel = functools.partial(_recurrent, kernels.operator("aten", layer))
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            _library.impl(layer, kernel, key)
+
+
+def _refuse(op: Any, args: Any) -> None:
+    refused = facts().refuses.get(op._schema.name)
+    if refused is None:
+        return
+    first = args[0] if args else None
+    for tensor in first if isinstance(first, (list, tuple)) else [first]:
+        error = refused.get(str(getattr(tensor, "dtype", None)).removeprefix("torch."))
+        if error:
+            raise NotImplementedError(error)
+
+
+def _refuse_fused(optimizer: str, error: str, name: str) -> None:
+    """Give torch's optimizer the check that its own is for a device which it does not know to be supported."""
+    module = importlib.import_module(getattr(torch.optim, optimizer).__module__)
+    allowed = module._device_dtype_check_for_fused
+
+    def check(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if param.device.type == name:
+            raise RuntimeError(error.format(dtype=param.dtype, device=name))
+        allowed(param, *args, **kwargs)
+
+    module._device_dtype_check_for_fused = check
+
+
+def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent layer, whose kernel has an entry of its own in the device's autocast, below that of the layer."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY):
+        return op.decompose(*args, **kwargs)
+    dtype: torch.dtype = getattr(torch, facts().recurrent)
+    device = args[0].device.type
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return op.decompose(*_cast(args, device, dtype), **_cast(kwargs, device, dtype))
