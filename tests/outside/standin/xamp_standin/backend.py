@@ -1,13 +1,13 @@
-"""What xamp is told of the stand-in: what its backend for the real device tells. Importing this makes it known to torch."""
+"""What xamp is told of the stand-in: what is told of the real device. Importing this makes it known to torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+from xamp_abacus import device
 
 from xamp.backends.native import FUSED_OPTIMIZERS, ModuleBackend
-from xamp_abacus import device
 from xamp_standin import copies, gaps, queue, runtime
 from xamp_standin.facts import facts
 
@@ -17,7 +17,7 @@ NAME = "standin"
 
 
 def _install() -> None:
-    device.install(NAME, runtime)
+    device.install(NAME, runtime, facts().autocast)
     gaps.install(NAME)
     queue.install()
     copies.install()
@@ -31,11 +31,8 @@ class StandinBackend(ModuleBackend):
 
     fused_optimizers = FUSED_OPTIMIZERS
     process_group = "abacus_ccl"
-    # The abacus's autocast lowers layer_norm; recurrent layers call kernels that autocast lowers.
-    op_rules: Mapping[str, str] = {
-        "layer_norm": "lower",
-        **{f"{kind}.{form}": "same" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input")},
-    }
+    # Recurrent layers call kernels that autocast lowers.
+    op_rules: Mapping[str, str] = dict.fromkeys(gaps.RECURRENT, "same")
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
         """As the driver says, not by trial."""

@@ -25,9 +25,11 @@ class Facts:
         fast_dtypes: those that are faster than fp32.
         refuses: by operator and dtype, the text of the NotImplementedError.
         fused: by name of torch's optimizer, the error of its fused form; empty where it has one.
+        autocast: by what its autocast does, the operators to which it is done; as :data:`xamp_abacus.autocast.LISTS`.
         recurrent: the dtype to which autocast casts recurrent layers, whatever its own; empty: its own.
         copies: ``late_by`` is the number of operators after which a copy to pinned memory has arrived; 0: at once.
-        waits: operators at which the host waits for the device.
+        waits: operators at which the host waits for the device, besides copies.
+        fork: the error of who uses the device in a forked process after its parent did; empty: it works.
     """
 
     about: Mapping[str, str]
@@ -35,9 +37,11 @@ class Facts:
     fast_dtypes: Sequence[str]
     refuses: Mapping[str, Mapping[str, str]]
     fused: Mapping[str, str]
+    autocast: Mapping[str, str]
     recurrent: str
     copies: Mapping[str, int]
-    waits: Sequence[str] = ()
+    waits: Sequence[str]
+    fork: str
 
 
 @functools.cache

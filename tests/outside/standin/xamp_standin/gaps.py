@@ -7,15 +7,13 @@ import importlib
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import _cast
-from xamp_abacus import kernels
+from xamp_abacus import autocast, kernels
+
 from xamp_standin.facts import facts
 
-__all__ = ["install"]
+__all__ = ["RECURRENT", "install"]
 
-_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-_AUTOCAST = torch._C.DispatchKeySet(_KEY)
-_RECURRENT = tuple(f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input"))
+RECURRENT = tuple(f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input"))
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -25,14 +23,14 @@ def install(name: str) -> None:
     for optimizer, error in facts().fused.items():
         if error:
             _refuse_fused(optimizer, error, name)
-    for layer in _RECURRENT if facts().recurrent else ():
+    for layer in RECURRENT if facts().recurrent else ():
         kernel = functools.partial(_recurrent, kernels.operator("aten", layer))
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
             _library.impl(layer, kernel, key)
 
 
 def _refuse(op: Any, args: Any) -> None:
-    refused = facts().refuses.get(op._schema.name)
+    refused = facts().refuses.get(op.name())
     if refused is None:
         return
     first = args[0] if args else None
@@ -57,9 +55,7 @@ def _refuse_fused(optimizer: str, error: str, name: str) -> None:
 
 def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A recurrent layer, whose kernel has an entry of its own in the device's autocast, below that of the layer."""
-    if torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY):
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(autocast.KEY):
         return op.decompose(*args, **kwargs)
     dtype: torch.dtype = getattr(torch, facts().recurrent)
-    device = args[0].device.type
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-        return op.decompose(*_cast(args, device, dtype), **_cast(kwargs, device, dtype))
+    return autocast.lowered(op.decompose, dtype, *args, **kwargs)
