@@ -23,7 +23,9 @@ LISTS = {
 their ``dtype`` is fp32 unless given; ``promote``: the widest of theirs; ``banned``: an error."""
 
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-_BANNED = "{} is unsafe to autocast: compute it with autocast disabled, or take its form with logits"
+_BANNED = "torch.nn.functional.{0} is unsafe to autocast: use {0}_with_logits"
+    "torch.nn.functional.{} is unsafe to autocast: compute it with autocast disabled, or take its form with logits"
+)
 _HERE = torch._C.DispatchKeySet(KEY)
 
 Entry = Callable[..., Any]
@@ -60,10 +62,16 @@ def _widest(args: Any, kwargs: Any) -> torch.dtype:
 
 
 def _with_dtype(op: Any, wide: Any) -> Entry:
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {
+        argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()
+    }
+
     def entry(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        is_cast = first.is_floating_point() and first.dtype is not torch.float64 and kwargs.get("dtype") is None
+        given = {**dict(zip(names[1:], args, strict=False)), **kwargs}
+        is_cast = first.is_floating_point() and first.dtype is not torch.float64 and given.get("dtype") is None
         with torch._C._ExcludeDispatchKeyGuard(_HERE):
-            return wide(first, *args, **{**kwargs, "dtype": torch.float32}) if is_cast else op(first, *args, **kwargs)
+            return wide(first, **{**defaults, **given, "dtype": torch.float32}) if is_cast else op(first, **given)
 
     return entry
 

@@ -61,9 +61,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
     return target
 
 
-def _to_copy(
-    tensor: torch.Tensor, *, pin_memory: Any = None, non_blocking: bool = False, **wanted: Any
-) -> torch.Tensor:
+def _to_copy(tensor: torch.Tensor, *, pin_memory: Any = None, non_blocking: bool = False, **wanted: Any) -> Any:
     """What torch does in C++, for which it needs the allocator of pinned memory."""
     device = torch.device(wanted.get("device") or tensor.device)
     if not (non_blocking and device.type == "cpu" and not tensor.is_cpu):
@@ -73,5 +71,5 @@ def _to_copy(
     return _copy_(made, tensor, True)
 
 
-def _composite(tensor: torch.Tensor, **wanted: Any) -> torch.Tensor:
+def _composite(tensor: torch.Tensor, **wanted: Any) -> Any:
     return torch.ops.aten._to_copy.default._op_dk(_COMPOSITE, tensor, **wanted)

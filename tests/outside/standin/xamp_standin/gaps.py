@@ -42,7 +42,7 @@ def _refuse(op: Any, args: Any) -> None:
 
 def _refuse_fused(optimizer: str, error: str, name: str) -> None:
     """Give torch's optimizer the check that its own is for a device which it does not know to be supported."""
-    module = importlib.import_module(getattr(torch.optim, optimizer).__module__)
+    module: Any = importlib.import_module(getattr(torch.optim, optimizer).__module__)
     allowed = module._device_dtype_check_for_fused
 
     def check(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
