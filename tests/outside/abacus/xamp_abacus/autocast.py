@@ -24,8 +24,6 @@ their ``dtype`` is fp32 unless given; ``promote``: the widest of theirs; ``banne
 
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 _BANNED = "torch.nn.functional.{0} is unsafe to autocast: use {0}_with_logits"
-    "torch.nn.functional.{} is unsafe to autocast: compute it with autocast disabled, or take its form with logits"
-)
 _HERE = torch._C.DispatchKeySet(KEY)
 
 Entry = Callable[..., Any]
