@@ -29,6 +29,7 @@ _install()
 class StandinBackend(ModuleBackend):
     """A device of torch's own kind, whose gaps xamp has to find out."""
 
+    fast_dtypes = ("bfloat16", "float16")
     fused_optimizers = FUSED_OPTIMIZERS
     process_group = "abacus_ccl"
     # Recurrent layers call kernels that autocast lowers.
@@ -37,10 +38,6 @@ class StandinBackend(ModuleBackend):
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
         """As the driver says, not by trial."""
         return tuple(facts().dtypes)
-
-    def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """As the driver says."""
-        return tuple(facts().fast_dtypes)
 
     def versions(self) -> Mapping[str, str]:
         """See :meth:`xamp.contract.Backend.versions`."""

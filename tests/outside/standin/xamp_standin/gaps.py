@@ -23,6 +23,9 @@ def install(name: str) -> None:
     for optimizer, error in facts().fused.items():
         if error:
             _refuse_fused(optimizer, error, name)
+    for optimizer, error in facts().capturable.items():
+        if error:
+            _refuse_capturable(optimizer, name)
     for layer in RECURRENT if facts().recurrent else ():
         kernel = functools.partial(_recurrent, kernels.operator("aten", layer))
         for key in ("PrivateUse1", "AutogradPrivateUse1"):
@@ -51,6 +54,15 @@ def _refuse_fused(optimizer: str, error: str, name: str) -> None:
         allowed(param, *args, **kwargs)
 
     module._device_dtype_check_for_fused = check
+
+
+def _refuse_capturable(optimizer: str, name: str) -> None:
+    """Take the device from those for which torch's optimizer has a capturable form; the error is torch's own."""
+    module: Any = importlib.import_module(getattr(torch.optim, optimizer).__module__)
+    supported = module._get_capturable_supported_devices
+    module._get_capturable_supported_devices = lambda *args, **kwargs: [
+        kind for kind in supported(*args, **kwargs) if kind != name
+    ]
 
 
 def _recurrent(op: Any, *args: Any, **kwargs: Any) -> Any:
