@@ -68,6 +68,7 @@ def record(kind: str) -> dict[str, Any]:
         "cards": int(_ask(kind, "device_count", 1)),
         "dtypes": dtypes,
         "refuses": _refused(kind),
+        "rounds": _rounded(kind),
         "fused": _forms(kind, "fused"),
         "capturable": _forms(kind, "capturable"),
         "autocast": _autocast(kind, dtypes),
@@ -119,6 +120,18 @@ def _refused(kind: str) -> dict[str, dict[str, str]]:
             if error:
                 refused.setdefault(name, {})[dtype] = error
     return refused
+
+
+def _rounded(kind: str) -> list[str]:
+    """The optimizers' operators that step a parameter otherwise than those of the host do, by some last bits."""
+    values = torch.linspace(0.1, 1.7, 1024)
+    return [name for name in OPERATORS if name.startswith("aten::_fused_") and _differs(kind, OPERATORS[name], values)]
+
+
+def _differs(kind: str, call: Callable[[torch.Tensor], Any], values: torch.Tensor) -> bool:
+    here, there = values.clone(), values.to(kind)
+    call(here)
+    return not _error_of(lambda: call(there)) and not torch.equal(there.cpu(), here)
 
 
 def _forms(kind: str, option: str) -> dict[str, str]:

@@ -12,13 +12,15 @@ import torch
 from xamp_abacus import autocast
 from xamp_abacus.memory import ON_CPU, ON_SPARSE_CPU, allocate, device_type, host, is_here, move_in, wrap
 
-__all__ = ["generator", "install", "operator", "run", "watchers"]
+__all__ = ["generator", "install", "instead", "operator", "run", "watchers"]
 
 generator = torch.Generator()
 """The device's random numbers, apart from those of the CPU."""
 
 watchers: list[Callable[[Any, Any], None]] = []
 """What is called with each operator and its arguments before it runs, by a device that builds on this one."""
+instead: dict[Any, Callable[..., Any]] = {}
+"""By operator, what a device that builds on this one computes in its place, on tensors of the CPU."""
 
 _CPU = torch.device("cpu")
 _keys: Any = torch._C.DispatchKey  # its annotations lack some
@@ -79,7 +81,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if any(place < len(args) and isinstance(args[place], (bool, int, float, complex)) for place in shape.tensors):
         op = op.overloadpacket  # what was a number in C++ is one here, for which there is another overload
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):  # that of the CPU is none of the abacus's business
-        made = op(*lent, **named)
+        made = instead.get(op, op)(*lent, **named)
     for place, name in shape.written:
         _return(*((args[place], lent[place]) if place < len(args) else (kwargs[name], named[name])))
     if not isinstance(made, tuple):

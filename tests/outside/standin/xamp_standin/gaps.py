@@ -14,12 +14,18 @@ from xamp_standin.facts import facts
 __all__ = ["RECURRENT", "install"]
 
 RECURRENT = tuple(f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input"))
+_KEPT = ("state_steps",)  # counts, which are exact in any dtype; the CPU's kernels take them in fp32 only
 _library = torch.library.Library("aten", "IMPL")
 
 
 def install(name: str) -> None:
     """Take from the device ``name`` what the facts say that it lacks."""
     kernels.watchers.append(_refuse)
+    for operator in facts().rounds:
+        packet = getattr(torch.ops.aten, operator.removeprefix("aten::"))
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            kernels.instead[op] = functools.partial(_in_float64, op)
     for optimizer, error in facts().fused.items():
         if error:
             _refuse_fused(optimizer, error, name)
@@ -41,6 +47,17 @@ def _refuse(op: Any, args: Any) -> None:
         error = refused.get(str(getattr(tensor, "dtype", None)).removeprefix("torch."))
         if error:
             raise NotImplementedError(error)
+
+
+def _in_float64(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute in float64 and round once, which is another rounding than that of the CPU's kernel."""
+    names = [argument.name for argument in op._schema.arguments]
+    lists = {name: value for name, value in zip(names, args, strict=False) if name not in _KEPT}
+    wide = {name: [each.double() for each in value] for name, value in lists.items() if isinstance(value, list)}
+    op(*(wide.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
+    for name, tensors in wide.items():
+        for tensor, exact in zip(lists[name], tensors, strict=True):
+            tensor.copy_(exact)
 
 
 def _refuse_fused(optimizer: str, error: str, name: str) -> None:
