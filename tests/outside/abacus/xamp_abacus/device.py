@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch.utils import backend_registration
 
 from xamp.errors import BackendUnavailable
-from xamp_abacus import collectives, kernels, runtime
+from xamp_abacus import autocast, collectives, kernels, runtime
 from xamp_abacus.memory import allocate, device_type, is_here, set_device_type
 
 __all__ = ["install"]
@@ -23,12 +24,13 @@ class _Guard(torch._C._acc.DeviceGuard):
 _installed = ""
 
 
-def install(name: str = "abacus", module: ModuleType = runtime) -> None:
+def install(name: str = "abacus", module: ModuleType = runtime, lists: Mapping[str, str] = autocast.LISTS) -> None:
     """Make torch know the device, under a name of another where it builds on this one; once a process.
 
     Args:
         name: its type.
         module: what ``torch.<name>`` becomes.
+        lists: what its autocast does to which operators, see :data:`xamp_abacus.autocast.LISTS`.
 
     Raises:
         BackendUnavailable: the process has it under another name.
@@ -44,7 +46,7 @@ def install(name: str = "abacus", module: ModuleType = runtime) -> None:
     _installed = name
     set_device_type(name)
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_Guard())
-    kernels.install()
+    kernels.install(lists)
     collectives.install()
     _patch_storages()
 

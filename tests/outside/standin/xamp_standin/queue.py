@@ -8,13 +8,17 @@ host can see the difference, and the host sees it only in memory that a copy wri
 from __future__ import annotations
 
 import collections
+import functools
+import os
+import warnings
 from typing import Any
 
 import torch
 from xamp_abacus import kernels
+
 from xamp_standin.facts import facts
 
-__all__ = ["Event", "install", "is_pinned", "pin", "put_copy", "wait"]
+__all__ = ["Event", "install", "is_pinned", "pin", "put_copy", "wait", "wait_here"]
 
 
 class _Queue:
@@ -32,15 +36,51 @@ class _Queue:
 
 
 _queue = _Queue()
+mode = "default"
+"""What a wait does besides: ``"warn"``, ``"error"``, or nothing."""
+waits = 0
+"""How often the host has waited."""
+forked = False
+"""Whether this process was forked from one that had used the device."""
 
 
 def install() -> None:
     """Let the clock count."""
     kernels.watchers.append(_tick)
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def _note_fork() -> None:
+    global forked
+    forked = bool(facts().fork) and _queue.issued > 0
 
 
 def _tick(op: Any, args: Any) -> None:
+    if forked:
+        raise RuntimeError(facts().fork)
     _queue.issued += 1
+    if op.name() in _waiting():
+        wait_here()
+
+
+@functools.cache
+def _waiting() -> frozenset[str]:
+    return frozenset(facts().waits)
+
+
+def wait_here() -> None:
+    """Let the host wait for an operator, which the mode may forbid.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    global waits
+    waits += 1
+    if mode == "error":
+        raise RuntimeError("called a synchronizing operation of the device")
+    if mode == "warn":
+        warnings.warn("called a synchronizing operation of the device", stacklevel=2)
+    wait()
 
 
 def put_copy(target: torch.Tensor, values: torch.Tensor) -> None:
