@@ -518,7 +518,8 @@ def test_single_numbers_of_a_state_are_loaded_exactly_at_o3(lane: Lane, cls: Any
                 optimizer.load_state_dict(state)
                 for index, param in enumerate(model.parameters()):
                     for key, value in state["state"][index].items():
-                        assert value.dim() or torch.equal(optimizer.state[param][key], value), key
+                        # torch itself puts every number but the step counter where the parameter is
+                        assert value.dim() or torch.equal(optimizer.state[param][key].to(value.device), value), key
             optimizer.zero_grad()
             x = torch.linspace(-1.0, 1.0, 40, device=lane.device).reshape(5, 8)
             with xamp.scale_loss(model(x).square().mean(), optimizer) as scaled:
