@@ -118,7 +118,8 @@ def test_fabric(tmp_path: pathlib.Path) -> None:
     model = net()
     before = state(model)
     optimizer = SGD(model.parameters(), lr=0.1)
-    loader = torch.utils.data.DataLoader(rows() * 3, batch_size=None)
+    batches: Any = rows() * 3
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)
     given = {"model": model, "optimizer": optimizer, "loader": loader, "criterion": nn.CrossEntropyLoss()}
     run("fabric.backward", **given, path=str(tmp_path / "file.ckpt"))
     assert_trained(model, optimizer, before, 12)
