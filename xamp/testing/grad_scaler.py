@@ -65,7 +65,7 @@ class ByHand(Tier):
             assert scaler.last_step is xamp.StepOutcome["SKIPPED" if overflow else "APPLIED"]
             assert scaler.get_scale() == next(wanted)
         assert (scaler.stats.applied, scaler.stats.skipped) == (60 - sum(spoilt), sum(spoilt))
-        assert_follows(pair, rtol=1e-5, atol=1e-5)
+        assert_follows(pair)
 
     @pytest.mark.parametrize("spoilt", [0, 1])
     def test_grad_scaler_of_two_optimizers(self, lane: Lane, spoilt: int) -> None:

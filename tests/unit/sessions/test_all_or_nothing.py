@@ -341,6 +341,22 @@ def test_close_before_any_step_gives_everything_back_to_the_bit(level: str, lane
     (before.assert_same if exact else before.assert_same_form)()
 
 
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_close_gives_the_very_step_counters_back(level: str, lane: Lane) -> None:
+    """With what was counted since. The plain form that goes on would wait for each that is on the device."""
+    model, optimizer = used(lane)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+    counters = [(param, state["step"], state["step"].item()) for param, state in optimizer.state.items()]
+    xamp.initialize(model, optimizer, level=level, init_scale=128.0, verbosity=0)
+    train(model, optimizer, batch(lane), steps=2)
+    xamp.session(optimizer).close()
+    for param, counter, before in counters:
+        assert optimizer.state[param]["step"] is counter
+        assert counter.item() == before + 2
+    assert all(state["step"].is_cpu for state in optimizer.state.values())
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_optimizer_with_existing_state_goes_on(level: str, lane: Lane) -> None:
     model, optimizer = used(lane)
