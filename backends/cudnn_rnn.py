@@ -44,7 +44,7 @@ def join_(weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
 
 @functools.cache
 def has_bf16(device: torch.device) -> bool:
-    """Whether cuDNN runs recurrent layers in bf16 on a card. torch decides it by what it was built with, and the card."""
+    """Whether cuDNN runs recurrent layers in bf16 on a card: torch decides it by its build and the card."""
     if torch.version.hip is not None:  # MIOpen has them in fp16 and fp32
         return False
     properties = torch.cuda.get_device_properties(device)
