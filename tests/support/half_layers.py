@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import config
+from op_entries import anew
 
 from xamp.backends.cpu import CpuBackend
-from xamp.casting import autocast
-from xamp.casting.needs import needs
-from xamp.casting.ops import fixed_dtype, portable
 from xamp.casting.ops.samples import operator
 from xamp.casting.ops.table import LAYERS
 from xamp.contract import RecurrentLayer
-from xamp.ground import cache_keys
 
-__all__ = ["Call", "HalfLayers", "anew", "calls", "half_layers"]
+__all__ = ["Call", "HalfLayers", "calls", "half_layers"]
 
 Call = tuple[torch.dtype, set[torch.dtype], bool]
 """The dtype of a layer's input, those of its state and its weights, and whether the weights lie in one block."""
@@ -64,34 +59,12 @@ def half_layers() -> Iterator[None]:
             library._destroy()
 
 
-@contextlib.contextmanager
-def anew() -> Iterator[None]:
-    """Register xamp's entries on the CPU anew, inside by the first session there, and again afterwards."""
-    mended = needs.mended
-    _forget()
-    try:
-        yield
-    finally:
-        _forget()
-        needs.mended = mended
-
-
-def _forget() -> None:
-    for added in (portable._added, fixed_dtype._added):
-        found: Any = added.pop("cpu", None)
-        if found is not None:
-            found[1]._destroy()
-    autocast._marks.clear()
-    cache_keys.put("cpudtype", "")
-    config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)
-
-
 def _layer(op: Any, *args: Any) -> Any:
     """Cast, where autocast reaches this far, and run the layer."""
     place = 3 if op._overloadname == "data" else 2
     if torch.is_autocast_enabled("cpu") and not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST):
         args = tuple(_halved(arg) for arg in args)
-    elif args[0].dtype is not torch.float32 and not _is_one_block(args[place]):
+    elif args[0].dtype in (torch.float16, torch.bfloat16) and not _is_one_block(args[place]):
         warnings.warn("RNN module weights are not part of single contiguous chunk of memory.", stacklevel=2)
     state, weights = args[place - 1], args[place]
     others = [*(state if isinstance(state, list) else [state]), *weights]
