@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 _SINCE_CUDNN, _SINCE_TORCH, _SINCE_CARD = (9, 13), (2, 10), (8, 0)
 """cuDNN has the layers in bf16 since 9.13, and torch calls them in the releases and on the cards that follow."""
-_SLOW = "LSTM, GRU and RNN in bfloat16 run step by step outside of {library}, far slower than in float16 or float32"
+_SLOW = "LSTM, GRU and RNN in bfloat16 run outside of {library}, by several kernels for each time step: that is slow"
 _CURE = "keep_fp32=(torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN) runs them in float32"
 
 
@@ -42,7 +41,6 @@ def join_(weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
         torch._cudnn_rnn_flatten_weight(list(weights), in_each, *sizes, False, layer.bidirectional)
 
 
-@functools.cache
 def has_bf16(device: torch.device) -> bool:
     """Whether cuDNN runs recurrent layers in bf16 on a card: torch decides it by its build and the card."""
     if torch.version.hip is not None:  # MIOpen has them in fp16 and fp32

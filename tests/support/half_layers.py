@@ -40,7 +40,7 @@ class HalfLayers(CpuBackend):
     def join_weights_(self, weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
         block = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype)
         for weight, place in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
-            weight.set_(place.view(weight.shape).copy_(weight))  # type: ignore[call-overload]
+            weight.set_(place.view(weight.shape).copy_(weight))
 
 
 @contextlib.contextmanager
