@@ -21,13 +21,15 @@ from xamp.casting.ops.samples import operator
 from xamp.casting.ops.table import LAYERS
 from xamp.contract import RecurrentLayer
 
-__all__ = ["Call", "HalfLayers", "calls", "half_layers"]
+__all__ = ["Call", "HalfLayers", "calls", "half_layers", "joined"]
 
 Call = tuple[torch.dtype, set[torch.dtype], bool]
 """The dtype of a layer's input, those of its state and its weights, and whether the weights lie in one block."""
 
 calls: list[Call] = []
 """What the kernel was called with, in turn."""
+joined: list[RecurrentLayer] = []
+"""The layers whose weights were joined, in turn."""
 
 _AUTOCAST: Any = torch._C.DispatchKey.AutocastCPU
 
@@ -38,6 +40,7 @@ class HalfLayers(CpuBackend):
     op_rules = {**CpuBackend.op_rules, **dict.fromkeys(sorted(LAYERS), "float16")}
 
     def join_weights_(self, weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
+        joined.append(layer)
         block = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype)
         for weight, place in zip(weights, block.split([weight.numel() for weight in weights]), strict=True):
             weight.set_(place.view(weight.shape).copy_(weight))
@@ -48,6 +51,7 @@ def half_layers() -> Iterator[None]:
     """Let the CPU be such a device."""
     library = torch.library.Library("aten", "IMPL")
     calls.clear()
+    joined.clear()
     with anew(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for name in LAYERS:

@@ -10,8 +10,7 @@ from typing import Any
 from torch.compiler import config
 
 from xamp.casting import autocast
-from xamp.casting.needs import needs
-from xamp.casting.ops import fixed_dtype, portable
+from xamp.casting.ops import fixed_dtype, layers, portable
 from xamp.ground import cache_keys
 
 __all__ = ["anew"]
@@ -20,13 +19,11 @@ __all__ = ["anew"]
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
     """Register xamp's entries on the CPU anew, inside by the first session there, and again afterwards."""
-    mended = needs.mended
     _forget()
     try:
         yield
     finally:
         _forget()
-        needs.mended = mended
 
 
 def _forget() -> None:
@@ -34,6 +31,7 @@ def _forget() -> None:
         found: Any = added.pop("cpu", None)
         if found is not None:
             found[1]._destroy()
+    layers._joins.pop("cpu", None)
     autocast._marks.clear()
     cache_keys.put("cpudtype", "")
     config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)

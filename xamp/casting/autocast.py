@@ -102,9 +102,8 @@ class Casts(Reentrant, torch.autocast):
     def device(self) -> str | None:  # type: ignore[override]
         """The device type."""
         mark = self._mark()
-        extended = needs.mended | needs.extended if mark.portable else needs.mended
         if torch._guards.TracingContext.try_get() is not None and (
-            needs.registered or (mark.dtype is not None and mark.device_type in extended)
+            needs.registered or (mark.portable and mark.device_type in needs.extended)
         ):
             # The compiler breaks the graph here and runs the block eagerly; with fullgraph=True it raises this error.
             raise torch._dynamo.exc.Unsupported(

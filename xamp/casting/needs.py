@@ -17,7 +17,6 @@ class Needs:
         marks: whether some code reads the marks of regions. If not, traced code leaves no mark, because torch.export
             warns about everything that a model writes to.
         extended: the device types to whose autocast the portable policy has added entries.
-        mended: the device types to whose autocast entries were added that act under every op policy.
         registered: whether functions are registered that act in regions only.
         replaced_outside: whether functions are replaced that act outside of regions too. If so, a region that casts
             nothing also leaves a mark, so that those functions do not act in it.
@@ -26,7 +25,6 @@ class Needs:
     def __init__(self) -> None:
         self.marks = False
         self.extended: frozenset[str] = frozenset()
-        self.mended: frozenset[str] = frozenset()
         self.registered = False
         self.replaced_outside = False
         self._when_tracing: list[Callable[[], None]] = []
@@ -38,10 +36,6 @@ class Needs:
     def add_extended(self, device_type: str) -> None:
         """Record that the portable policy has added entries to the autocast of ``device_type``."""
         self.extended |= {device_type}
-
-    def add_mended(self, device_type: str) -> None:
-        """Record that entries which act under every op policy were added to the autocast of ``device_type``."""
-        self.mended |= {device_type}
 
     def set_registered(self, any_is: bool) -> None:
         """Set whether functions are registered that act in regions only."""

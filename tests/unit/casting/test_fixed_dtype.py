@@ -20,7 +20,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import xamp
+from xamp.casting.needs import needs
 from xamp.casting.ops.survey import survey
+from xamp.contract import RecurrentLayer
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LAYERS: dict[str, Callable[..., Any]] = {
@@ -38,6 +40,7 @@ each_policy = pytest.mark.parametrize("op_policy", ["portable", "native"])
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XAMP_BACKEND", "mutant")
+    monkeypatch.setattr(needs, "marks", False)  # as in a process where nobody has asked for them yet
     with registered("half_layers:HalfLayers")(), half_layers.half_layers():
         yield
 
@@ -110,6 +113,8 @@ def test_they_run_in_bf16_and_their_gradients_reach_the_weights(
     found = grads(model, made)
     assert equal(tensors(made), wanted[0])
     assert equal(found, wanted[1])
+    name = model.mode.lower()
+    assert half_layers.joined == [RecurrentLayer(name, 8, 4, model.proj_size, 2, model.bias, bidirectional=True)]
 
 
 @each_policy
@@ -195,11 +200,18 @@ def test_a_block_that_was_made_outside_of_what_is_compiled(op_policy: str) -> No
     block = xamp.session(held).autocast()
 
     def run(x: torch.Tensor) -> Any:
+        x = x * 2.0
         with block:
-            return model(x * 1.0)
+            made = model(x * 1.0)
+        return made
 
-    made = torch.compile(run, backend="eager")(series())
-    assert {each.dtype for each in tensors(made)} == {BF16}
+    def product(x: torch.Tensor) -> Any:
+        with block:
+            return x @ x.mT
+
+    assert {each.dtype for each in tensors(torch.compile(run, backend="eager")(series()))} == {BF16}
+    if op_policy == "native":  # the graph of a block that runs no such layer is whole
+        assert torch.compile(product, backend="eager", fullgraph=True)(series()).dtype is BF16
     torch.compiler.reset()
 
 

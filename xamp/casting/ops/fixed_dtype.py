@@ -76,7 +76,6 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             for overload, own in found.items():
                 library.impl(overload, _entry(overload, own, device_type), key, with_keyset=True)
         if found:
-            needs.add_mended(device_type)
             digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
             cache_keys.put(f"{device_type}dtype", digest)
             needs.ask_for_marks()
