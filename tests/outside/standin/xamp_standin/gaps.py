@@ -20,6 +20,10 @@ _library = torch.library.Library("aten", "IMPL")
 def install(name: str) -> None:
     """Take from the device ``name`` what the facts say that it lacks."""
     kernels.watchers.append(_refuse)
+    # Some are made of other operators, by torch, where a device has no kernel of its own.
+    for operator in {*facts().refuses, *facts().waits}:
+        inner = operator.removeprefix("aten::")
+        _library.impl(inner, functools.partial(kernels.run, kernels.operator("aten", inner)), "PrivateUse1")
     for operator in facts().fp32_numbers:
         packet = getattr(torch.ops.aten, operator.removeprefix("aten::"))
         for overload in packet.overloads():
