@@ -12,6 +12,7 @@ override two or three methods. The core calls them in this order::
     capture_check       when a session is made; what it returns tells in each step whether a graph is being captured
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     plain               when ``initialize`` looks at parameters
+    join_weights_       when ``initialize`` has cast a recurrent layer, and in each of its forwards that casts weights
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
@@ -48,6 +49,7 @@ __all__ = [
     "Diagnosis",
     "Explanation",
     "Failure",
+    "RecurrentLayer",
     "Setting",
     "masked",
 ]
@@ -234,6 +236,28 @@ class Setting:
         return "note" if self.expected else "warning"
 
 
+class RecurrentLayer(NamedTuple):
+    """What the weights of a ``torch.nn.LSTM``, ``GRU`` or ``RNN`` are for; see :meth:`Backend.join_weights_`.
+
+    Attributes:
+        kind: the operator that runs the layer: ``"lstm"``, ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``.
+        input_size: features of an input at one time step.
+        hidden_size: features of the state; of an LSTM with projections those of its cell.
+        proj_size: features of an LSTM's projected state; 0 without projections.
+        num_layers: layers that follow each other.
+        bias: whether there are biases.
+        bidirectional: whether each layer also reads the sequence backwards.
+    """
+
+    kind: str
+    input_size: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    bias: bool
+    bidirectional: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
     """What is known about one registered backend after its probe.
@@ -276,7 +300,10 @@ class Backend:
             xamp assumes that an overload in the device's own autocast list follows the table, and adds an entry of its
             own for each one that is not in that list. Name here the overloads for which this is wrong. The rule is
             ``"same"`` where the results are those of the table without an entry, or where the device has no kernel
-            for the overload. Otherwise it is the kind of the device's own rule, which differs from the table's.
+            for the overload. It is ``"float16"`` or ``"bfloat16"`` where the device's own autocast casts to that
+            dtype, whatever the region's, an overload that the table lowers: xamp's regions then cast it to their own
+            dtype, under the native policy too. Otherwise it is the kind of the device's own rule, which differs from
+            the table's.
     """
 
     spec: BackendSpec
@@ -392,6 +419,19 @@ class Backend:
         For other parameters that are not plain it chooses no fused form.
         """
         return tensor
+
+    def join_weights_(self, weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
+        """Move the weights of a recurrent layer into one block of memory, where the device's kernels want them so.
+
+        Override it for a device whose kernels compact the weights at each call unless they lie together. Only the
+        storage of ``weights`` may change, not their values, as in ``torch.Tensor.set_``. Called after a cast, in the
+        order of the arguments of ``torch.nn.RNNBase.forward``, with gradients switched off.
+
+        Args:
+            weights: plain tensors of one dtype on one device, for each layer and direction: weights of the input and
+                of the state, their biases if there are any, and the weights of the projection if there is one.
+            layer: what they are for.
+        """
 
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
         """Why a step of ``optimizer`` would give wrong results without an error; empty where the step is right.

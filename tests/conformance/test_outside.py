@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from site_packages import plain_environment
+from site_packages import install, plain_environment
 
 WHEEL = Path(__file__).resolve().parent.parent / "outside" / "abacus"
-INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed in it."""
     if not hasattr(torch._C, "_acc"):
         pytest.skip("this torch has no hooks for a device that is written in Python")
-    folder = tmp_path_factory.mktemp("outside")
-    shutil.copytree(WHEEL, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    command = [sys.executable, *INSTALL.split(), "--target", str(folder / "site"), str(folder / "source")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "site"
+    return install(tmp_path_factory.mktemp("outside") / "site", WHEEL)
 
 
 def run(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -32,8 +32,8 @@ class StandinBackend(ModuleBackend):
     fast_dtypes = ("bfloat16", "float16")
     fused_optimizers = FUSED_OPTIMIZERS
     process_group = "abacus_ccl"
-    # Recurrent layers call kernels that autocast lowers.
-    op_rules: Mapping[str, str] = dict.fromkeys(gaps.RECURRENT, "same")
+    # Recurrent layers call kernels, which autocast lowers: to one dtype, where the facts have one.
+    op_rules: Mapping[str, str] = dict.fromkeys(gaps.RECURRENT, facts().recurrent or "same")
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
         """As the driver says, not by trial."""
