@@ -156,7 +156,7 @@ def test_a_switch_that_is_none_is_refused(enabled: Any) -> None:
 
 
 def test_making_one_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XAMP_DEVICE", "abacus")
+    monkeypatch.setenv("XAMP_DEVICE", "quipu")
     made = xamp.autocast(dtype=torch.bfloat16)
 
     @xamp.autocast()
@@ -164,7 +164,7 @@ def test_making_one_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.is_autocast_enabled("cpu")
 
     before = state()
-    with pytest.raises(BackendUnavailable, match="XAMP_DEVICE=abacus"), made:
+    with pytest.raises(BackendUnavailable, match="XAMP_DEVICE=quipu"), made:
         pass
     assert state() == before
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
