@@ -250,10 +250,9 @@ def test_two_that_only_break_together_are_reported_and_the_choice_is_made_withou
     distribution(tmp_path, "dist-two", "two = p_two:SPEC", p_two=second)
     found = doctor_finds("--timeout", str(LIMIT), folder=tmp_path, code=1)
     assert of(found, "one")["usable"] is True
-    assert of(found, "two")["reason"] == (
-        "its entry point 'p_two:SPEC' works by itself, but together with one (dist-one 1.5) it ends its process with "
-        "exit code 5"
-    )
+    reason = of(found, "two")["reason"]
+    assert reason.startswith("its entry point 'p_two:SPEC' works by itself, but together with one (dist-one 1.5)")
+    assert reason.endswith(" it ends its process with exit code 5")
     assert found["chosen"]["device"] == best_of(found)
 
 
