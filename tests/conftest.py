@@ -31,7 +31,8 @@ from xamp.registry.registry import HOST
 from xamp.testing.lane import in_full_fp32
 
 _LONGEST = (
-    *("emulated/test_inside", "conformance/test_outside", "conformance/test_other_devices", "faults/test_kill"),
+    *("emulated/test_inside", "conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
+    "faults/test_kill",
     *("emulated/test_failures", "emulated/test_command", "conformance/test_mutants", "conformance/test_numerics"),
     *("conformance/test_conformance", "unit/apex/test_apex_o1_compile", "unit/cli/test_cli_conformance"),
     *("unit/doctor/test_doctor_torch", "unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor"),
@@ -40,7 +41,8 @@ _LONGEST = (
 
 
 _UNCOVERED = (
-    *("conformance/test_outside", "conformance/test_other_devices", "conformance/test_backends_page"),
+    *("conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
+    "conformance/test_backends_page",
     *("conformance/test_added_level", "faults/", "emulated/test_failures", "emulated/test_command"),
     *("unit/casting/test_op_docs", "unit/casting/test_op_policy_breaks", "unit/port/test_port_scripts"),
     *("unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor_torch", "unit/apex/test_apex_messages"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import site as own
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from site_packages import ROOT, plain_environment
+from site_packages import ROOT, install, plain_environment
 
 WHEEL = Path(__file__).resolve().parent.parent / "outside" / "abacus"
-INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed in it."""
     if not hasattr(torch._C, "_acc"):
         pytest.skip("this torch has no hooks for a device that is written in Python")
-    folder = tmp_path_factory.mktemp("outside")
-    shutil.copytree(WHEEL, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    command = [sys.executable, *INSTALL.split(), "--target", str(folder / "site"), str(folder / "source")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "site"
+    return install(tmp_path_factory.mktemp("outside") / "site", WHEEL)
 
 
 def run(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -6,12 +6,14 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_PIP = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 _STEERING = re.compile(
     r"XAMP_.*|(PY)?TORCH_.*|.*VISIBLE_DEVICES|.*(TF32|FPMATH|CPU_ISA|CPU_CAPABILITY|WORKSPACE_CONFIG).*"
 )
@@ -28,6 +30,15 @@ def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
     for module, text in modules.items():
         (folder / f"{module}.py").write_text(text)
+
+
+def install(site: Path, *packages: Path) -> Path:
+    """Install ``packages``, folders with a setup.cfg, into ``site``; from copies, as building leaves files behind."""
+    for package in packages:
+        source = site.parent / "source" / package.name
+        shutil.copytree(package, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+        subprocess.run([sys.executable, *_PIP.split(), "--target", site, source], check=True, capture_output=True)
+    return site
 
 
 def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:

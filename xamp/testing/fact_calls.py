@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "OPERATORS", "WAITING"]
+__all__ = ["DTYPES", "OPERATORS", "STEPS", "WAITING", "Call", "Step"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Those of gradients, in which each operator is asked."""
 
+Number = Callable[[float], float]
 Call = Callable[[torch.Tensor], Any]
+Step = Callable[..., None]
 
 
 def _one(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,35 +31,35 @@ def _update_scale(grad: torch.Tensor) -> None:
     torch._amp_update_scale_(_one(grad), tracker, _one(grad).reshape(1), 2.0, 0.5, 2000)
 
 
-def _fused_sgd(grad: torch.Tensor) -> None:
-    torch._fused_sgd_(
-        [grad],
-        [grad.clone()],
-        [grad.clone()],
-        weight_decay=0.0,
-        momentum=0.9,
-        lr=0.1,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=False,
-    )
+def _sgd(grad: torch.Tensor, number: Number) -> None:
+    lists: Any = [[grad], [grad.clone()], [grad.clone()]]
+    numbers: Any = {"weight_decay": number(0.01), "momentum": number(0.9), "lr": number(0.1), "dampening": number(0.1)}
+    torch._fused_sgd_(*lists, **numbers, nesterov=False, maximize=False, is_first_step=False)
 
 
-def _fused_adam(op: Any) -> Call:
-    def call(grad: torch.Tensor) -> None:
-        lists = [[grad], *([grad.clone()] for _ in range(3)), [], [_one(grad)]]
-        op(*lists, lr=0.1, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False)
-
-    return call
+def _adam(op: Any, grad: torch.Tensor, number: Number) -> None:
+    lists = [[grad], *([grad.clone()] for _ in range(3)), [], [_one(grad)]]
+    numbers = {"lr": number(0.1), "beta1": number(0.9), "beta2": number(0.999), "weight_decay": number(0.01)}
+    op(*lists, **numbers, eps=number(1e-8), amsgrad=False, maximize=False)
 
 
-def _fused_adagrad(grad: torch.Tensor) -> None:
-    lists = [[grad], [grad.clone()], [grad.clone()], [_one(grad)]]
-    torch._fused_adagrad_(*lists, lr=0.1, lr_decay=0.0, weight_decay=0.0, eps=1e-8, maximize=False)
+def _adagrad(grad: torch.Tensor, number: Number) -> None:
+    lists: Any = [[grad], [grad.clone()], [grad.clone()], [_one(grad)]]
+    numbers: Any = {"lr": number(0.1), "lr_decay": number(0.01), "weight_decay": number(0.01), "eps": number(1e-10)}
+    torch._fused_adagrad_(*lists, **numbers, maximize=False)
+
+
+STEPS: Mapping[str, Step] = {
+    "aten::_fused_adagrad_": _adagrad,
+    "aten::_fused_adam_": functools.partial(_adam, torch._fused_adam_),
+    "aten::_fused_adamw_": functools.partial(_adam, torch._fused_adamw_),
+    "aten::_fused_sgd_": _sgd,
+}
+"""Fused steps of a parameter, whose gradient and moments are its own values, with what makes their numbers."""
 
 
 OPERATORS: Mapping[str, Call] = {
+    **{name: functools.partial(step, number=float) for name, step in STEPS.items()},
     "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "aten::_amp_update_scale_": _update_scale,
     "aten::_foreach_copy_": lambda grad: torch._foreach_copy_([grad], [grad.float()]),
@@ -64,10 +67,6 @@ OPERATORS: Mapping[str, Call] = {
     "aten::_foreach_mul_.Scalar": lambda grad: torch._foreach_mul_([grad], 0.5),
     "aten::_foreach_mul_.Tensor": lambda grad: torch._foreach_mul_([grad], _one(grad)),
     "aten::_foreach_norm.Scalar": lambda grad: torch._foreach_norm([grad], float("inf")),
-    "aten::_fused_adagrad_": _fused_adagrad,
-    "aten::_fused_adam_": _fused_adam(torch._fused_adam_),
-    "aten::_fused_adamw_": _fused_adam(torch._fused_adamw_),
-    "aten::_fused_sgd_": _fused_sgd,
     "aten::add_.Tensor": lambda grad: grad.add_(grad.clone()),
     "aten::all": lambda grad: grad.isfinite().all(),
     "aten::copy_": lambda grad: grad.copy_(grad.float()),

@@ -26,7 +26,7 @@ from xamp.casting.ops.table import Kind
 from xamp.errors import XampError
 from xamp.ground.version import __version__
 from xamp.registry import registry
-from xamp.testing.fact_calls import DTYPES, OPERATORS, WAITING
+from xamp.testing.fact_calls import DTYPES, OPERATORS, STEPS, WAITING, Step
 
 __all__ = ["LATEST", "main", "record"]
 
@@ -68,7 +68,7 @@ def record(kind: str) -> dict[str, Any]:
         "cards": int(_ask(kind, "device_count", 1)),
         "dtypes": dtypes,
         "refuses": _refused(kind),
-        "rounds": _rounded(kind),
+        "fp32_numbers": _with_fp32_numbers(kind),
         "fused": _forms(kind, "fused"),
         "capturable": _forms(kind, "capturable"),
         "autocast": _autocast(kind, dtypes),
@@ -122,16 +122,24 @@ def _refused(kind: str) -> dict[str, dict[str, str]]:
     return refused
 
 
-def _rounded(kind: str) -> list[str]:
-    """The optimizers' operators that step a parameter otherwise than those of the host do, by some last bits."""
-    values = torch.linspace(0.1, 1.7, 1024)
-    return [name for name in OPERATORS if name.startswith("aten::_fused_") and _differs(kind, OPERATORS[name], values)]
+def _with_fp32_numbers(kind: str) -> list[str]:
+    """The fused steps that take their numbers in fp32: those that come nearer to the host's step with such numbers."""
+    return [name for name, step in STEPS.items() if _is_nearer(kind, step)]
 
 
-def _differs(kind: str, call: Callable[[torch.Tensor], Any], values: torch.Tensor) -> bool:
-    here, there = values.clone(), values.to(kind)
-    call(here)
-    return not _error_of(lambda: call(there)) and not torch.equal(there.cpu(), here)
+def _is_nearer(kind: str, step: Step) -> bool:
+    start = torch.linspace(0.1, 1.7, 1024)
+    exact, rounded, there = start.clone(), start.clone(), start.to(kind)
+    step(exact, float)
+    step(rounded, _nearest)
+    if _error_of(lambda: step(there, float)):
+        return False
+    found = there.cpu()
+    return (found - rounded).abs().sum().item() < (found - exact).abs().sum().item()
+
+
+def _nearest(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def _forms(kind: str, option: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ class Facts:
             Python knows no other index.
         dtypes: names of the lower dtypes that it computes in.
         refuses: by operator and dtype, the text of the NotImplementedError.
-        rounds: operators that step in place and round otherwise than those of the CPU.
+        fp32_numbers: fused steps that take their numbers, such as Adam's betas, in fp32.
         fused: by name of torch's optimizer, the error of its fused form; empty where it has one.
         capturable: the same of its capturable form.
         autocast: by what its autocast does, the operators to which it is done; as :data:`xamp_abacus.autocast.LISTS`.
@@ -39,7 +39,7 @@ class Facts:
     cards: int
     dtypes: Sequence[str]
     refuses: Mapping[str, Mapping[str, str]]
-    rounds: Sequence[str]
+    fp32_numbers: Sequence[str]
     fused: Mapping[str, str]
     capturable: Mapping[str, str]
     autocast: Mapping[str, str]

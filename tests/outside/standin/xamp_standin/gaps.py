@@ -14,18 +14,21 @@ from xamp_standin.facts import facts
 __all__ = ["RECURRENT", "install"]
 
 RECURRENT = tuple(f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input"))
-_KEPT = ("state_steps",)  # counts, which are exact in any dtype; the CPU's kernels take them in fp32 only
 _library = torch.library.Library("aten", "IMPL")
 
 
 def install(name: str) -> None:
     """Take from the device ``name`` what the facts say that it lacks."""
     kernels.watchers.append(_refuse)
-    for operator in facts().rounds:
+    # Some are made of other operators, by torch, where a device has no kernel of its own.
+    for operator in {*facts().refuses, *facts().waits}:
+        inner = operator.removeprefix("aten::")
+        _library.impl(inner, functools.partial(kernels.run, kernels.operator("aten", inner)), "PrivateUse1")
+    for operator in facts().fp32_numbers:
         packet = getattr(torch.ops.aten, operator.removeprefix("aten::"))
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            kernels.instead[op] = functools.partial(_in_float64, op)
+            kernels.instead[op] = functools.partial(_with_fp32_numbers, op)
     for optimizer, error in facts().fused.items():
         if error:
             _refuse_fused(optimizer, error, name)
@@ -49,15 +52,13 @@ def _refuse(op: Any, args: Any) -> None:
             raise NotImplementedError(error)
 
 
-def _in_float64(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute in float64 and round once, which is another rounding than that of the CPU's kernel."""
-    names = [argument.name for argument in op._schema.arguments]
-    lists = {name: value for name, value in zip(names, args, strict=False) if name not in _KEPT}
-    wide = {name: [each.double() for each in value] for name, value in lists.items() if isinstance(value, list)}
-    op(*(wide.get(name, value) for name, value in zip(names, args, strict=False)), **kwargs)
-    for name, tensors in wide.items():
-        for tensor, exact in zip(lists[name], tensors, strict=True):
-            tensor.copy_(exact)
+def _with_fp32_numbers(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute with the nearest fp32 numbers: ``1 - beta`` is then as far off as fp32 has few digits there."""
+    return op(*args, **{name: _nearest(value) if type(value) is float else value for name, value in kwargs.items()})
+
+
+def _nearest(number: float) -> float:
+    return torch.tensor(number, dtype=torch.float32).item()
 
 
 def _refuse_fused(optimizer: str, error: str, name: str) -> None:
