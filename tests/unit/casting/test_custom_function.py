@@ -20,11 +20,6 @@ CASTS = (None, torch.float32, torch.bfloat16)
 Decorators = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
-
-
 def apply(function: Any) -> Callable[..., Any]:
     """``function.apply``, which torch has given no types."""
     return function.apply  # type: ignore[no-any-return]

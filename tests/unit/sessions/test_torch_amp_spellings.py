@@ -14,11 +14,6 @@ from xamp.errors import PolicyError
 X = torch.randn(4, 4)
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
