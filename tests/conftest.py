@@ -26,6 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 import xamp
 from xamp.casting import active
 from xamp.policy import LEVELS
+from xamp.registry.device_in_use import DEVICE_VARIABLE
+from xamp.registry.registry import HOST
 from xamp.testing.lane import in_full_fp32
 
 _LONGEST = (
@@ -76,6 +78,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Of a test without a lane, of fixtures that many tests share and of the processes they start: whatever is in this
+    # machine makes no difference to them. Under an emulation its card is meant.
+    if not os.environ.get("XAMP_EMULATED_SOC"):
+        os.environ[DEVICE_VARIABLE] = HOST
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
         # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
         # test marked no_cover pytest-cov stops only its own.
@@ -188,7 +194,7 @@ def _what_is_there_stays() -> None:
     compile. A look for a DDP around a model walks through them too, and some tests ask for several of either.
     """
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # else what its cache holds would outlive the cache, where it lies in a cycle
+        compiling.forget()  # else what its cache holds would outlive the cache, where it lies in a cycle
     gc.collect()
     gc.freeze()
 
@@ -200,12 +206,24 @@ def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
         pytest.skip(reason)
 
 
+def _lane_of(request: pytest.FixtureRequest) -> Lane | None:
+    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    lane = chosen.get("lane")
+    return lane if isinstance(lane, Lane) else None
+
+
+@pytest.fixture(autouse=True)
+def _the_lane_is_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device in use is the lane's, and never one that is better: without a lane it is the CPU (see above)."""
+    if lane := _lane_of(request):
+        monkeypatch.setenv(DEVICE_VARIABLE, str(lane.device))
+
+
 @pytest.fixture(autouse=True)
 def _lane_in_full_fp32(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is compared with float32 on a CPU is computed in float32, not in what a card makes of it by default."""
-    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    lane = chosen.get("lane")
-    if not isinstance(lane, Lane) or lane.kind == "cpu":
+    lane = _lane_of(request)
+    if lane is None or lane.kind == HOST:
         yield
         return
     with in_full_fp32(lane):

@@ -24,10 +24,10 @@ from xamp.cli import main, policy
 from xamp.cli._policy_diff import compare
 from xamp.cli._policy_text import render_diff, render_show
 from xamp.contract import Backend, BackendSpec
-from xamp.registry.registry import BUILT_INS, Registry
+from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
-SERVED = ", ".join(sorted({kind for spec in BUILT_INS for kind in spec.device_types}))
+SERVED = ", ".join(sorted({kind for spec in REGISTRY.specs() for kind in spec.device_types}))
 CANNOT = {
     "cpu": list(GPU_KERNELS),
     "cuda": [],
@@ -585,7 +585,7 @@ def test_the_backend_of_highest_priority_that_can_be_imported_says_its_rules(
 
 PRIVATE = """
 import contextlib, io, json, sys, torch
-from xamp.registry.registry import BUILT_INS, Registry
+from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
 from xamp.cli import main, policy
 from xamp.contract import Backend, BackendSpec
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from injection import Fault
@@ -798,7 +799,7 @@ def test_under_compiled_autograd_gradients_move_at_the_end(moved: Moved) -> None
         assert hooks(model) == 0
         return grads(optimizer)
 
-    torch._dynamo.reset()
+    compiling.forget()
     with without_moves():
         expected = run(compiled=False)
     assert same(run(compiled=True), expected)
