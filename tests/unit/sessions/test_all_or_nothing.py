@@ -57,7 +57,7 @@ def refused(error: type[BaseException], message: str, *objects: nn.Module | torc
 # One wrong argument in a call that is right otherwise.
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "level": (PolicyError, "no such level", {"level": "O7"}),
-    "backend": (BackendUnavailable, "no backend of that name", {"backend": "abacus"}),
+    "backend": (BackendUnavailable, "no backend of that name", {"backend": "slide_rule"}),
     "backend that is no string": (XampError, "backend", {"backend": 3}),
     "backend that is a list": (XampError, "backend", {"backend": ["cpu"]}),
     "keep_fp32": (PolicyError, "matches no module", {"keep_fp32": ["nowhere.*"]}),

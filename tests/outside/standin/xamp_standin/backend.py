@@ -8,7 +8,7 @@ import torch
 from xamp_abacus import device
 
 from xamp.backends.native import FUSED_OPTIMIZERS, ModuleBackend
-from xamp_standin import copies, gaps, queue, runtime
+from xamp_standin import copies, gaps, moves, queue, runtime
 from xamp_standin.facts import facts
 
 __all__ = ["StandinBackend"]
@@ -21,6 +21,7 @@ def _install() -> None:
     gaps.install(NAME)
     queue.install()
     copies.install()
+    moves.install(NAME)
 
 
 _install()
