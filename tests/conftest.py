@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import compiling
+import fatal_tests
 import measuring
 import pytest
 import torch
@@ -158,9 +159,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    fatal_tests.find(items)
     if hasattr(config, "workerinput"):
         ranks = {f"{file}.py": rank for rank, file in enumerate(_LONGEST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    return fatal_tests.run_alone(pyfuncitem) or None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from xamp_abacus import device
 
-from xamp.backends.native import FUSED_OPTIMIZERS, ModuleBackend
-from xamp_standin import copies, gaps, queue, runtime
+from xamp.backends.native import ModuleBackend
+from xamp_standin import copies, gaps, moves, queue, runtime
 from xamp_standin.facts import facts
 
 __all__ = ["StandinBackend"]
@@ -21,6 +21,7 @@ def _install() -> None:
     gaps.install(NAME)
     queue.install()
     copies.install()
+    moves.install(NAME)
 
 
 _install()
@@ -30,7 +31,6 @@ class StandinBackend(ModuleBackend):
     """A device of torch's own kind, whose gaps xamp has to find out."""
 
     fast_dtypes = ("bfloat16", "float16")
-    fused_optimizers = FUSED_OPTIMIZERS
     process_group = "abacus_ccl"
     # Recurrent layers call kernels, which autocast lowers: to one dtype, where the facts have one.
     op_rules: Mapping[str, str] = dict.fromkeys(gaps.RECURRENT, facts().recurrent or "same")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import time
 import warnings
 from typing import Any
 
@@ -99,11 +100,16 @@ class Event(torch.Event):
     """A point in the queue, as ``torch.cuda.Event``."""
 
     _recorded = 0
+    _seconds = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Put it at the end of the queue."""
         _queue.issued += 1
-        self._recorded = _queue.issued
+        self._recorded, self._seconds = _queue.issued, time.perf_counter()
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to another, of the host: the device has no time of its own."""
+        return float(1000.0 * (end_event._seconds - self._seconds))
 
     def query(self) -> bool:
         """Whether the device has passed it."""

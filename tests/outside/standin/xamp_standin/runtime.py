@@ -7,6 +7,7 @@ from typing import Any
 from xamp_abacus.runtime import Stream as Stream
 from xamp_abacus.runtime import current_device as current_device
 from xamp_abacus.runtime import current_stream as current_stream
+from xamp_abacus.runtime import current_stream as default_stream  # noqa: F401
 from xamp_abacus.runtime import device as device
 from xamp_abacus.runtime import device_count as device_count
 from xamp_abacus.runtime import get_amp_supported_dtype as get_amp_supported_dtype
@@ -20,13 +21,20 @@ from xamp_abacus.runtime import set_rng_state as set_rng_state
 from xamp_abacus.runtime import stream as stream
 
 from xamp_standin import queue
-from xamp_standin.facts import facts
+from xamp_standin.figures import empty_cache as empty_cache
+from xamp_standin.figures import get_device_capability as get_device_capability
+from xamp_standin.figures import get_device_name as get_device_name
+from xamp_standin.figures import get_device_properties as get_device_properties
+from xamp_standin.figures import is_bf16_supported as is_bf16_supported
+from xamp_standin.figures import max_memory_allocated as max_memory_allocated
+from xamp_standin.figures import max_memory_reserved as max_memory_reserved
+from xamp_standin.figures import mem_get_info as mem_get_info
+from xamp_standin.figures import memory_allocated as memory_allocated
+from xamp_standin.figures import memory_reserved as memory_reserved
+from xamp_standin.figures import memory_stats as memory_stats
+from xamp_standin.figures import memory_summary as memory_summary
+from xamp_standin.figures import reset_peak_memory_stats as reset_peak_memory_stats
 from xamp_standin.queue import Event as Event
-
-
-def get_device_name(device: Any = None) -> str:
-    """What it stands for."""
-    return f"stand-in for {facts().about['card']}"
 
 
 def _is_in_bad_fork() -> bool:
