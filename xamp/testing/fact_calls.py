@@ -68,7 +68,6 @@ OPERATORS: Mapping[str, Call] = {
     "aten::_foreach_mul_.Tensor": lambda grad: torch._foreach_mul_([grad], _one(grad)),
     "aten::_foreach_norm.Scalar": lambda grad: torch._foreach_norm([grad], float("inf")),
     "aten::add_.Tensor": lambda grad: grad.add_(grad.clone()),
-    "aten::all": lambda grad: grad.isfinite().all(),
     "aten::copy_": lambda grad: grad.copy_(grad.float()),
     "aten::isfinite": lambda grad: grad.isfinite(),
     "aten::linalg_vector_norm": lambda grad: torch.linalg.vector_norm(grad),

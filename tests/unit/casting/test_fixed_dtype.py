@@ -186,7 +186,8 @@ def test_compiled_models_run_them_in_bf16(compiler: str, op_policy: str) -> None
     model = managed(nn.Sequential(nn.Linear(8, 8), layer()), op_policy=op_policy)
     wanted = tensors(model(series()))
     half_layers.calls.clear()
-    made = torch.compile(model, backend=compiler)(series())
+    compiled: Any = torch.compile(model, backend=compiler)
+    made = compiled(series())
     assert half_layers.calls == [(BF16, {BF16}, True)]
     assert equal(tensors(made), wanted)
     grads(model, made)
@@ -224,7 +225,7 @@ def test_backward_recomputes_in_the_dtype_of_the_forward(op_policy: str, reentra
             self.layer = layer()
 
         def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.layer, x, use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+            return checkpoint(self.layer, x, use_reentrant=reentrant)
 
     model = managed(Net(), op_policy=op_policy)
     half_layers.calls.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils import _device
+from xamp_abacus import kernels
 from xamp_abacus.memory import host
 
 from xamp_standin import queue
@@ -45,6 +46,8 @@ def _pinning(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Between tensors of the device, and to and from the CPU."""
+    for watch in kernels.watchers:
+        watch(torch.ops.aten.copy_.default, (target, source))
     if target.is_cpu:
         values = host(source)
         if non_blocking and queue.is_pinned(target):

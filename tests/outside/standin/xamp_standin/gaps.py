@@ -22,8 +22,9 @@ def install(name: str) -> None:
     kernels.watchers.append(_refuse)
     # Some are made of other operators, by torch, where a device has no kernel of its own.
     for operator in {*facts().refuses, *facts().waits}:
-        inner = operator.removeprefix("aten::")
-        _library.impl(inner, functools.partial(kernels.run, kernels.operator("aten", inner)), "PrivateUse1")
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "PrivateUse1"):
+            inner = operator.removeprefix("aten::")
+            _library.impl(inner, functools.partial(kernels.run, kernels.operator("aten", inner)), "PrivateUse1")
     for operator in facts().fp32_numbers:
         packet = getattr(torch.ops.aten, operator.removeprefix("aten::"))
         for overload in packet.overloads():

@@ -19,7 +19,7 @@ from xamp_abacus import kernels
 
 from xamp_standin.facts import facts
 
-__all__ = ["Event", "install", "is_pinned", "pin", "put_copy", "wait", "wait_here"]
+__all__ = ["Event", "Stream", "current_stream", "install", "is_pinned", "pin", "put_copy", "wait", "wait_here"]
 
 
 class _Queue:
@@ -48,6 +48,7 @@ forked = False
 def install() -> None:
     """Let the clock count."""
     kernels.watchers.append(_tick)
+    torch.accelerator.synchronize = _synchronize
     os.register_at_fork(after_in_child=_note_fork)
 
 
@@ -122,6 +123,29 @@ class Event(torch.Event):
 
     def wait(self, stream: Any = None) -> None:
         """Let a queue wait for it; there is one."""
+
+
+class Stream(torch.Stream):
+    """The queue, as ``torch.cuda.Stream``; all of them are one."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that is in it."""
+        wait()
+
+    def query(self) -> bool:
+        """Whether it is empty."""
+        _queue.settle()
+        return _queue.done >= _queue.issued
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The current one, whose waits the queue sees."""
+    found = torch.accelerator.current_stream()
+    return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
+
+def _synchronize(*device: Any) -> None:
+    wait()
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp_abacus.runtime import Stream as Stream
 from xamp_abacus.runtime import current_device as current_device
-from xamp_abacus.runtime import current_stream as current_stream
-from xamp_abacus.runtime import current_stream as default_stream  # noqa: F401
 from xamp_abacus.runtime import device as device
 from xamp_abacus.runtime import device_count as device_count
 from xamp_abacus.runtime import get_amp_supported_dtype as get_amp_supported_dtype
@@ -35,6 +32,10 @@ from xamp_standin.figures import memory_stats as memory_stats
 from xamp_standin.figures import memory_summary as memory_summary
 from xamp_standin.figures import reset_peak_memory_stats as reset_peak_memory_stats
 from xamp_standin.queue import Event as Event
+from xamp_standin.queue import Stream as Stream
+from xamp_standin.queue import current_stream as current_stream
+
+default_stream = current_stream
 
 
 def _is_in_bad_fork() -> bool:
