@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import docs_blocks
-import operators_mutants
+import op_entries
 import pytest
 
 import xamp
@@ -60,7 +60,7 @@ def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Back
     chip = BackendSpec("chip", ("cpu",), "xamp_mydevice:Chip", priority=-2)
     for spec in (whole, chip):
         register_backend(spec)
-    with operators_mutants._anew():  # their entries on the CPU's key go with them
+    with op_entries.anew():  # their entries on the CPU's key go with them
         yield [whole, chip]
     for spec in (whole, chip):
         REGISTRY._specs.pop(spec.name)
