@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from lanes import Lane, lower, needs_dtype
@@ -387,9 +388,9 @@ def test_the_sessions_region_is_one_of_them(level: str, lane: Lane) -> None:
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 class Products(nn.Module):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from lanes import Lane, lower
@@ -386,9 +387,9 @@ class MixedIn(Forward, torch.autograd.Function):
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it

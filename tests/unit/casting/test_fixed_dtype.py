@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import half_layers
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_fp64_is_not_cast() -> None:
 @each_policy
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_models_run_them_in_bf16(compiler: str, op_policy: str) -> None:
-    torch.compiler.reset()
+    compiling.forget()
     model = managed(nn.Sequential(nn.Linear(8, 8), layer()), op_policy=op_policy)
     wanted = tensors(model(series()))
     half_layers.calls.clear()
@@ -191,12 +192,12 @@ def test_compiled_models_run_them_in_bf16(compiler: str, op_policy: str) -> None
     assert half_layers.calls == [(BF16, {BF16}, True)]
     assert equal(tensors(made), wanted)
     grads(model, made)
-    torch.compiler.reset()
+    compiling.forget()
 
 
 @each_policy
 def test_a_block_that_was_made_outside_of_what_is_compiled(op_policy: str) -> None:
-    torch.compiler.reset()
+    compiling.forget()
     held, model = managed(nn.Linear(1, 1), op_policy=op_policy), layer()
     block = xamp.session(held).autocast()
 
@@ -213,7 +214,7 @@ def test_a_block_that_was_made_outside_of_what_is_compiled(op_policy: str) -> No
     assert {each.dtype for each in tensors(torch.compile(run, backend="eager")(series()))} == {BF16}
     if op_policy == "native":  # the graph of a block that runs no such layer is whole
         assert torch.compile(product, backend="eager", fullgraph=True)(series()).dtype is BF16
-    torch.compiler.reset()
+    compiling.forget()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -186,6 +186,7 @@ def start():
     sys.modules["torch_npu.contrib.transfer_to_npu"] = patch
     for name in [name for name in vars(patch) if not name.startswith("__")]:
         setattr(torch.cuda, name, getattr(patch, name))
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # an optimizer's step asks it: not CUDA
 """
 ASK = """
 import json, torch, xamp
