@@ -3,8 +3,8 @@
 # --all adds the tests that take minutes: the whole conformance suite, on the CPU and an emulated card (ci/device.sh runs
 # it on any device), the slow tests of that suite, and the tests marked "device" on emulated cards, with so many cases of
 # each that each of its arguments is in one; all its cases run on the CPU, and on the cards by ci/device.sh ascend-910b2.
-# Without arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the coverage
-# and its lower bound are checked too.
+# Without arguments, with --all alone, and for ci/coverage.sh, which measures the coverage of all this, XAMP_TEST_WORKERS
+# processes (2) share the work.
 #
 # ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
 # ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to
@@ -37,8 +37,7 @@ if [ "${1:-}" = --libraries ]; then
     exec "$py" -m pytest "${plugins[@]}" --all tests/libraries "$@"
 fi
 case "$*" in
-'' | --all)
-    [ $# -eq 0 ] || set -- "$@" --cov --cov-report=term
+'' | --all | '--all --cov '*)
     # A file stays in one process. They are started in the order of tests/conftest.py: the longest first.
     set -- "$@" --numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder
     ;;

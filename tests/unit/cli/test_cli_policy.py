@@ -14,6 +14,7 @@ import pytest
 import torch
 from gpu_kernels import GPU_KERNELS
 from site_packages import ROOT, plain_environment
+from torch_versions import MINIMUM
 
 import xamp
 from xamp.casting.ops.observe import is_present
@@ -656,7 +657,8 @@ def test_files_are_compared_without_torch(tmp_path: Path, shown: Callable[..., S
     assert json.loads(done.stdout) == compare(shown("cpu"), shown("cuda"))
     done = without_torch("show", "cpu")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("xamp policy show: xamp policy needs torch >= 2.13, but torch cannot be imported")
+    said = f"xamp policy show: xamp policy needs torch >= {MINIMUM}, but torch cannot be imported"
+    assert done.stderr.startswith(said)
     assert 'pip install "xamp[torch]"' in done.stderr
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from site_packages import INSTALLED, best_of, distribution, doctor_finds, plain_environment, row_of, run_doctor
+from torch_versions import MINIMUM
 
 from xamp.cli._doctor_text import render, report
 from xamp.registry.registry import BUILT_INS
@@ -62,7 +63,7 @@ def test_whatever_torch_raises_is_reported_and_does_not_spoil_the_json(
 ) -> None:
     found = doctor_finds(folder=torch_in(tmp_path, body), code=1)
     assert found["torch"]["reason"] == (
-        f"torch cannot be imported: {reason}" if reason else "torch 1.13.0 is older than 2.13"
+        f"torch cannot be imported: {reason}" if reason else f"torch 1.13.0 is older than {MINIMUM}"
     )
     assert found["torch"]["hint"]
     assert same_cause(found)
