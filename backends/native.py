@@ -62,17 +62,15 @@ class NativeBackend(Backend):
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
 
-        A lower dtype that fails is not declared; the device stays.
+        A dtype that fails takes its levels away; the device stays unless all fail. float32 is in every level.
         """
         self.require_device()
         device = self.probed_device()
-        # Test float32 before asking for capabilities. If the device fails in every dtype, it would only seem to lack
-        # the lower ones; and if it queues work, a failure is reported only once, by the next call.
-        if defect := self._defect(device, "float32"):
-            broken = BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
+        failing = dict(self._lacking(device))
+        if failing.keys() >= {"float32", *self.dtypes(device)}:
+            broken = BackendUnavailable(f"{device} is there, but {failing['float32']}\n{self._repair_hint()}")
             broken.is_there = True
             raise broken
-        self.capabilities(device)
 
     def require_device(self) -> None:
         """Raise BackendUnavailable, with cause and cure, if there is no device to compute on."""
@@ -94,10 +92,11 @@ class NativeBackend(Backend):
         if device is None or device.index is None:
             device = self.probed_device()
         lacking = self._lacking(device)
-        dtypes = tuple(name for name in self.dtypes(device) if name not in dict(lacking))
+        failing = dict(lacking)
+        dtypes = tuple(name for name in self.dtypes(device) if name not in failing and "float32" not in failing)
         return _Tried(
             functools.partial(self._fused, device),
-            levels=levels_for(dtypes),
+            levels=() if "float32" in failing else levels_for(dtypes),
             dtypes=dtypes,
             fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
             overflow="inf" if self.keeps_inf(device) else "flag",
@@ -115,7 +114,8 @@ class NativeBackend(Backend):
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Compute in each dtype, once for each device; return those that fail, each with the defect."""
-        tried = ((name, self._defect(device, name)) for name in self.dtypes(device))
+        # float32 first: where the device queues work, a failure is reported only once, by the next call.
+        tried = [(name, self._defect(device, name)) for name in ("float32", *self.dtypes(device))]
         return tuple((name, defect) for name, defect in tried if defect)
 
     def _defect(self, device: torch.device, dtype: str) -> str:

@@ -95,6 +95,6 @@ def test_it_passes_a_sample_of_the_suite(site: Path, tmp_path: Path) -> None:
 
 
 def test_it_passes_a_sample_of_the_device_tests(site: Path) -> None:
-    options = ["-m", "device", "--device", "standin", "--require", "standin", "-n0", "-q", "-p", "no:cacheprovider"]
+    options = ["-m", "device", "--device", "standin", "--require", "standin", "-q", "-p", "no:cacheprovider"]
     done = run(site, "-m", "pytest", *options, *TESTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

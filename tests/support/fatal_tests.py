@@ -71,7 +71,7 @@ def run_alone(item: pytest.Item) -> bool:
     entry = item.stash.get(_FOUND, None)
     if entry is None:
         return False
-    words = ["-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--device", _lane_of(item)]
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--device", _lane_of(item)]
     environment = {**os.environ, ALONE: "1"}
     root = item.config.rootpath
     done = subprocess.run(

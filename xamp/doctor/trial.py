@@ -58,7 +58,7 @@ def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
 
 def _failing(can: Capabilities) -> Iterator[Finding]:
     for dtype, reason in can.lacking:
-        gone = listed(levels_where(lambda row, dtype=dtype: row.dtype == dtype), "and")  # type: ignore[misc]
+        gone = listed([name for name, row in LEVELS.items() if dtype in ("float32", row.dtype)], "and")
         yield Finding(WARNING, f"{dtype} is not declared, and so neither are {gone}: {reason}")
 
 
@@ -102,7 +102,7 @@ def _names(can: Capabilities) -> _Mismatches:
         elif (dtype := LEVELS[level].dtype) is not None and dtype not in can.dtypes:
             yield f"level {level!r}", f"not {dtype}, which it computes in (dtypes={can.dtypes!r})"
     for level in levels_where(lambda row: row.dtype is None):
-        if level not in can.levels:
+        if level not in can.levels and "float32" not in dict(can.lacking):
             yield f"levels={can.levels!r}", f"{level} is missing, which every device can run"
     for dtype in can.fast_dtypes:
         if dtype not in can.dtypes:

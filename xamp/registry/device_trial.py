@@ -20,8 +20,9 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_
     """Check that ``device`` computes in ``dtype`` as a training step needs; return the defect, or an empty text.
 
     This function asks the device which operators on lists it has (:mod:`xamp.registry.kernel_trials`), multiplies two
-    matrices, checks that an inf stays an inf, copies and multiplies as a step does, and unscales gradients. It waits
-    for the device. It draws no random numbers, so a seeded run is not changed.
+    matrices, checks that an inf stays an inf, calls the single operators that a step calls in that dtype, copies and
+    multiplies lists, and unscales gradients. It waits for the device. It draws no random numbers, so a seeded run is not
+    changed.
 
     Args:
         device: the device to check.
@@ -43,6 +44,7 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_
         return (
             _wrong_product(device, kind)
             or (_lost_inf(device, kind) if keeps_inf else "")
+            or _wrong_arithmetic(device, kind)
             or _wrong_lists(device, kind)
             or _wrong_unscaling(device, kind, keeps_inf, unscale_ or kernels.unscale_)
         )
@@ -67,6 +69,21 @@ def _lost_inf(device: torch.device, kind: torch.dtype) -> str:
     if overflowed.isinf().all().item():
         return ""
     return f"an inf in {_name(kind)} does not stay one: the device saturates, and overflows would go unseen"
+
+
+def _wrong_arithmetic(device: torch.device, kind: torch.dtype) -> str:
+    """What is wrong with the operators on single tensors that the engine calls; some of them it calls in fp32 only."""
+    import torch
+
+    two = torch.full((4,), 2.0, dtype=kind, device=device)
+    four = torch.empty_like(two).fill_(1.0).zero_().add_(two).mul_(two)
+    right = [four.eq(4.0), two.isfinite(), four.ne(two), (two + two).eq(four), torch.linalg.vector_norm(two).eq(4.0)]
+    if kind is torch.float32:
+        largest, inverse = torch.maximum(two, four, out=two.clone()), torch.reciprocal(four, out=two.clone())
+        right += [largest.clamp_(0.0, 3.0).eq(3.0), torch.where(largest.eq(3.0), inverse, two).eq(0.25)]
+    if all(each.all().item() for each in right):
+        return ""
+    return f"sums, products and comparisons of {_name(kind)} tensors are wrong"
 
 
 def _wrong_lists(device: torch.device, kind: torch.dtype) -> str:

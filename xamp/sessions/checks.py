@@ -129,7 +129,7 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -
     if policy.level not in can.levels:
         raise UnsupportedPolicy(
             f"initialize(level={policy.level!r}): backend {backend.name!r} cannot run it on {device}. Levels there: "
-            f"{', '.join(can.levels)}.{can.why_not(dtype)}"
+            f"{', '.join(can.levels) or 'none'}.{can.why_not('float32') or can.why_not(dtype)}"
         )
     if dtype not in (*can.dtypes, "float32"):
         raise UnsupportedPolicy(

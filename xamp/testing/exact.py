@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import xamp
+from xamp.ground import kernels
 from xamp.testing.lane import Lane
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Pair",
     "assert_follows",
     "assert_same",
+    "clip",
     "inputs",
     "iterate",
     "outcome",
@@ -174,6 +176,13 @@ def plain_iterate(model: Any, optimizer: Any, *xs: torch.Tensor) -> None:
     for x in xs:
         model(x).backward()
     optimizer.step()
+
+
+def clip(params: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip as plain torch does; by its operators on lists where the device has them."""
+    held = list(params)
+    foreach = kernels.foreach_of([param.grad for param in held if param.grad is not None])
+    return torch.nn.utils.clip_grad_norm_(held, max_norm, norm_type, foreach=foreach)
 
 
 def stepped(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -64,6 +64,7 @@ OPERATORS: Mapping[str, Call] = {
     "aten::_amp_update_scale_": _update_scale,
     "aten::_foreach_copy_": lambda grad: torch._foreach_copy_([grad], [grad.float()]),
     "aten::_foreach_lerp_.Scalar": lambda grad: torch._foreach_lerp_([grad], [grad.clone()], 0.5),
+    "aten::_foreach_mul_.List": lambda grad: torch._foreach_mul_([grad], [grad.clone()]),
     "aten::_foreach_mul_.Scalar": lambda grad: torch._foreach_mul_([grad], 0.5),
     "aten::_foreach_mul_.Tensor": lambda grad: torch._foreach_mul_([grad], _one(grad)),
     "aten::_foreach_norm.Scalar": lambda grad: torch._foreach_norm([grad], float("inf")),

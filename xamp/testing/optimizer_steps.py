@@ -18,6 +18,7 @@ from xamp.testing.exact import (
     Pair,
     assert_follows,
     assert_same,
+    clip,
     inputs,
     iterate,
     outcome,
@@ -246,5 +247,5 @@ def _clip(pair: Pair, how: str) -> tuple[torch.Tensor, torch.Tensor]:
     if how == "xamp":
         found = xamp.clip_grad_norm_(pair.optimizer, MAX_NORM)
     else:
-        found = torch.nn.utils.clip_grad_norm_(xamp.master_params(pair.optimizer), MAX_NORM)
-    return found, torch.nn.utils.clip_grad_norm_(pair.plain_model.parameters(), MAX_NORM)
+        found = clip(xamp.master_params(pair.optimizer), MAX_NORM)
+    return found, clip(pair.plain_model.parameters(), MAX_NORM)

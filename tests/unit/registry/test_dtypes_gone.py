@@ -40,10 +40,18 @@ class NoUnscaling(CpuBackend):
 
 
 class NoFp32(CpuBackend):
-    """Computes nothing."""
+    """Has no matrix product in float32."""
 
     def _defect(self, device: torch.device, dtype: str) -> str:
         with Refusing("mm", torch.float32):
+            return super()._defect(device, dtype)
+
+
+class Broken(CpuBackend):
+    """Computes nothing."""
+
+    def _defect(self, device: torch.device, dtype: str) -> str:
+        with Refusing("mm", torch.float32, torch.float16, torch.bfloat16):
             return super()._defect(device, dtype)
 
 
@@ -108,8 +116,23 @@ def test_an_operator_that_is_done_without_takes_nothing_away() -> None:
     ask_kernels(CPU, torch.bfloat16)
 
 
-def test_a_device_that_is_there_and_broken_is_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_float32_the_device_stays_and_no_level_is_left() -> None:
     with registered(f"{__name__}:NoFp32")():
+        backend = REGISTRY.resolve("mutant", "cpu")
+        can = backend.capabilities(CPU)
+        assert (can.levels, can.dtypes) == ((), ())
+        assert find_mismatches(backend, CPU) == []
+        assert (
+            "float32 is not declared, and so neither are O0, O1, O2, O3, O4 and O5: " in find_gaps(backend, CPU)[0].text
+        )
+        model = torch.nn.Linear(2, 1)
+        for level in ("auto", "O0", "O2", "O4"):
+            with pytest.raises(UnsupportedPolicy, match=r"Levels there: none. float32 is not there because .*aten::mm"):
+                xamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, backend="mutant")
+
+
+def test_a_device_that_is_there_and_broken_is_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    with registered(f"{__name__}:Broken")():
         with pytest.raises(BackendUnavailable, match="cpu is there, but computing in float32 fails"):
             REGISTRY.resolve("mutant", "cpu")
         for _ in range(2):
