@@ -21,8 +21,8 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_
 
     This function asks the device which operators on lists it has (:mod:`xamp.registry.kernel_trials`), multiplies two
     matrices, checks that an inf stays an inf, calls the single operators that a step calls in that dtype, copies and
-    multiplies lists, and unscales gradients. It waits for the device. It draws no random numbers, so a seeded run is not
-    changed.
+    multiplies lists, and unscales gradients. It waits for the device. It draws no random numbers, so that a seeded run
+    is not changed.
 
     Args:
         device: the device to check.
