@@ -149,7 +149,7 @@ class FusedForm:
     @property
     def active(self) -> bool:
         """Whether xamp switched a group to its fused form."""
-        return bool(self._switched)
+        return len(self._switched) > 0
 
     @contextlib.contextmanager
     def off(self, optimizer: Optimizer) -> Iterator[None]:
