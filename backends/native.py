@@ -62,12 +62,12 @@ class NativeBackend(Backend):
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
 
-        A dtype that fails takes its levels away; the device stays unless all fail. float32 is in every level.
+        A dtype that fails takes its levels away, which for float32 are all. The device stays unless it computes nothing.
         """
         self.require_device()
         device = self.probed_device()
         failing = dict(self._lacking(device))
-        if failing.keys() >= {"float32", *self.dtypes(device)}:
+        if "float32" in failing and all(self._computes_nothing(device, name) for name in ("float32", *failing)):
             broken = BackendUnavailable(f"{device} is there, but {failing['float32']}\n{self._repair_hint()}")
             broken.is_there = True
             raise broken
@@ -120,6 +120,9 @@ class NativeBackend(Backend):
 
     def _defect(self, device: torch.device, dtype: str) -> str:
         return defect_of(device, dtype, self.keeps_inf(device), self.unscale_)
+
+    def _computes_nothing(self, device: torch.device, dtype: str) -> bool:
+        return bool(defect_of(device, dtype, product_only=True))
 
     def _repair_hint(self) -> str:
         return self.spec.install_hint or f"update the driver of the device and torch (now {torch.__version__})"

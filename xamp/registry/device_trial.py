@@ -16,7 +16,14 @@ __all__ = ["defect_of"]
 Unscale = Callable[[Sequence["torch.Tensor"], "torch.Tensor", "torch.Tensor"], None]
 
 
-def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_: Unscale | None = None) -> str:
+def defect_of(
+    device: torch.device,
+    dtype: str,
+    keeps_inf: bool = True,
+    unscale_: Unscale | None = None,
+    *,
+    product_only: bool = False,
+) -> str:
     """Check that ``device`` computes in ``dtype`` as a training step needs; return the defect, or an empty text.
 
     This function asks the device which operators on lists it has (:mod:`xamp.registry.kernel_trials`), multiplies two
@@ -29,6 +36,7 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_
         dtype: the dtype's name.
         keeps_inf: False for a chip that saturates and raises a flag; then overflows are not checked.
         unscale_: the method of the backend that unscales; by default that of :class:`xamp.contract.Backend`.
+        product_only: check a matrix product and nothing else: whether the device computes at all.
 
     Raises:
         Exception: the device had no memory left, or was busy. That says nothing about what it can compute.
@@ -40,6 +48,8 @@ def defect_of(device: torch.device, dtype: str, keeps_inf: bool = True, unscale_
 
     try:
         kind: torch.dtype = getattr(torch, dtype)
+        if product_only:
+            return _wrong_product(device, kind)
         ask_kernels(device, kind, keeps_inf)
         return (
             _wrong_product(device, kind)

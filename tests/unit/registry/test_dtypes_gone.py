@@ -50,9 +50,24 @@ class NoFp32(CpuBackend):
 class Broken(CpuBackend):
     """Computes nothing."""
 
-    def _defect(self, device: torch.device, dtype: str) -> str:
+    def probe(self) -> None:
         with Refusing("mm", torch.float32, torch.float16, torch.bfloat16):
+            super().probe()
+
+
+class NoZero(CpuBackend):
+    """Cannot fill float32 with zeros, without which no trial of any dtype ends well."""
+
+    def _defect(self, device: torch.device, dtype: str) -> str:
+        with Refusing("zero_", torch.float32):
             return super()._defect(device, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _the_cpu_s_own_again() -> Iterator[None]:
+    yield
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        ask_kernels(CPU, dtype)
 
 
 @pytest.fixture
@@ -113,11 +128,11 @@ def test_an_operator_that_is_done_without_takes_nothing_away() -> None:
         (finding,) = find_gaps(backend, CPU)
         assert finding.severity == "note"
         assert finding.text.startswith("torch._amp_foreach_non_finite_check_and_unscale_ does not run in bfloat16: ")
-    ask_kernels(CPU, torch.bfloat16)
 
 
-def test_without_float32_the_device_stays_and_no_level_is_left() -> None:
-    with registered(f"{__name__}:NoFp32")():
+@pytest.mark.parametrize(("cls", "operator"), [("NoFp32", "mm"), ("NoZero", "zero_")])
+def test_without_float32_the_device_stays_and_no_level_is_left(cls: str, operator: str) -> None:
+    with registered(f"{__name__}:{cls}")():
         backend = REGISTRY.resolve("mutant", "cpu")
         can = backend.capabilities(CPU)
         assert (can.levels, can.dtypes) == ((), ())
@@ -126,7 +141,9 @@ def test_without_float32_the_device_stays_and_no_level_is_left() -> None:
         assert finding.text.startswith("float32 is not declared, and so neither are O0, O1, O2, O3, O4 and O5: ")
         model = torch.nn.Linear(2, 1)
         for level in ("auto", "O0", "O2", "O4"):
-            with pytest.raises(UnsupportedPolicy, match=r"Levels there: none. float32 is not there because .*aten::mm"):
+            with pytest.raises(
+                UnsupportedPolicy, match=f"Levels there: none. float32 is not there because .*aten::{operator}"
+            ):
                 xamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level=level, backend="mutant")
 
 
@@ -143,4 +160,3 @@ def test_a_device_that_is_there_and_broken_is_not_passed_over_in_silence(
     assert record.levelno == logging.WARNING
     assert "'mutant' cannot be used: cpu is there, but computing in float32 fails" in record.message
     assert record.message.endswith("So the device in use is cpu. XAMP_DEVICE=cpu says so.")
-    ask_kernels(CPU, torch.float32)
