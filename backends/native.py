@@ -62,7 +62,7 @@ class NativeBackend(Backend):
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
 
-        A dtype that fails takes its levels away, which for float32 are all. The device stays unless it computes nothing.
+        A dtype that fails takes its levels away; for float32 these are all. The device stays if it computes at all.
         """
         self.require_device()
         device = self.probed_device()
