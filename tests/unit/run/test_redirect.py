@@ -27,6 +27,7 @@ from xamp.run.report import Report
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning", "ignore:TypedStorage:UserWarning")
 
 Code = Callable[[], Any]
+BUILT_FOR = torch.version.cuda
 
 cuda: Any = torch.cuda  # with the names that torch's types leave out
 ones: Callable[..., Any] = torch.ones
@@ -187,7 +188,9 @@ def test_requests_for_another_device_land_on_the_one_in_use(how: str, on_cpu: Re
 
 @pytest.mark.parametrize("how", ["Tensor.cuda()", "zeros", "Module(device=)"])
 def test_without_the_block_they_fail(how: str) -> None:
-    with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
+    if cuda.is_available():
+        pytest.skip("there is a card, on which they do not fail")
+    with pytest.raises((RuntimeError, AssertionError), match="not compiled with CUDA|no NVIDIA driver"):
         PLACED[how]()
 
 
@@ -255,7 +258,7 @@ def test_the_truth_is_told_and_counted(on_cpu: Report) -> None:
     assert not npu().is_available()
     assert not torch.ones(1).cuda().is_cuda
     assert torch.ones(1).cuda().type() == "torch.FloatTensor"
-    assert torch.version.cuda is None
+    assert torch.version.cuda == BUILT_FOR
     told = [(row.what, row.count) for row in on_cpu.rows("told")]
     assert ("torch.cuda.is_available() -> False", 1) in told
     assert ("torch.cuda.device_count() -> 0", 1) in told
