@@ -65,7 +65,7 @@ What is measured takes about twice its time.
 """
 
 
-_LEDGER = pytest.StashKey[list[version_ledger.Entry]]()
+_LEDGER: pytest.StashKey[list[version_ledger.Entry]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

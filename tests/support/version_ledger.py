@@ -18,16 +18,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-__all__ = ["LEDGER", "Entry", "LedgerError", "hold", "read"]
+__all__ = ["LEDGER", "Entry", "hold", "read"]
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 LEDGER = Path(__file__).parents[1] / "ledger.toml"
 TORCH, PYTHON = str(torch.__version__), platform.python_version()
-
-
-class LedgerError(pytest.UsageError):
-    """The file is not as its head says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,19 +60,19 @@ def read(path: Path = LEDGER) -> list[Entry]:
     """Return the entries of a file.
 
     Raises:
-        LedgerError: one of them has a key too many or too few, or a value of a wrong kind.
+        UsageError: one of them has a key too many or too few, or a value of a wrong kind.
     """
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     rows = found.pop("fails", [])
     if found or not isinstance(rows, list):
-        raise LedgerError(f"{path.name}: its tables are written [[fails]], and there are no others")
+        raise pytest.UsageError(f"{path.name}: its tables are written [[fails]], and there are no others")
     return [_entry(row, f"{path.name}: [[fails]] number {place}") for place, row in enumerate(rows, 1)]
 
 
 def hold(
     session: pytest.Session,
     items: Sequence[pytest.Item],
-    entries: Iterable[Entry],
+    entries: list[Entry],
     *,
     in_part: bool = False,
     checkout: Path = LEDGER.parents[1],
@@ -142,18 +138,20 @@ def _is_one_of(version: str, known: tuple[str, ...]) -> bool:
 
 
 def _entry(row: dict[str, Any], where: str) -> Entry:
-    lists = {key: row.get(key, []) for key in ("torch", "python")}
     extra = set(row) - {field.name for field in dataclasses.fields(Entry)}
-    if extra:
-        raise LedgerError(f"{where}: {', '.join(sorted(extra))} is no key of it; there are test, why, torch, python")
+    _check(not extra, where, f"{', '.join(sorted(extra))} is no key of it; there are test, why, torch, python")
     for key in ("test", "why"):
-        if not isinstance(row.get(key), str) or not row[key].strip():
-            raise LedgerError(f"{where}: {key} is missing, or no text")
-    if not re.fullmatch(r"tests/[^*:]+\.py::.+", row["test"], re.DOTALL):
-        raise LedgerError(f"{where}: test is an id such as tests/unit/test_policy.py::test_name, with * after :: only")
+        _check(isinstance(row.get(key), str) and row[key].strip(), where, f"{key} is missing, or no text")
+    right: object = re.fullmatch(r"tests/[^*:]+\.py::.+", row["test"], re.DOTALL)
+    _check(right, where, "test is an id such as tests/unit/test_policy.py::test_name, with * after :: only")
+    lists = {key: row.get(key, []) for key in ("torch", "python")}
     for key, values in lists.items():
-        if not isinstance(values, list) or not all(re.fullmatch(r"\d+(\.\d+)*", str(each)) for each in values):
-            raise LedgerError(f'{where}: {key} is a list of versions such as ["2.11"], and not {values!r}')
-    if not any(lists.values()):
-        raise LedgerError(f"{where}: neither torch nor python says where it fails")
+        right = isinstance(values, list) and all(re.fullmatch(r"\d+(\.\d+)*", str(each)) for each in values)
+        _check(right, where, f'{key} is a list of versions such as ["2.11"], and not {values!r}')
+    _check(any(lists.values()), where, "neither torch nor python says where it fails")
     return Entry(row["test"], row["why"], *(tuple(values) for values in lists.values()))
+
+
+def _check(right: object, where: str, what: str) -> None:
+    if not right:
+        raise pytest.UsageError(f"{where}: {what}")

@@ -18,7 +18,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _writes(function: _Function) -> _Function:
-    if torch.__version__ >= (2, 12):
+    if torch.__version__ >= "2.12":
         return function
     return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
 

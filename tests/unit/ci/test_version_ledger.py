@@ -12,7 +12,7 @@ import pytest
 import torch
 import version_ledger
 from ci_scripts import ROOT
-from version_ledger import Entry, LedgerError, read
+from version_ledger import Entry, read
 
 HERE = ".".join(torch.__version__.split(".")[:2])
 CONFTEST = """
@@ -85,9 +85,8 @@ def test_what_it_names_and_passes_fails(project: Path) -> None:
 
 def test_elsewhere_it_means_nothing(project: Path) -> None:
     for key, version in (("torch", "0.1"), ("python", "3.1"), ("torch", HERE[:-1])):
-        found, _ = outcome(
-            project, ledger=ENTRY.format("test_fails*", key, version) + ENTRY.format("gone", key, version)
-        )
+        ledger = "".join(ENTRY.format(name, key, version) for name in ("test_fails*", "test_renamed"))
+        found, _ = outcome(project, ledger=ledger)
         assert found == {"passed": 2, "failed": 4}
 
 
@@ -105,6 +104,13 @@ def test_a_test_that_is_not_there_is_told(arguments: tuple[str, ...], project: P
     assert found["xfailed"] == 4
     assert "says that tests/test_some.py::test_renamed fails here, and tests/test_some.py has no such test." in text
     assert "FAILED tests/ledger.toml::tests/test_some.py::test_renamed" in text
+
+
+def test_a_file_that_is_not_there_is_told(project: Path) -> None:
+    ledger = ALL + ENTRY.format("test_passes", "torch", HERE).replace("test_some", "test_moved")
+    found, text = outcome(project, ledger=ledger)
+    assert found == {"passed": 2, "xfailed": 4, "failed": 1}
+    assert "tests/test_moved.py has no such test." in text
 
 
 def test_paths_are_from_where_pytest_was_called(project: Path) -> None:
@@ -192,7 +198,7 @@ GOOD = 'test = "tests/a.py::b"\nwhy = "So."\ntorch = ["2.11"]\n'
 def test_a_wrong_file_is_told(text: str, told: str, tmp_path: Path) -> None:
     path = tmp_path / "ledger.toml"
     path.write_text(text)
-    with pytest.raises(LedgerError, match=told):
+    with pytest.raises(pytest.UsageError, match=told):
         read(path)
 
 
