@@ -19,6 +19,7 @@ import fatal_tests
 import measuring
 import pytest
 import torch
+import version_ledger
 from covering import covering
 from emulated_cards import counts
 from lanes import Lane, lacks_dtype, usable_lanes
@@ -69,6 +70,9 @@ What is measured takes about twice its time.
 """
 
 
+_LEDGER: pytest.StashKey[list[version_ledger.Entry]] = pytest.StashKey()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("xamp")
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
@@ -83,6 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # machine makes no difference to them. Under an emulation its card is meant.
     if not os.environ.get("XAMP_EMULATED_SOC"):
         os.environ[DEVICE_VARIABLE] = HOST
+    config.stash[_LEDGER] = version_ledger.read()
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
         # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
         # test marked no_cover pytest-cov stops only its own.
@@ -145,7 +150,10 @@ def _lacks(item: pytest.Item) -> str:
     return ""
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -k and -m take out what the ledger names
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = bool(config.getoption("--device"))  # then tests of other lanes are not there
+    items += version_ledger.hold(session, items, config.stash[_LEDGER], in_part=chosen)
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")

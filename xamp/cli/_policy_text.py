@@ -65,10 +65,11 @@ def _how_seen(found: Saved) -> str:
 def _groups(found: Saved, width: int) -> Iterator[str]:
     reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
     rows = {title: [row for row in found["rows"] if _group_of(row) == title] for title in _TITLES}
-    head, cells = (_HEAD, _cells) if width == WIDTH else (_NARROW, _narrow_cells)
-    lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
-    widths = _widths([head, *(cells for group in lines.values() for cells in group)])
-    align = _aligned if width == WIDTH else _aligned_narrow
+    for head, cells, align in ((_HEAD, _cells, _aligned), (_NARROW, _narrow_cells, _aligned_narrow)):  # noqa: B007
+        lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
+        widths = _widths([head, *(cells for group in lines.values() for cells in group)])
+        if width == WIDTH and _fit(widths, width):
+            break
     for title, group in lines.items():
         if group:
             yield f"\n{title}: {len(group)}"
@@ -170,7 +171,7 @@ def _side_by_side(found: Diff, rows: list[Diff], width: int) -> Iterator[str]:
         for row in rows
     ]
     widths = _widths(lines)
-    if sum(widths) + 2 * len(widths) <= width:
+    if _fit(widths, width):
         yield from (_aligned(cells, widths) for cells in lines)
     else:
         first, last = max(map(len, names)), widths[0]
@@ -237,6 +238,11 @@ def _short(result: str | None) -> str:
 
 def _widths(lines: Iterable[Cells]) -> list[int]:
     return [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+
+def _fit(widths: list[int], width: int) -> bool:
+    """Return whether a line of columns as wide as ``widths``, with two spaces before each, is within ``width``."""
+    return sum(widths) + 2 * len(widths) <= width
 
 
 def _aligned(cells: Cells, widths: list[int]) -> str:

@@ -189,6 +189,9 @@ def test_mixed_products_run_on_the_cpu_though_their_own_composition_refuses_them
     assert row_of(shown("cpu"), "linalg_multi_dot")["results"]["mixed"] == "float16"
 
 
+# On CUDA recurrent layers go to cuDNN, which no fake tensor shows of GRU's. A build for CUDA asks the driver in each.
+
+
 def test_what_is_computed_says_so(shown: Callable[..., Saved]) -> None:
     for device in ("cuda", "mps", "xpu"):
         if not absent[device]:
@@ -353,7 +356,8 @@ def test_cpu_and_cuda_are_alike_under_portable_but_for_the_expected(
     assert [(row["overload"], row["why"]) for row in found["expected"]] == [
         (name, "cpu: it has no kernel") for name in GPU_KERNELS
     ]
-    assert found["device_only"] == {"a": shown("cpu")["device_only"], "b": shown("cuda")["device_only"]}
+    on_cpu, on_cuda = (set(shown(device)["device_only"]) for device in ("cpu", "cuda"))
+    assert found["device_only"] == {"a": sorted(on_cpu - on_cuda), "b": sorted(on_cuda - on_cpu)}
     assert main(["policy", "diff", "cpu", "cuda"]) == 0
     text = words(capsys.readouterr().out)
     assert "differences: 0 expected, since one of the two cannot equalise it: 5 overload" in text
