@@ -122,9 +122,11 @@ class _LateHistory(History):
 def steps_late(lane: Lane, optimizer: torch.optim.Optimizer) -> int:
     """After how many steps the host learns by itself what a step of ``optimizer`` did; 0: with the step.
 
-    It learns late where the device decides, which a fused form allows, and where numbers come without waiting.
+    It learns late where the device decides, which a fused form that is right there allows, and where numbers come
+    without waiting.
     """
-    decides = all(group.get("fused") for group in optimizer.param_groups)
+    right = any(cls.__name__ in lane.can.fused_optimizers for cls in type(optimizer).__mro__)
+    decides = right and all(group.get("fused") for group in optimizer.param_groups)
     return HISTORY_LAG if decides and lane.kind != registry.HOST and copies_without_waiting(lane.device) else 0
 
 
