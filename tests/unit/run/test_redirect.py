@@ -190,7 +190,7 @@ def test_requests_for_another_device_land_on_the_one_in_use(how: str, on_cpu: Re
 def test_without_the_block_they_fail(how: str) -> None:
     if cuda.is_available():
         pytest.skip("there is a card, on which they do not fail")
-    with pytest.raises((RuntimeError, AssertionError), match="not compiled with CUDA|no NVIDIA driver"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"not compiled with CUDA|no NVIDIA driver"):
         PLACED[how]()
 
 
