@@ -70,7 +70,8 @@ def _groups(found: Saved, width: int) -> Iterator[str]:
         lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
         return lines, _widths([head, *(cells for group in lines.values() for cells in group)])
 
-    head, align, (lines, widths) = _HEAD, _aligned, drawn(_HEAD, _cells)
+    head: Cells = _HEAD
+    align, (lines, widths) = _aligned, drawn(head, _cells)
     if width < WIDTH or not _fit(widths, width):
         head, align, (lines, widths) = _NARROW, _aligned_narrow, drawn(_NARROW, _narrow_cells)
     for title, group in lines.items():
