@@ -93,8 +93,7 @@ def hold(
     unused = [entry for entry in holding if not _mark(items, entry)]
     if in_part or session.config.getoption("lf", False):
         return []
-    arguments = [argument for argument in session.config.args if "::" not in argument]
-    whole = [(session.config.invocation_params.dir / argument).resolve() for argument in arguments]
+    whole = [(session.config.invocation_params.dir / argument).resolve() for argument in session.config.args]
     asked = [e for e in unused if any((checkout / e.file).is_relative_to(path) for path in whole)]
     there = {item.nodeid.partition("::")[0] for item in items}  # but what --ignore names, or needs what is missing
     return [NamesNoTest.of(e, session) for e in asked if e.file in there or not (checkout / e.file).exists()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xamp.casting.ops import UNKNOWN
 from xamp.cli._policy_diff import Diff
@@ -65,11 +65,15 @@ def _how_seen(found: Saved) -> str:
 def _groups(found: Saved, width: int) -> Iterator[str]:
     reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
     rows = {title: [row for row in found["rows"] if _group_of(row) == title] for title in _TITLES}
-    for head, cells, align in ((_HEAD, _cells, _aligned), (_NARROW, _narrow_cells, _aligned_narrow)):  # noqa: B007
+
+    def drawn(head: Cells, cells: Callable[[Saved, list[str]], Cells]) -> tuple[dict[str, list[Cells]], list[int]]:
         lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
-        widths = _widths([head, *(cells for group in lines.values() for cells in group)])
-        if width == WIDTH and _fit(widths, width):
-            break
+        return lines, _widths([head, *(cells for group in lines.values() for cells in group)])
+
+    head: Cells = _HEAD
+    align, (lines, widths) = _aligned, drawn(head, _cells)
+    if width < WIDTH or not _fit(widths, width):
+        head, align, (lines, widths) = _NARROW, _aligned_narrow, drawn(_NARROW, _narrow_cells)
     for title, group in lines.items():
         if group:
             yield f"\n{title}: {len(group)}"

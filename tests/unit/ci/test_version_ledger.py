@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import version_ledger
 from ci_scripts import ROOT
 from version_ledger import Entry, read
 
-HERE = ".".join(torch.__version__.split(".")[:2])
+HERE = "2.11"
 CONFTEST = """
 from pathlib import Path
 import pytest, version_ledger
@@ -49,13 +48,14 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     (tmp_path / "tests" / "test_some.py").write_text(TESTS)
     (tmp_path / "tests" / "test_other.py").write_text("def test_other():\n    pass\n")
+    (tmp_path / "torch.py").write_text(f'__version__ = "{HERE}.0+cpu"\n')  # which takes a second less to import
     return tmp_path
 
 
 def outcome(project: Path, *arguments: str, ledger: str, cwd: Path | None = None) -> tuple[dict[str, int], str]:
     """How many tests passed, failed and so on, and what a run printed."""
     (project / "tests" / "ledger.toml").write_text(ledger)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT / 'tests' / 'support'}"}
     command = [sys.executable, "-m", "pytest", "-q", "-rA", f"--rootdir={project}", "-c", os.devnull, *arguments]
     done = subprocess.run(command, cwd=cwd or project, env=environment, capture_output=True, text=True, check=False)
     assert "INTERNALERROR" not in done.stdout, done.stdout
@@ -84,7 +84,7 @@ def test_what_it_names_and_passes_fails(project: Path) -> None:
 
 
 def test_elsewhere_it_means_nothing(project: Path) -> None:
-    for key, version in (("torch", "0.1"), ("python", "3.1"), ("torch", HERE[:-1])):
+    for key, version in (("torch", "0.1"), ("python", "3.1"), ("torch", "2.1")):
         ledger = "".join(ENTRY.format(name, key, version) for name in ("test_fails*", "test_renamed"))
         found, _ = outcome(project, ledger=ledger)
         assert found == {"passed": 2, "failed": 4}

@@ -288,6 +288,17 @@ def test_no_line_is_wider_than_the_terminal(op_policy: str, width: int, shown: C
         assert words(text).endswith(words(render_show(found)).rpartition("overloads in the table: ")[2])
 
 
+def test_results_that_make_the_table_too_wide_are_drawn_as_in_a_narrow_terminal(shown: Callable[..., Saved]) -> None:
+    """What an operator gives may depend on the call; torch 2.11 has such a row."""
+    found = copy.deepcopy(shown("cuda", "native"))
+    assert "  overload      " in render_show(found)
+    row_of(found, "mm")["results"]["mixed"] = "float16/float32"
+    text = render_show(found)
+    assert max(map(len, text.splitlines())) <= 118
+    (line,) = [line for line in text.splitlines() if line.split()[:1] == ["mm"]]
+    assert "fp16/fp32" in line
+
+
 def test_a_narrow_row_tells_all_that_a_wide_one_does(shown: Callable[..., Saved]) -> None:
     lines = [words(line) for line in render_show(shown("cpu"), 80).splitlines()]
     assert "exp fp32 none fp32 fp32 - - 13" in lines
