@@ -67,7 +67,9 @@ class NativeBackend(Backend):
         self.require_device()
         device = self.probed_device()
         failing = dict(self._lacking(device))
-        if "float32" in failing and all(self._computes_nothing(device, name) for name in ("float32", *failing)):
+        if "float32" in failing and all(
+            self._computes_nothing(device, name) for name in ("float32", *self.dtypes(device))
+        ):
             broken = BackendUnavailable(f"{device} is there, but {failing['float32']}\n{self._repair_hint()}")
             broken.is_there = True
             raise broken
@@ -114,8 +116,11 @@ class NativeBackend(Backend):
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Compute in each dtype, once for each device; return those that fail, each with the defect."""
-        # float32 first: where the device queues work, a failure is reported only once, by the next call.
-        tried = [(name, self._defect(device, name)) for name in ("float32", *self.dtypes(device))]
+        # float32 first: where the device queues work, a failure is reported only once, by the next call; and without it
+        # no trial of another dtype ends well.
+        if defect := self._defect(device, "float32"):
+            return (("float32", defect),)
+        tried = [(name, self._defect(device, name)) for name in self.dtypes(device)]
         return tuple((name, defect) for name, defect in tried if defect)
 
     def _defect(self, device: torch.device, dtype: str) -> str:
