@@ -98,7 +98,7 @@ def test_the_tables_name_all_there_is() -> None:
     assert set(methods) == public
     outcomes = TEXT.partition("ends in one of five ways")[2].partition("`--require")[0]
     assert re.findall(r"^\| ([a-z ]+) \|", outcomes, re.MULTILINE)[1:] == list(OUTCOMES)
-    tiers = TEXT.partition("### Reading a failure")[2]
+    tiers = TEXT.partition("### Reading a failure")[2].partition("\n## ")[0]
     assert re.findall(r"^\| (\w+) \|", tiers, re.MULTILINE)[1:] == list(TIERS)
 
 
