@@ -95,10 +95,11 @@ class NativeBackend(Backend):
             device = self.probed_device()
         lacking = self._lacking(device)
         failing = dict(lacking)
-        dtypes = tuple(name for name in self.dtypes(device) if name not in failing and "float32" not in failing)
+        works = "float32" not in failing
+        dtypes = tuple(name for name in self.dtypes(device) if works and name not in failing)
         return _Tried(
             functools.partial(self._fused, device),
-            levels=() if "float32" in failing else levels_for(dtypes),
+            levels=levels_for(dtypes) if works else (),
             dtypes=dtypes,
             fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
             overflow="inf" if self.keeps_inf(device) else "flag",
