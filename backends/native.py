@@ -62,17 +62,16 @@ class NativeBackend(Backend):
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
 
-        A dtype that fails takes its levels away; for float32 these are all. The device stays if it computes at all.
+        A dtype that fails takes its levels away; for float32 these are all. The device stays if it multiplies matrices.
         """
         self.require_device()
         device = self.probed_device()
-        failing = dict(self._lacking(device))
-        if "float32" in failing and all(
-            self._computes_nothing(device, name) for name in ("float32", *self.dtypes(device))
-        ):
-            broken = BackendUnavailable(f"{device} is there, but {failing['float32']}\n{self._repair_hint()}")
+        # First of all: where the device queues work, a failure is reported only once, by the next call.
+        if defect := defect_of(device, "float32", product_only=True):
+            broken = BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
             broken.is_there = True
             raise broken
+        self.capabilities(device)
 
     def require_device(self) -> None:
         """Raise BackendUnavailable, with cause and cure, if there is no device to compute on."""
@@ -117,8 +116,7 @@ class NativeBackend(Backend):
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
         """Compute in each dtype, once for each device; return those that fail, each with the defect."""
-        # float32 first: where the device queues work, a failure is reported only once, by the next call; and without it
-        # no trial of another dtype ends well.
+        # Without float32 no trial of another dtype ends well.
         if defect := self._defect(device, "float32"):
             return (("float32", defect),)
         tried = [(name, self._defect(device, name)) for name in self.dtypes(device)]
@@ -126,9 +124,6 @@ class NativeBackend(Backend):
 
     def _defect(self, device: torch.device, dtype: str) -> str:
         return defect_of(device, dtype, self.keeps_inf(device), self.unscale_)
-
-    def _computes_nothing(self, device: torch.device, dtype: str) -> bool:
-        return bool(defect_of(device, dtype, product_only=True))
 
     def _repair_hint(self) -> str:
         return self.spec.install_hint or f"update the driver of the device and torch (now {torch.__version__})"
