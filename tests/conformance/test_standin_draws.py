@@ -28,10 +28,14 @@ DRAWS = int(os.environ.get("XAMP_TEST_DRAWS", "2"))
 """How many; each takes 20 s and starts two processes. 40 take ten minutes with two workers."""
 
 
+# The recorder knows one more, which only torch's optimizers call: where a device lacks it they fail without xamp too.
+ENGINES = sorted(OPERATORS.keys() - {"aten::_foreach_mul_.Scalar"})
+
+
 def drawn(seed: int) -> tuple[str, str]:
     """An operator, with its overload, and a dtype."""
     draw = random.Random(seed)
-    return draw.choice(sorted(OPERATORS)), draw.choice(DTYPES)
+    return draw.choice(ENGINES), draw.choice(DTYPES)
 
 
 @pytest.fixture(scope="module")
