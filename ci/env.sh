@@ -34,13 +34,19 @@ import os, torch
 print(torch.__version__, "in", os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)
 }
 
-# Succeeds if $1 (VERSION...) is 2.13 or newer.
+# Prints the oldest torch that xamp takes, such as 2.11.
+minimum_torch() {
+    sed -n 's/^MINIMUM_TORCH = (\([0-9]*\), \([0-9]*\))$/\1.\2/p' "$root/xamp/registry/find_torch.py"
+}
+
+# Succeeds if $1 (VERSION...) is the oldest torch that xamp takes, or newer.
 torch_is_supported() {
-    local version=$1 major minor
+    local version=$1 minimum major minor
+    minimum=$(minimum_torch)
     major=${version%%.*}
     minor=${version#*.}
     minor=${minor%%.*}
-    [ "$major" -gt 2 ] || { [ "$major" -eq 2 ] && [ "$minor" -ge 13 ]; }
+    [ "$major" -gt "${minimum%.*}" ] || { [ "$major" -eq "${minimum%.*}" ] && [ "$minor" -ge "${minimum#*.}" ]; }
 }
 
 make_venv() {
@@ -53,7 +59,7 @@ make_venv() {
         say "making $venv; it uses the torch of $python ($found)"
         options+=(--system-site-packages)
     elif [ -n "$found" ]; then
-        say "making $venv with a torch of its own: $python has torch $found, and xamp needs 2.13 or newer"
+        say "making $venv with a torch of its own: $python has torch $found, and xamp needs $(minimum_torch) or newer"
         found=
     else
         say "making $venv ($("$python" -V))"

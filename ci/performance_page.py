@@ -33,8 +33,7 @@ be. Bounds in microseconds were set on a machine on which `torch.mm` of small ma
 
 NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: none has run `ci/gpu.sh` or `ci/bench.sh` yet.** On such a
 device they train the models at their usual sizes, and also look for waits in the sync debug mode. On a CPU tokens and
-images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU. What was timed by hand on one H100 is in
-[What was seen, where](validated.md#one-nvidia-h100-by-hand).
+images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU.
 
 """
 

@@ -3,8 +3,8 @@
 # --all adds the tests that take minutes: the whole conformance suite, on the CPU and an emulated card (ci/device.sh runs
 # it on any device), the slow tests of that suite, and the tests marked "device" on emulated cards, with so many cases of
 # each that each of its arguments is in one; all its cases run on the CPU, and on the cards by ci/device.sh ascend-910b2.
-# Without arguments, or with --all alone, XAMP_TEST_WORKERS processes (2) share the work. With --all alone the coverage
-# and its lower bound are checked too.
+# Without arguments, with --all alone, and for ci/coverage.sh, which measures the coverage of all this, XAMP_TEST_WORKERS
+# processes (2) share the work.
 #
 # ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
 # ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to
@@ -15,6 +15,9 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
 use_env test
+# No plugin that happens to be installed takes part: a warning of one, as it starts, would be an error.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+plugins=(-p pytest_cov -p xdist -p hypothesispytest)
 if [ "${1:-}" = --libraries ]; then
     shift
     extra=libraries
@@ -27,15 +30,14 @@ if [ "${1:-}" = --libraries ]; then
     if [ "${1:-}" = sample ]; then
         shift
         say "running a sample of the tests of libraries"
-        exec "$py" -m pytest tests/libraries/test_{transformers,timm,pytorch_optimizer}.py "$@"
+        exec "$py" -m pytest "${plugins[@]}" tests/libraries/test_{transformers,timm,pytorch_optimizer}.py "$@"
     fi
     [ $# -gt 0 ] || set -- --libraries-json=tests/libraries/results.json
     say "running the tests of libraries"
-    exec "$py" -m pytest --all tests/libraries "$@"
+    exec "$py" -m pytest "${plugins[@]}" --all tests/libraries "$@"
 fi
 case "$*" in
-'' | --all)
-    [ $# -eq 0 ] || set -- "$@" --cov --cov-report=term
+'' | --all | '--all --cov '*)
     # A file stays in one process. They are started in the order of tests/conftest.py: the longest first.
     set -- "$@" --numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder
     ;;
@@ -44,4 +46,4 @@ esac
 # it imports of xamp: 0.25 s. A checkout that cannot be written to stays without.
 "$py" -m compileall -qq xamp backends tests/support || true
 say "running the tests"
-exec "$py" -m pytest "$@"
+exec "$py" -m pytest "${plugins[@]}" "$@"

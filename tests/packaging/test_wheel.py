@@ -11,8 +11,10 @@ import re
 import subprocess
 import sys
 
+import emulated_cards
 import pytest
 import torch
+from torch_versions import MINIMUM
 
 import xamp
 from xamp.registry.find_torch import MINIMUM_TORCH
@@ -110,11 +112,15 @@ def test_the_torch_of_the_extra_is_one_that_was_tested(setup_cfg: configparser.C
     text = (ROOT / "ci" / "constraints" / "ci.txt").read_text(encoding="utf-8")
     (pinned,) = re.findall(r"^torch==(\d+)\.(\d+)\.", text, re.MULTILINE)
     major, minor = map(int, pinned)
-    assert (major, minor) == MINIMUM_TORCH, "the one that is tested is the oldest and the newest"
-    oldest = ".".join(map(str, MINIMUM_TORCH))
+    assert (major, minor) >= MINIMUM_TORCH, "the one that CI installs is the newest"
     extras = setup_cfg["options.extras_require"]
-    assert extras["torch"].strip() == f"torch>={oldest},<{major}.{minor + 1}"
-    assert extras["npu"].split()[0] == f"torch-npu>={oldest}"
+    assert extras["torch"].strip() == f"torch>={MINIMUM},<{major}.{minor + 1}"
+    assert extras["npu"].split()[0] == f"torch-npu>={emulated_cards.TORCH}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md", "docs/start.md", "docs/zh/start.md"])
+def test_pages_name_the_oldest_torch(page: str) -> None:
+    assert f"torch {MINIMUM} " in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_license(distribution: importlib.metadata.Distribution) -> None:

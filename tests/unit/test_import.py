@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch_versions import MINIMUM, OLDER
 
 import xamp
 from xamp.apex._modules import MODULES
@@ -156,7 +157,7 @@ def test_without_torch_the_first_use_says_what_to_install(name: str) -> None:
     done = run(NO_TORCH + USE.format(name=name))
     assert done.returncode == 0, done.stderr
     first, second, cause = done.stdout.splitlines()
-    assert first == f"xamp.{name} needs torch >= 2.13, but torch cannot be imported: it is not installed"
+    assert first == f"xamp.{name} needs torch >= {MINIMUM}, but torch cannot be imported: it is not installed"
     assert PIP in second
     assert "the vendor's build of torch first" in second
     assert cause == "cause: ModuleNotFoundError"
@@ -166,7 +167,7 @@ def test_without_torch_the_first_use_says_what_to_install(name: str) -> None:
 def test_without_torch_apexs_amp_says_what_to_install(code: str) -> None:
     done = run(f"{NO_TORCH}\ntry:\n    {code}\nexcept Exception as error:\n    print(error)")
     assert done.returncode == 0, done.stderr
-    assert "xamp.apex.amp needs torch >= 2.13, but torch cannot be imported: it is not installed" in done.stdout
+    assert f"xamp.apex.amp needs torch >= {MINIMUM}, but torch cannot be imported: it is not installed" in done.stdout
     assert PIP in done.stdout
 
 
@@ -189,7 +190,7 @@ def test_without_torch_every_module_of_apex_says_what_to_install() -> None:
     for name, line in zip(names, done.stdout.splitlines(), strict=True):
         said = name if name.count(".") == 2 else "xamp.apex.contrib"  # the package of these is imported first
         assert line.startswith(
-            f"BackendUnavailable {said} needs torch >= 2.13, but torch cannot be imported: it is not installed"
+            f"BackendUnavailable {said} needs torch >= {MINIMUM}, but torch cannot be imported: it is not installed"
         ), line
         assert PIP in line
 
@@ -199,8 +200,8 @@ def test_with_a_broken_torch_the_first_use_gives_its_error_every_time(broken_tor
     assert done.returncode == 0, done.stderr
     first, second, cause = done.stdout.splitlines()[:3]
     assert first == (
-        "xamp.initialize needs torch >= 2.13, but torch cannot be imported: the extension torch_acme, which torch "
-        "loads by itself, fails: ImportError: libacme.so: cannot open shared object file"
+        f"xamp.initialize needs torch >= {MINIMUM}, but torch cannot be imported: the extension torch_acme, which "
+        "torch loads by itself, fails: ImportError: libacme.so: cannot open shared object file"
     )
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in second
     assert cause == "cause: RuntimeError"
@@ -218,8 +219,8 @@ def test_whatever_torch_raises_becomes_the_typed_error(tmp_path: Path, error: st
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("__version__ = '2.12.1+cu121'", "but torch 2.12.1+cu121 is older than 2.13"),
-        ("__version__ = '1.13.0'", "but torch 1.13.0 is older than 2.13"),
+        (f"__version__ = '{OLDER}.1+cu121'", f"but torch {OLDER}.1+cu121 is older than {MINIMUM}"),
+        ("__version__ = '1.13.0'", f"but torch 1.13.0 is older than {MINIMUM}"),
         ("", "is not PyTorch"),
     ],
 )

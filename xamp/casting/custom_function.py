@@ -75,7 +75,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         dtype_inside = cast_inputs if on else None
         if args and isinstance(args[0], FunctionCtx):
             _store_state(args[0], state)
-            return run(fwd, kind, dtype_inside, args, kwargs)
+            return run(functools.partial(fwd, args[0]), kind, dtype_inside, args[1:], kwargs)
         if not torch.compiler.is_compiling():
             _wrap_setup_context(sys._getframe(1).f_locals.get("cls"))
         result = run(fwd, kind, dtype_inside, args, kwargs)

@@ -62,9 +62,16 @@ def _autocast_device(tensors: list[torch.Tensor]) -> str | None:
         kind = tensor.device.type
         if kind not in seen:
             seen.append(kind)
-            if torch.amp.is_autocast_available(kind) and torch._C.is_autocast_enabled(kind):
+            if _has_autocast(kind) and torch._C.is_autocast_enabled(kind):
                 return kind
     return None
+
+
+def _has_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch 2.11 does not trace what it calls
 
 
 def _widest(tensors: list[torch.Tensor], device: str) -> torch.dtype:

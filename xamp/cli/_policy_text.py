@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from xamp.casting.ops import UNKNOWN
 from xamp.cli._policy_diff import Diff
@@ -65,10 +65,15 @@ def _how_seen(found: Saved) -> str:
 def _groups(found: Saved, width: int) -> Iterator[str]:
     reasons = list(dict.fromkeys(row["reason"] for row in found["rows"]))
     rows = {title: [row for row in found["rows"] if _group_of(row) == title] for title in _TITLES}
-    head, cells = (_HEAD, _cells) if width == WIDTH else (_NARROW, _narrow_cells)
-    lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
-    widths = _widths([head, *(cells for group in lines.values() for cells in group)])
-    align = _aligned if width == WIDTH else _aligned_narrow
+
+    def drawn(head: Cells, cells: Callable[[Saved, list[str]], Cells]) -> tuple[dict[str, list[Cells]], list[int]]:
+        lines = {title: [cells(row, reasons) for row in group] for title, group in rows.items()}
+        return lines, _widths([head, *(cells for group in lines.values() for cells in group)])
+
+    head: Cells = _HEAD
+    align, (lines, widths) = _aligned, drawn(head, _cells)
+    if width < WIDTH or not _fit(widths, width):
+        head, align, (lines, widths) = _NARROW, _aligned_narrow, drawn(_NARROW, _narrow_cells)
     for title, group in lines.items():
         if group:
             yield f"\n{title}: {len(group)}"
@@ -170,7 +175,7 @@ def _side_by_side(found: Diff, rows: list[Diff], width: int) -> Iterator[str]:
         for row in rows
     ]
     widths = _widths(lines)
-    if sum(widths) + 2 * len(widths) <= width:
+    if _fit(widths, width):
         yield from (_aligned(cells, widths) for cells in lines)
     else:
         first, last = max(map(len, names)), widths[0]
@@ -237,6 +242,11 @@ def _short(result: str | None) -> str:
 
 def _widths(lines: Iterable[Cells]) -> list[int]:
     return [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+
+def _fit(widths: list[int], width: int) -> bool:
+    """Return whether a line of columns as wide as ``widths``, with two spaces before each, is within ``width``."""
+    return sum(widths) + 2 * len(widths) <= width
 
 
 def _aligned(cells: Cells, widths: list[int]) -> str:

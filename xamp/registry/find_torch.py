@@ -13,7 +13,7 @@ from xamp.registry.causes import TorchFailure, full_text, one_line
 
 __all__ = ["MINIMUM_TORCH", "assume_failure", "find_torch"]
 
-MINIMUM_TORCH = (2, 13)
+MINIMUM_TORCH = (2, 11)
 _INSTALL = 'pip install "xamp[torch]"'
 
 

@@ -239,7 +239,7 @@ class Gradients:
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
         scaled = [*self._scaled(), *self._unreduced()]
         self._entry = NOTHING
-        self.mixed = self.mixed and bool(scaled)
+        self.mixed = self.mixed and len(scaled) > 0
         if pending.version is not scaler.version:  # no two scalers have the same
             foreach.multiply_(scaled, scaler.scale * pending.inverse)
             self._pending = Pending(scaler, pending.why, pending.overflow)
@@ -268,14 +268,14 @@ class Gradients:
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
             self._unscaler.run(grads, scaler, found_inf, self.plain)
-        moved = bool(self.pairs) and self._move_to_masters(scaler, found_inf, first)
+        moved = len(self.pairs) > 0 and self._move_to_masters(scaler, found_inf, first)
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
                 self._check_left_over([old for _, old in back], found_inf)
             foreach.add_(back)
         self._entry = OUTSIDE
-        self.ready = self.ready or bool(grads) or moved or self.in_shards
+        self.ready = self.ready or len(grads) > 0 or moved or self.in_shards
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 

@@ -21,6 +21,7 @@ from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
+from xamp.scaling.optimizer_attributes import note_call
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.unprofiled import step_of, zero_grad_of
 
@@ -112,7 +113,8 @@ def _step_of(base: Any) -> Callable[..., Any]:
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True  # a scheduler reads it, and else warns of a wrong order
+        if not self.__dict__.get("_opt_called"):
+            note_call(self)
         own = self.__dict__.get("_xamp_own_step")
         if own is None:
             own = step_of(self, inner)

@@ -21,6 +21,7 @@ from xamp.scaling.closures import call_closure
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.master_versions import MasterVersions
+from xamp.scaling.optimizer_attributes import lend_flag, take_flag_back
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.refusals import Refuser, StepRefusals
 from xamp.scaling.scale import DeviceState, clock
@@ -280,10 +281,9 @@ class OptimizerState:
         mark, result, readable = self._mark(), NOT_STEPPED, None
         flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
-            optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own, for this step
-            optimizer.found_inf = self.sticky
+            lend_flag(optimizer, self.sticky)
             result = base(*args, **kwargs)
-            del optimizer.grad_scale, optimizer.found_inf
+            take_flag_back(optimizer)
             readable = self.outcomes.record(flag)
             self._finish(flag)
             for note, values in readable:

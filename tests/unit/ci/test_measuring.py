@@ -1,12 +1,17 @@
-"""Which tests have their coverage measured, and which of the processes that they start."""
+"""Which run measures coverage; which tests have theirs measured then, and which of the processes that they start."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import coverage
 import pytest
+from ci_scripts import ROOT
+
+from ci.devices import DATA
 
 IS_MEASURED = "import coverage; print(coverage.Coverage.current() is not None)"
 
@@ -29,3 +34,37 @@ def test_no_coverage_runs_in_a_process_that_such_a_test_starts() -> None:
 
 def test_any_other_test_is_measured_together_with_the_processes_it_starts() -> None:
     assert child_is_measured() == (coverage.Coverage.current() is not None)
+
+
+def given_to_pytest(folder: Path, *words: str) -> list[str]:
+    """What a script of ``ci/`` calls pytest with."""
+    stand_in = folder / "python"
+    stand_in.write_text('#!/bin/sh\n[ "$2" = compileall ] || printf "<%s>\\n" "$@"\n', encoding="utf-8")
+    stand_in.chmod(0o755)
+    settings = {**os.environ, "XAMP_NO_VENV": "1", "PYTHON": str(stand_in)}
+    command: list[str | Path] = [ROOT / "ci" / words[0], *words[1:]]
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+    found = [line[1:-1] for line in done.stdout.splitlines() if line.startswith("<")]
+    assert found[:2] == ["-m", "pytest"]
+    return found[2:]
+
+
+@pytest.mark.parametrize("words", [(), ("--all",), ("--all", "tests/unit"), ("-k", "scale")], ids=" ".join)
+def test_a_run_of_the_tests_measures_none(words: tuple[str, ...], tmp_path: Path) -> None:
+    given = given_to_pytest(tmp_path, "test.sh", *words)
+    assert [word for word in given if word.startswith("--cov")] == []
+    assert set(words) <= set(given)
+
+
+def test_a_script_of_its_own_measures_the_whole_run(tmp_path: Path) -> None:
+    given = given_to_pytest(tmp_path, "coverage.sh")
+    measures = {"--cov", "--cov-report=term"}
+    assert measures <= set(given)
+    assert [word for word in given if word not in measures] == given_to_pytest(tmp_path, "test.sh", "--all")
+
+
+def test_ci_does_not_call_it() -> None:
+    pipeline = [path.read_text(encoding="utf-8") for path in (ROOT / ".github").rglob("*.yml")]
+    for text in ((ROOT / ".ci" / "run").read_text(encoding="utf-8"), DATA.read_text(encoding="utf-8"), *pipeline):
+        assert "coverage" not in text
+        assert "--cov" not in text

@@ -64,7 +64,7 @@ def test_the_file_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     first = written["results"][0]
     assert (first["tier"], first["clause"], first["outcome"]) == ("probe", "probe.product[float32]", "passed")
     capsys.readouterr()
-    assert main(["conformance", "--json", "-", *FEW]) == 0
+    assert main(["conformance", "--device", "cpu", "--json", "-", *FEW]) == 0
     assert json.loads(capsys.readouterr().out)["counts"] == written["counts"]
 
 
@@ -206,7 +206,8 @@ def test_a_third_party_runs_pytest(cls: str, failed: int, tmp_path: Path) -> Non
     file = tmp_path / "test_mine.py"
     file.write_text(THIRD_PARTY.format(cls=cls), encoding="utf-8")
     here = Path(__file__).resolve().parents[2]
-    environment = {"PYTHONPATH": f"{here / 'conformance'}:{here / 'support'}", "PATH": "/usr/bin:/bin"}
+    folders = here / "conformance", here / "support", here.parent  # the last where this xamp is not installed
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     chosen = "overflow_is_found or effective or unscale_multiplies"
     done: Any = subprocess.run(

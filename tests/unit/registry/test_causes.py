@@ -12,11 +12,13 @@ from typing import NoReturn
 
 import pytest
 from site_packages import distribution, doctor_finds, plain_environment, row_of
+from torch_versions import MINIMUM, OLDER
 
 from xamp.contract import Backend, BackendSpec, Cause, Failure
 from xamp.errors import BackendUnavailable
 from xamp.registry import causes, find_torch
 from xamp.registry.causes import TorchFailure, explain, explain_torch, full_text, one_line, table_of
+from xamp.registry.find_torch import MINIMUM_TORCH
 from xamp.registry.registry import BUILT_INS, Registry
 
 TABLES = "xamp_test_tables"
@@ -315,7 +317,7 @@ def test_a_third_party_s_table_explains_a_torch_that_its_extension_breaks(acme_s
     assert {name for name, *_ in rows} >= {"acme", "cpu", "cuda"}
     assert {(reason, hint) for _, reason, hint, _ in rows} == {(CAUSE, "source acme.sh")}
     assert all("caused by ImportError: libacme.so.1: cannot open shared object" in detail for *_, detail in rows)
-    assert said == f"xamp.initialize needs torch >= 2.13, but {CAUSE}\nsource acme.sh"
+    assert said == f"xamp.initialize needs torch >= {MINIMUM}, but {CAUSE}\nsource acme.sh"
 
 
 def test_the_doctor_says_the_same_and_that_torch_works_without_the_extension(acme_site: Path) -> None:
@@ -339,7 +341,11 @@ def test_without_the_extension_the_same_installation_works(acme_site: Path) -> N
 
 @pytest.mark.parametrize(
     ("version", "taken"),
-    [("1.13.0", False), ("2.9.1", False), ("2.12.1+cu121", False), ("2.13.0", True), ("2.14.0a0", True), ("3.0", True)],
+    [
+        *[("1.13.0", False), (f"{OLDER}.1+cu121", False), (f"{MINIMUM}.0", True), ("2.99.0a0", True), ("3.0", True)],
+        # As texts these two stand in the other order.
+        *[("2.9.1", MINIMUM_TORCH <= (2, 9)), ("2.10.0", MINIMUM_TORCH <= (2, 10))],
+    ],
 )
 def test_a_torch_that_is_too_old_is_refused(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = types.ModuleType("torch")
@@ -351,4 +357,4 @@ def test_a_torch_that_is_too_old_is_refused(version: str, taken: bool, monkeypat
         assert found is torch
     else:
         assert isinstance(found, TorchFailure)
-        assert found.reason == f"torch {version} is older than 2.13"
+        assert found.reason == f"torch {version} is older than {MINIMUM}"

@@ -1,0 +1,33 @@
+"""Which torch the scripts of ci/ take: what xamp/registry/find_torch.py says, and no number of their own."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from ci_scripts import ROOT
+from torch_versions import MINIMUM, OLDER
+
+
+def says(command: str) -> tuple[int, str]:
+    """The exit code and the output of a command to which ``ci/env.sh`` is known."""
+    script = f'. "{ROOT}/ci/env.sh"; {command}'
+    done = subprocess.run(["bash", "-euc", script], cwd="/", capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.strip()
+
+
+def test_the_oldest_is_that_of_xamp() -> None:
+    assert says("minimum_torch") == (0, MINIMUM)
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [
+        *[(f"{MINIMUM}.0+cu130", True), (f"{MINIMUM}.0a0", True), ("2.99.1", True), ("3.0", True)],
+        *[(f"{OLDER}.1", False), ("1.99.0", False), (f"{OLDER}.0+cpu in /a/3.0", False)],
+    ],
+)
+def test_an_older_one_is_not_taken(version: str, taken: bool) -> None:
+    code, _ = says(f"torch_is_supported '{version}'")
+    assert (code == 0) == taken
