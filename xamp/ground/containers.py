@@ -91,7 +91,7 @@ def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, cas
 
 
 def _is_same(new: Any, old: Any) -> bool:
-    """Return whether the cast of ``old`` gave ``old`` back. The compiler cannot tell two containers apart by identity."""
+    """Return whether the cast of ``old`` gave ``old`` back. The compiler cannot tell containers apart by identity."""
     if torch.compiler.is_compiling():
         if isinstance(old, (tuple, list)):
             return all(map(_is_same, new, old))
