@@ -15,7 +15,7 @@ import torch
 
 from xamp.backend_kit import environment_settings
 from xamp.backends import fp32, host
-from xamp.backends.native import FUSED_OPTIMIZERS, GPU_KERNELS, NativeBackend
+from xamp.backends.native import GPU_KERNELS, NativeBackend
 from xamp.contract import Setting
 
 __all__ = ["CpuBackend"]
@@ -24,7 +24,6 @@ __all__ = ["CpuBackend"]
 class CpuBackend(NativeBackend):
     """Any machine's processor, by torch.autocast("cpu")."""
 
-    fused_optimizers = FUSED_OPTIMIZERS
     process_group = "gloo"
     op_rules = {
         "grid_sampler": "fp32",

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from xamp.backend_kit import environment_settings, first_line
-from xamp.backends import fp32
-from xamp.backends.native import FUSED_OPTIMIZERS, ModuleBackend
-from xamp.contract import Setting
+from xamp.backends import cudnn_rnn, fp32
+from xamp.backends.native import ModuleBackend
+from xamp.contract import RecurrentLayer, Setting
 from xamp.errors import BackendUnavailable
 
 __all__ = ["CudaBackend"]
@@ -36,12 +36,10 @@ _TF32 = "10 bits of mantissa instead of 23"
 class CudaBackend(ModuleBackend):
     """NVIDIA and AMD GPUs, by torch.autocast("cuda") and scaling on the device."""
 
-    fused_optimizers = FUSED_OPTIMIZERS
     process_group = "nccl"
-    # Recurrent layers call cuDNN, MIOpen or matrix products, all of which autocast lowers.
-    op_rules = dict.fromkeys(
-        [f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")], "same"
-    )
+    # They call cuDNN or MIOpen, for which torch's autocast has entries that cast to fp16 (ATen/cudnn/AutocastRNN.cpp,
+    # ATen/miopen/AutocastRNN.cpp).
+    op_rules = dict.fromkeys([f"{layer}.{form}" for layer in cudnn_rnn.MODES for form in ("data", "input")], "float16")
 
     def require_device(self) -> None:
         """See :meth:`xamp.backends.native.NativeBackend.require_device`."""
@@ -84,7 +82,12 @@ class CudaBackend(ModuleBackend):
         hip = torch.version.hip is not None
         off = os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"  # overrides every switch
         tf32 = not (hip or off) and torch.cuda.get_device_properties(device).major >= 8
-        return [*(_tf32_settings() if tf32 else ()), *_switch_settings(), *_variable_settings(hip)]
+        recurrent = cudnn_rnn.settings(device)
+        return [*(_tf32_settings() if tf32 else ()), *_switch_settings(), *recurrent, *_variable_settings(hip)]
+
+    def join_weights_(self, weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
+        """See :meth:`xamp.contract.Backend.join_weights_`: in cuDNN's layout, where cuDNN runs the layer."""
+        cudnn_rnn.join_(weights, layer)
 
 
 def stand_in() -> str:

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from xamp.backend_kit import defect_of, masked
+from xamp.backend_kit import defect_of, fused_forms, masked
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable
 from xamp.policy import LEVELS
 
 __all__ = [
     "CUDNN_KERNELS",
-    "FUSED_OPTIMIZERS",
     "GPU_KERNELS",
     "LOWER_DTYPES",
     "ModuleBackend",
@@ -31,8 +30,6 @@ __all__ = [
 ]
 
 LOWER_DTYPES = ("float16", "bfloat16")
-FUSED_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad")
-"""Of torch.optim's fused forms those that torch has kernels of its own for, on the CPU and on GPUs."""
 CUDNN_KERNELS = ("cudnn_convolution", "cudnn_convolution_transpose")
 GPU_KERNELS = (
     "_scaled_dot_product_flash_attention",
@@ -46,30 +43,35 @@ GPU_KERNELS = (
 class NativeBackend(Backend):
     """A device on which torch.autocast and torch's own kernels work.
 
+    What it can do is tried on the device and not listed: the lower dtypes that :meth:`dtypes` names, each of which goes
+    alone if it does not compute, and torch.optim's fused forms.
+
     Attributes:
         fast_dtypes: see :class:`~xamp.contract.Capabilities`; dtypes that the device lacks are left out.
-        fused_optimizers: see :class:`~xamp.contract.Capabilities`.
         process_group: see :class:`~xamp.contract.Capabilities`.
     """
 
     fast_dtypes: tuple[str, ...] = ()
-    fused_optimizers: tuple[str, ...] = ()
     process_group: str = "gloo"
 
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        self._lacking = functools.lru_cache(maxsize=None)(self._try_dtypes)
+        self._fused = functools.lru_cache(maxsize=None)(self.fused_optimizers_of)
+
     def probe(self) -> None:
-        """See :meth:`xamp.contract.Backend.probe`: find a device, then compute in every dtype that is declared."""
+        """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
+
+        A dtype that fails takes its levels away; for float32 these are all. The device stays if it multiplies matrices.
+        """
         self.require_device()
         device = self.probed_device()
-        # Test float32 before asking for capabilities. If the device fails in every dtype, it would only seem to lack
-        # the lower ones; and if it queues work, a failure is reported only once, by the next call.
-        self._require_computing(device, "float32")
-        for name in self.capabilities(device).dtypes:
-            self._require_computing(device, name)
-
-    def _require_computing(self, device: torch.device, dtype: str) -> None:
-        defect = defect_of(device, dtype, self.keeps_inf(device))
-        if defect:
-            raise BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
+        # First of all: where the device queues work, a failure is reported only once, by the next call.
+        if defect := defect_of(device, "float32", product_only=True):
+            broken = BackendUnavailable(f"{device} is there, but {defect}\n{self._repair_hint()}")
+            broken.is_there = True
+            raise broken
+        self.capabilities(device)
 
     def require_device(self) -> None:
         """Raise BackendUnavailable, with cause and cure, if there is no device to compute on."""
@@ -83,35 +85,71 @@ class NativeBackend(Backend):
         return torch.device(self.device_type)
 
     def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """Names of the lower dtypes that ``device`` (None: the current one) computes in."""
+        """Names of the lower dtypes that ``device`` (None: the current one) should compute in; each is tried."""
         return LOWER_DTYPES
 
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
-        """See :meth:`xamp.contract.Backend.capabilities`: the levels follow from the dtypes."""
-        dtypes = self.dtypes(device)
-        return Capabilities(
-            levels=levels_for(dtypes),
+        """See :meth:`xamp.contract.Backend.capabilities`: the levels follow from the dtypes in which it computes."""
+        if device is None or device.index is None:
+            device = self.probed_device()
+        lacking = self._lacking(device)
+        failing = dict(lacking)
+        works = "float32" not in failing
+        dtypes = tuple(name for name in self.dtypes(device) if works and name not in failing)
+        return _Tried(
+            functools.partial(self._fused, device),
+            levels=levels_for(dtypes) if works else (),
             dtypes=dtypes,
             fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
-            fused_optimizers=self.fused_optimizers,
+            overflow="inf" if self.keeps_inf(device) else "flag",
             process_group=self.process_group,
+            lacking=lacking,
         )
 
     def fast_dtypes_of(self, device: torch.device | None = None) -> tuple[str, ...]:
         """Names of the dtypes that the hardware of ``device`` (None: the current one) runs natively."""
         return self.fast_dtypes
 
+    def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
+        """Names of the classes of torch.optim whose fused form is right on ``device``: asked once for each device."""
+        return fused_forms(device)
+
+    def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
+        """Compute in each dtype, once for each device; return those that fail, each with the defect."""
+        # Without float32 no trial of another dtype ends well.
+        if defect := self._defect(device, "float32"):
+            return (("float32", defect),)
+        tried = [(name, self._defect(device, name)) for name in self.dtypes(device)]
+        return tuple((name, defect) for name, defect in tried if defect)
+
+    def _defect(self, device: torch.device, dtype: str) -> str:
+        return defect_of(device, dtype, self.keeps_inf(device), self.unscale_)
+
     def _repair_hint(self) -> str:
         return self.spec.install_hint or f"update the driver of the device and torch (now {torch.__version__})"
 
 
+class _Tried(Capabilities):
+    """Capabilities whose fused optimizers are tried when somebody first asks for them.
+
+    A step of torch.optim imports torch's compiler, which takes 0.7 s. What only wants to know the device need not wait.
+    """
+
+    def __init__(self, forms: Callable[[], tuple[str, ...]] | None = None, **fields: Any) -> None:
+        super().__init__(**fields)
+        if forms is not None:
+            self.__dict__["_forms"] = forms
+            del self.__dict__["fused_optimizers"]
+
+    @functools.cached_property
+    def fused_optimizers(self) -> tuple[str, ...]:
+        """See :class:`~xamp.contract.Capabilities`."""
+        found: tuple[str, ...] = self.__dict__["_forms"]()
+        return found
+
+
 class ModuleBackend(NativeBackend):
     """A device that torch drives through its own module, ``torch.get_device_module(device_type)``."""
-
-    def __init__(self, spec: BackendSpec) -> None:
-        super().__init__(spec)
-        # Found by trial, not by a table: what a device lacks differs between its generations and torch's releases.
-        self._working_dtypes = functools.lru_cache(maxsize=None)(self._try_dtypes)
 
     @property
     def module(self) -> ModuleType:
@@ -152,15 +190,6 @@ class ModuleBackend(NativeBackend):
     def devices(self) -> Sequence[str]:
         """See :meth:`xamp.contract.Backend.devices`."""
         return [str(self._ask("get_device_name", self.device_type, index)) for index in range(self.device_count())]
-
-    def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
-        """See :meth:`NativeBackend.dtypes`: found by computing in each dtype, once for each device."""
-        if device is None or device.index is None:
-            device = self.probed_device()
-        return self._working_dtypes(device)
-
-    def _try_dtypes(self, device: torch.device) -> tuple[str, ...]:
-        return tuple(name for name in LOWER_DTYPES if not defect_of(device, name))
 
     def _ask(self, function: str, default: Any, *args: Any) -> Any:
         """Call a function of the device's module; return ``default`` if the module has no such function."""

@@ -8,7 +8,7 @@ __all__ = ["XpuBackend"]
 
 
 class XpuBackend(ModuleBackend):
-    """Intel GPUs, by torch.autocast("xpu"). No fused optimizer is declared: none was tried under scaling."""
+    """Intel GPUs, by torch.autocast("xpu")."""
 
     fast_dtypes = ("bfloat16", "float16")
     process_group = "xccl"

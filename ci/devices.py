@@ -68,7 +68,7 @@ class Device:
     device: str = ""
     emulate: str = ""
     count: int = 1
-    package: str = ""
+    packages: tuple[str, ...] = ()
     ready: bool = True
     build: str = ""
     tests: bool = False
@@ -194,9 +194,8 @@ def _check_device(row: Device) -> None:
     for name in row.require:
         _check(_WORD.fullmatch(name), row, "require", name, "names, as xamp conformance --require has them")
     _check(bool(row.emulate) == (row.how == "emulated"), row, "emulate", row.emulate, 'given where how is "emulated"')
-    _check(
-        bool(row.package) == (row.how == "third-party"), row, "package", row.package, 'given where how is "third-party"'
-    )
+    brought = bool(row.packages) == (row.how == "third-party")
+    _check(brought, row, "packages", list(row.packages), 'given where how is "third-party"')
     _check(row.count >= 1 and (row.count == 1 or row.emulate), row, "count", row.count, "1, or more if emulated")
     _check(row.ready or row.how == "hardware", row, "ready", row.ready, "true: only hardware can be missing")
     _check(row.build in ("", *BUILDS), row, "build", row.build, f"one of {', '.join(BUILDS)}, or left out")

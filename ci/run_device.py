@@ -112,8 +112,9 @@ def suite(row: Device, result: Path, words: Sequence[str]) -> list[str]:
 def surroundings(row: Device, site: Path) -> dict[str, str]:
     """The variables of the command: this checkout on the path, and before it what brings a third party's device."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    if row.package:
-        install(ROOT / row.package, site)
+    for package in row.packages:
+        install(ROOT / package, site)
+    if row.packages:
         folders.insert(0, str(site))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
 
@@ -126,7 +127,7 @@ def install(package: Path, site: Path) -> None:
     """
     import shutil
 
-    source = site.parent / "source"
+    source = site.parent / "source" / package.name
     shutil.copytree(package, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     command = [sys.executable, *_PIP.split(), "--target", str(site), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

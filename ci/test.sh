@@ -15,6 +15,9 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
 use_env test
+# No plugin that happens to be installed takes part: a warning of one, as it starts, would be an error.
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+plugins=(-p pytest_cov -p xdist -p hypothesispytest)
 if [ "${1:-}" = --libraries ]; then
     shift
     extra=libraries
@@ -27,11 +30,11 @@ if [ "${1:-}" = --libraries ]; then
     if [ "${1:-}" = sample ]; then
         shift
         say "running a sample of the tests of libraries"
-        exec "$py" -m pytest tests/libraries/test_{transformers,timm,pytorch_optimizer}.py "$@"
+        exec "$py" -m pytest "${plugins[@]}" tests/libraries/test_{transformers,timm,pytorch_optimizer}.py "$@"
     fi
     [ $# -gt 0 ] || set -- --libraries-json=tests/libraries/results.json
     say "running the tests of libraries"
-    exec "$py" -m pytest --all tests/libraries "$@"
+    exec "$py" -m pytest "${plugins[@]}" --all tests/libraries "$@"
 fi
 case "$*" in
 '' | --all | '--all --cov '*)
@@ -43,4 +46,4 @@ esac
 # it imports of xamp: 0.25 s. A checkout that cannot be written to stays without.
 "$py" -m compileall -qq xamp backends tests/support || true
 say "running the tests"
-exec "$py" -m pytest "$@"
+exec "$py" -m pytest "${plugins[@]}" "$@"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import compiling
+import fatal_tests
 import measuring
 import pytest
 import torch
@@ -27,10 +28,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 import xamp
 from xamp.casting import active
 from xamp.policy import LEVELS
+from xamp.registry.device_in_use import DEVICE_VARIABLE
+from xamp.registry.registry import HOST
 from xamp.testing.lane import in_full_fp32
 
 _LONGEST = (
-    *("emulated/test_inside", "conformance/test_outside", "conformance/test_other_devices", "faults/test_kill"),
+    *("emulated/test_inside", "conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
+    "faults/test_kill",
     *("emulated/test_failures", "emulated/test_command", "conformance/test_mutants", "conformance/test_numerics"),
     *("conformance/test_conformance", "unit/apex/test_apex_o1_compile", "unit/cli/test_cli_conformance"),
     *("unit/doctor/test_doctor_torch", "unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor"),
@@ -39,7 +43,8 @@ _LONGEST = (
 
 
 _UNCOVERED = (
-    *("conformance/test_outside", "conformance/test_other_devices", "conformance/test_backends_page"),
+    *("conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
+    "conformance/test_backends_page",
     *("conformance/test_added_level", "faults/", "emulated/test_failures", "emulated/test_command"),
     *("unit/casting/test_op_docs", "unit/casting/test_op_policy_breaks", "unit/port/test_port_scripts"),
     *("unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor_torch", "unit/apex/test_apex_messages"),
@@ -78,6 +83,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Of a test without a lane, of fixtures that many tests share and of the processes they start: whatever is in this
+    # machine makes no difference to them. Under an emulation its card is meant.
+    if not os.environ.get("XAMP_EMULATED_SOC"):
+        os.environ[DEVICE_VARIABLE] = HOST
     config.stash[_LEDGER] = version_ledger.read()
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
         # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
@@ -158,9 +167,15 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    fatal_tests.find(items)
     if hasattr(config, "workerinput"):
         ranks = {f"{file}.py": rank for rank, file in enumerate(_LONGEST)}
         items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ranks)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    return fatal_tests.run_alone(pyfuncitem) or None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -194,7 +209,7 @@ def _what_is_there_stays() -> None:
     compile. A look for a DDP around a model walks through them too, and some tests ask for several of either.
     """
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # else what its cache holds would outlive the cache, where it lies in a cycle
+        compiling.forget()  # else what its cache holds would outlive the cache, where it lies in a cycle
     gc.collect()
     gc.freeze()
 
@@ -206,12 +221,24 @@ def _what_the_lane_can(request: pytest.FixtureRequest) -> None:
         pytest.skip(reason)
 
 
+def _lane_of(request: pytest.FixtureRequest) -> Lane | None:
+    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    lane = chosen.get("lane")
+    return lane if isinstance(lane, Lane) else None
+
+
+@pytest.fixture(autouse=True)
+def _the_lane_is_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device in use is the lane's, and never one that is better: without a lane it is the CPU (see above)."""
+    if lane := _lane_of(request):
+        monkeypatch.setenv(DEVICE_VARIABLE, str(lane.device))
+
+
 @pytest.fixture(autouse=True)
 def _lane_in_full_fp32(request: pytest.FixtureRequest) -> Iterator[None]:
     """What is compared with float32 on a CPU is computed in float32, not in what a card makes of it by default."""
-    chosen = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    lane = chosen.get("lane")
-    if not isinstance(lane, Lane) or lane.kind == "cpu":
+    lane = _lane_of(request)
+    if lane is None or lane.kind == HOST:
         yield
         return
     with in_full_fp32(lane):

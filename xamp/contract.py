@@ -12,6 +12,7 @@ override two or three methods. The core calls them in this order::
     capture_check       when a session is made; what it returns tells in each step whether a graph is being captured
     precision_settings  when level O0 is chosen, and by ``doctor``: both warn of it; ``exact_fp32`` sets them back
     plain               when ``initialize`` looks at parameters
+    join_weights_       when ``initialize`` has cast a recurrent layer, and in each of its forwards that casts weights
     optimizer_refusal   when ``initialize`` looks at an optimizer, and before each of its steps
     join_gradients      after a backward and before a step, at levels that cast parameters
     clear_overflow      on entering ``scale_loss``, and before a training forward where the chip saturates
@@ -24,6 +25,7 @@ This module imports no torch, so that a spec can be read where torch is missing 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import sys
@@ -47,10 +49,13 @@ __all__ = [
     "Diagnosis",
     "Explanation",
     "Failure",
+    "RecurrentLayer",
     "Setting",
     "masked",
 ]
 
+
+_KERNELS = "xamp.ground.kernels"  # which imports torch, so it is imported by the first call that needs it
 
 CONTRACT = 1
 """The version of this interface. It grows when a change would break a backend that was right before."""
@@ -110,6 +115,8 @@ class Capabilities:
             and raises a flag instead.
         process_group: the ``torch.distributed`` backend for this device; empty where there is none.
         op_policies: the op policies that the device can run under.
+        lacking: pairs: a lower dtype that one would expect of the device and that is not among ``dtypes``, and why, in
+            one line. Errors about a level of that dtype and ``doctor`` say so.
     """
 
     levels: tuple[str, ...] = tuple(LEVELS)
@@ -119,6 +126,12 @@ class Capabilities:
     overflow: str = "inf"
     process_group: str = "gloo"
     op_policies: tuple[str, ...] = ("portable", "native")
+    lacking: tuple[tuple[str, str], ...] = ()
+
+    def why_not(self, dtype: str | None) -> str:
+        """Why ``dtype`` is not among :attr:`dtypes`, as a sentence to put behind another one; empty if nobody knows."""
+        reason = dict(self.lacking).get(dtype or "")
+        return f" {dtype} is not there because {reason}." if reason else ""
 
 
 class Diagnosis(NamedTuple):
@@ -223,6 +236,28 @@ class Setting:
         return "note" if self.expected else "warning"
 
 
+class RecurrentLayer(NamedTuple):
+    """What the weights of a ``torch.nn.LSTM``, ``GRU`` or ``RNN`` are for; see :meth:`Backend.join_weights_`.
+
+    Attributes:
+        kind: the operator that runs the layer: ``"lstm"``, ``"gru"``, ``"rnn_tanh"`` or ``"rnn_relu"``.
+        input_size: features of an input at one time step.
+        hidden_size: features of the state; of an LSTM with projections those of its cell.
+        proj_size: features of an LSTM's projected state; 0 without projections.
+        num_layers: layers that follow each other.
+        bias: whether there are biases.
+        bidirectional: whether each layer also reads the sequence backwards.
+    """
+
+    kind: str
+    input_size: int
+    hidden_size: int
+    proj_size: int
+    num_layers: int
+    bias: bool
+    bidirectional: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class BackendReport:
     """What is known about one registered backend after its probe.
@@ -265,7 +300,10 @@ class Backend:
             xamp assumes that an overload in the device's own autocast list follows the table, and adds an entry of its
             own for each one that is not in that list. Name here the overloads for which this is wrong. The rule is
             ``"same"`` where the results are those of the table without an entry, or where the device has no kernel
-            for the overload. Otherwise it is the kind of the device's own rule, which differs from the table's.
+            for the overload. It is ``"float16"`` or ``"bfloat16"`` where the device's own autocast casts to that
+            dtype, whatever the region's, an overload that the table lowers: xamp's regions then cast it to their own
+            dtype, under the native policy too. Otherwise it is the kind of the device's own rule, which differs from
+            the table's.
     """
 
     spec: BackendSpec
@@ -356,6 +394,9 @@ class Backend:
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """Multiply ``grads`` in place by ``inv_scale``, and set ``found_inf`` to 1.0 if a gradient is not finite.
 
+        The default calls torch's kernel for the dtypes that it takes on this device, and for the others operators with
+        the same results. A product is rounded once.
+
         On a chip with an overflow flag, set ``found_inf`` to 1.0 if the flag is up. Leave the flag up: this method is
         called for each optimizer.
 
@@ -363,10 +404,12 @@ class Backend:
             grads: dense floating gradients of any dtypes, all on the device of ``found_inf``. May be empty: then only
                 the chip's flag is asked.
             found_inf: fp32, one element; this method changes it from 0.0 to 1.0 or leaves it.
-            inv_scale: fp32, one element, 1 / loss scale.
+            inv_scale: fp32, one element, 1 / loss scale. Its attribute ``is_power_of_two`` is True where the host
+                knows that its value always is one, so that a product in 16 bits loses nothing.
         """
-        torch = sys.modules["torch"]  # an import statement costs more here than the operator
-        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+        # An import statement costs more here than the operator.
+        kernels = sys.modules.get(_KERNELS) or importlib.import_module(_KERNELS)
+        kernels.unscale_(grads, found_inf, inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` in a storage format that every operator takes, also ``torch._foreach_*`` and fused operators.
@@ -376,6 +419,19 @@ class Backend:
         For other parameters that are not plain it chooses no fused form.
         """
         return tensor
+
+    def join_weights_(self, weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
+        """Move the weights of a recurrent layer into one block of memory, where the device's kernels want them so.
+
+        Override it for a device whose kernels compact the weights at each call unless they lie together. Only the
+        storage of ``weights`` may change, not their values, as in ``torch.Tensor.set_``. Called after a cast, in the
+        order of the arguments of ``torch.nn.RNNBase.forward``, with gradients switched off.
+
+        Args:
+            weights: plain tensors of one dtype on one device, for each layer and direction: weights of the input and
+                of the state, their biases if there are any, and the weights of the projection if there is one.
+            layer: what they are for.
+        """
 
     def optimizer_refusal(self, optimizer: torch.optim.Optimizer, *, casts: bool) -> str:
         """Why a step of ``optimizer`` would give wrong results without an error; empty where the step is right.

@@ -40,7 +40,14 @@ class UnsupportedPolicy(PolicyError):
 
 
 class BackendUnavailable(XampError, RuntimeError):
-    """The requested backend is unknown, or its probe failed. The message gives the probe's reason."""
+    """The requested backend is unknown, or its probe failed. The message gives the probe's reason.
+
+    Attributes:
+        is_there: a probe that raises this sets it where the device is there and does not compute rightly. Where xamp
+            looks for the best device it then logs a warning before it takes another one.
+    """
+
+    is_there = False
 
 
 class StateError(XampError, RuntimeError):

@@ -266,6 +266,14 @@ def best_level(fast_dtypes: Collection[str]) -> Level:
     return next(row for row in LEVELS.values() if row.dtype == dtype and not row.casts_parameters)
 
 
+WHY_BEST = {
+    None: "no dtype below float32 is native to this device: lower ones run, but save little time",
+    "float16": "float16 is native to this device and bfloat16 is not; the loss is scaled, for float16's range is small",
+    "bfloat16": "bfloat16 is native to this device; it has float32's range, so the loss needs no scale",
+}
+"""By the dtype of the level that ``"auto"`` means: why it means that."""
+
+
 def listed(names: Sequence[str], last: str = "or") -> str:
     """``names`` as a sentence has them, with ``last`` before the last one: ``"O2, O3 or O5"``."""
     return f" {last} ".join(part for part in (", ".join(names[:-1]), *names[-1:]) if part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -13,18 +12,15 @@ from typing import Any
 
 import torch
 
-from xamp.backend_kit import defect_of, environment_settings, first_line, fused_is_right
+from xamp.backend_kit import environment_settings, first_line, fused_forms
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
 from xamp.backends.npu import chips, torch_npu_features
-from xamp.contract import BackendSpec, Capabilities, Setting
+from xamp.contract import Setting
 from xamp.errors import BackendUnavailable
 
 __all__ = ["NpuBackend"]
 
 _PACKAGE = "torch_npu"
-# The fused forms of torch.optim that torch_npu registers. The backend tests which of them are right: its AdamW ignores
-# found_inf, and its SGD needs momentum.
-_FUSED = ("SGD", "Adam", "AdamW")
 _STATUS = 8
 """The number of elements in a float status; the first one is the flag."""
 
@@ -38,10 +34,6 @@ class NpuBackend(ModuleBackend):
 
     fast_dtypes = ("bfloat16", "float16")
     process_group = "hccl"
-
-    def __init__(self, spec: BackendSpec) -> None:
-        super().__init__(spec)
-        self._right_forms = functools.lru_cache(maxsize=None)(self._try_fused)
 
     # ---------------------------------------------------------------- whether it is there
 
@@ -86,22 +78,20 @@ class NpuBackend(ModuleBackend):
         """The chip's row in the table; None for a chip that is newer than this xamp."""
         return chips.find(str(self.module.get_device_name(device)))
 
-    def _try_dtypes(self, device: torch.device) -> tuple[str, ...]:
-        """The dtypes that the chip computes in. torch_npu says whether it has bf16; one trial could not tell that."""
-        claimed = [name for name in LOWER_DTYPES if name != "bfloat16" or self.module.is_bf16_supported()]
-        return tuple(name for name in claimed if not defect_of(device, name, self.keeps_inf(device)))
+    def dtypes(self, device: torch.device | None = None) -> tuple[str, ...]:
+        """See :meth:`xamp.backends.native.NativeBackend.dtypes`: torch_npu says whether the chip has bf16.
 
-    def _try_fused(self, device: torch.device) -> tuple[str, ...]:
-        return tuple(name for name in _FUSED if fused_is_right(getattr(torch.optim, name), device, torch.float32))
+        A trial could not tell: without bf16 some operators compute in it all the same.
+        """
+        return tuple(name for name in LOWER_DTYPES if name != "bfloat16" or self.module.is_bf16_supported())
 
-    def capabilities(self, device: torch.device | None = None) -> Capabilities:
-        """See :meth:`xamp.contract.Backend.capabilities`."""
-        if device is None or device.index is None:
-            device = self.probed_device()
-        overflow = "flag" if self._saturates else "inf"
-        return dataclasses.replace(
-            super().capabilities(device), fused_optimizers=self._right_forms(device), overflow=overflow
-        )
+    def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
+        """See :meth:`xamp.backends.native.NativeBackend.fused_optimizers_of`.
+
+        torch_npu computes on the CPU what it has no kernel for, which is right and slow, so only its own are tried. Of
+        these AdamW ignores ``found_inf``, and SGD needs momentum.
+        """
+        return fused_forms(device, lambda name: _has_kernel(f"_fused_{name.lower()}_"))
 
     def versions(self) -> Mapping[str, str]:
         """See :meth:`xamp.contract.Backend.versions`: torch, torch_npu, CANN, the driver and the kind of chip."""
@@ -244,3 +234,8 @@ _NARROW_PRODUCTS = ("ALLOW_FP32_DOWN_PRECISION", "USE_FP16", "USE_HF32")
 _VARIABLES = {
     "HCCL_DETERMINISTIC": ("false", "collectives add up in a fixed order: results repeat, some are slower", True),
 }
+
+
+def _has_kernel(operator: str) -> bool:
+    """Whether torch_npu has a kernel of its own for an operator of torch."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "PrivateUse1")

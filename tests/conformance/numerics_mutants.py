@@ -9,7 +9,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mutants import Breaks, Mutant, patched, registered
+from half_layers import half_layers
+from mutants import Breaks, Mutant, also, patched, registered
+from probe_mutants import Untried
 
 import xamp.pickled  # noqa: F401  # now, for it takes the functions of before the faults
 from xamp import policy
@@ -18,9 +20,10 @@ from xamp.casting import active, forward, node_numbers
 from xamp.ground import arguments
 from xamp.ground.containers import cast_floats
 from xamp.scaling import engine, masters, scaled_loss
+from xamp.testing import recurrent
 
 
-class ForgetsTheLast(CpuBackend):
+class ForgetsTheLast(Untried):
     """Unscales all gradients but the last."""
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -77,6 +80,15 @@ def recomputed_outside_of_the_region() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def compared_before() -> Iterator[None]:
+    """The references of the first seeds are computed before the fault is there, and no others are."""
+    for seed in recurrent.SEEDS:
+        recurrent._by_hand(recurrent.Stacked, seed)
+    with mock.patch.object(recurrent, "MORE_SEEDS", range(0)):
+        yield
+
+
 def without_policy(region: object, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a copy is made by."""
     return make(*args)
@@ -124,6 +136,18 @@ MUTANTS = [
         "outputs are always fp32",
         "numerics.outputs_as_asked",
         patched(arguments, "output_dtype", lambda value: torch.float32),
+    ),
+    Mutant(
+        "recurrent layers in fp16 under bf16, whose gradients vanish",
+        "numerics.recurrent_training",
+        also(compared_before, registered("operators_mutants:KeepsHalf"), half_layers),
+        "mutant",
+    ),
+    Mutant(
+        "recurrent layers in fp16 under bf16",
+        "numerics.recurrent_dtypes",
+        also(registered("operators_mutants:KeepsHalf"), half_layers),
+        "mutant",
     ),
     Mutant("forward alone", "numerics.more_methods", patched(arguments, "methods", lambda value: ("forward",))),
     Mutant("copies are plain", "numerics.copies_run_the_policy", patched(forward, "rebuild", without_policy)),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Iterator
-
 import torch
+from half_layers import HalfLayers, half_layers
 from mutants import Breaks, Mutant, also, patched, registered
-from torch.compiler import config
+from op_entries import anew
 
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, ops
 from xamp.casting.mark import mark_of
-from xamp.casting.ops import portable
+from xamp.casting.ops import fixed_dtype, portable
+from xamp.casting.ops.table import LAYERS
 from xamp.casting.region import Region
 from xamp.contract import Backend
 
@@ -33,29 +31,18 @@ class KeepsRecurrent(CpuBackend):
     }
 
 
-@contextlib.contextmanager
-def _anew() -> Iterator[None]:
-    """Register the entries on the CPU anew: the first session does, with what is broken by then."""
-    _forget()
-    try:
-        yield
-    finally:
-        _forget()
+class KeepsHalf(HalfLayers):
+    """Says the same of layers that its autocast casts to fp16 whatever the dtype of the region."""
 
-
-def _forget() -> None:
-    added = portable._added.pop("cpu", None)
-    if added is not None:
-        added[1]._destroy()
-    config.cache_key_tag = re.sub(";xamp-cpu-[0-9a-f]+", "", config.cache_key_tag)
+    op_rules = {**CpuBackend.op_rules, **dict.fromkeys(sorted(LAYERS), "same")}
 
 
 def _backend(cls: type) -> Breaks:
-    return also(registered(f"{__name__}:{cls.__name__}"), _anew)
+    return also(registered(f"{__name__}:{cls.__name__}"), anew)
 
 
 def _patched_entries(target: object, name: str, new: object) -> Breaks:
-    return also(patched(target, name, new), _anew)
+    return also(patched(target, name, new), anew)
 
 
 _EVERY_FLOAT = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -69,11 +56,17 @@ def _install_portable(_: ops.OpPolicy, device_type: str, backend: Backend) -> No
 MUTANTS = [
     Mutant("leaves softmax in the lower dtype", "operators.result_dtype", _backend(KeepsSoftmax), "mutant"),
     Mutant("leaves recurrent layers as they are", "operators.recurrent_layer", _backend(KeepsRecurrent), "mutant"),
-    Mutant("casts float64", "operators.never_cast", _patched_entries(portable, "_SINGLE", _EVERY_FLOAT)),
+    Mutant(
+        "recurrent layers in fp16 under bf16",
+        "operators.recurrent_layer",
+        also(registered(f"{__name__}:KeepsHalf"), half_layers),
+        "mutant",
+    ),
+    Mutant("casts float64", "operators.never_cast", _patched_entries(portable, "SINGLE", _EVERY_FLOAT)),
     Mutant(
         "the portable table under native",
         "operators.native_policy",
-        also(patched(Region, "mark", _ALWAYS_PORTABLE), patched(ops.OpPolicy, "install", _install_portable)),
+        also(patched(Region, "mark", _ALWAYS_PORTABLE), patched(fixed_dtype.OwnList, "install", _install_portable)),
     ),
     Mutant(
         "acts in foreign regions",

@@ -21,7 +21,14 @@ from xamp.sessions import checks, initialize
 from xamp.sessions.session import Session
 
 
-class SeesNoOverflow(CpuBackend):
+class Untried(CpuBackend):
+    """Its probe would find such faults before any clause does."""
+
+    def _defect(self, device: torch.device, dtype: str) -> str:
+        return ""
+
+
+class SeesNoOverflow(Untried):
     """Multiplies and never looks."""
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -29,7 +36,7 @@ class SeesNoOverflow(CpuBackend):
             grad.mul_(inv_scale)
 
 
-class LooksAtTheFirst(CpuBackend):
+class LooksAtTheFirst(Untried):
     """Looks at the first gradient only, and there at the first value."""
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -39,14 +46,14 @@ class LooksAtTheFirst(CpuBackend):
             found_inf.fill_(1.0)
 
 
-class Divides(CpuBackend):
+class Divides(Untried):
     """Takes the inverse for the scale."""
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         super().unscale_(grads, found_inf, 1 / inv_scale)
 
 
-class LowersTheFlag(CpuBackend):
+class LowersTheFlag(Untried):
     """Writes what it found over what stood there."""
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -54,7 +61,7 @@ class LowersTheFlag(CpuBackend):
         super().unscale_(grads, found_inf, inv_scale)
 
 
-class ForgetsTheFlag(CpuBackend):
+class ForgetsTheFlag(Untried):
     """A chip whose flag goes down when it is read: what is asked second is told that nothing happened."""
 
     flag = False

@@ -155,7 +155,7 @@ FEW = (
     "optimizers.scheduler[StepLR-before-O6]",
     "scaling.scale_sequence[wide-auto-O6]",
     "scaling.floor[unfused-O6]",
-    "scaling.static_scale_skips[128-O6]",
+    "scaling.static_scale_skips[128-unfused-O6]",
     "scaling.no_host_reads_when_static[O6]",
     "scaling.accumulation_equals_one_batch[SGD-momentum-for-loop-O6]",
     "scaling.sessions_side_by_side",

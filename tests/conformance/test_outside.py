@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
+import site as own
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from site_packages import plain_environment
+from site_packages import ROOT, install, plain_environment
 
 WHEEL = Path(__file__).resolve().parent.parent / "outside" / "abacus"
-INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the wheel installed in it."""
     if not hasattr(torch._C, "_acc"):
         pytest.skip("this torch has no hooks for a device that is written in Python")
-    folder = tmp_path_factory.mktemp("outside")
-    shutil.copytree(WHEEL, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    command = [sys.executable, *INSTALL.split(), "--target", str(folder / "site"), str(folder / "source")]
-    subprocess.run(command, check=True, capture_output=True)
-    return folder / "site"
+    return install(tmp_path_factory.mktemp("outside") / "site", WHEEL)
 
 
 def run(site: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -84,3 +82,35 @@ def test_it_passes_tiers_of_the_suite(site: Path, tmp_path: Path) -> None:
     found = json.loads(results.read_text(encoding="utf-8"))
     assert found["counts"]["passed"] > 450
     assert found["counts"].get("skipped", 0) == 0
+
+
+PART = (
+    "accel/test_accel.py",
+    "registry/test_plugins_read.py::test_none_reads_none",
+    "casting/test_fp32_settings.py::test_what_is_no_device_is_refused",
+    "casting/test_op_policy.py::test_a_banned_loss_is_refused_and_says_what_to_do",
+    "casting/test_autocast.py::test_making_one_asks_no_device",
+    "cli/test_cli_policy.py::test_a_device_that_nobody_serves_lists_those_that_there_are",
+    "docs/test_pages.py::test_every_name_of_accel_says_what_it_does",
+    "doctor/test_doctor_torch.py::test_where_no_process_can_be_examined_that_is_the_finding",
+    "port/test_port_rules.py::test_what_is_written_exists",
+    "run/test_redirect.py::test_an_unknown_device_changes_nothing",
+)
+"""Tests that have taken the device in use for the CPU, or what is installed for all that there is."""
+
+
+def test_tests_without_a_lane_do_not_notice_it(site: Path, tmp_path: Path) -> None:
+    """They are the same on a machine that has a better device than the CPU: here, one that each process sees."""
+    venv.create(tmp_path, with_pip=False, symlinks=True)
+    base = {"base": str(tmp_path), "platbase": str(tmp_path)}
+    packages = Path(sysconfig.get_path("purelib", "venv", vars=base))
+    lines = [f"import site; site.addsitedir({folder!r})" for folder in [str(site), *own.getsitepackages()]]
+    (packages / "seen.pth").write_text("\n".join(lines) + "\n")
+    command = [str(tmp_path / "bin" / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not device"]
+    command += [str(ROOT / "tests" / "unit" / name) for name in PART]
+    done = subprocess.run(
+        command, env=plain_environment(), cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert "lane abacus: usable: Abacus" in done.stdout, done.stdout[:4000] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > 400

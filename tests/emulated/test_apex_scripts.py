@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from emulated_cards import need_emulation
 
+from xamp.registry.device_in_use import DEVICE_VARIABLE
+
 SCRIPT = Path(__file__).parents[1] / "data" / "apex" / "imagenet_shape.py.txt"
 
 
@@ -25,9 +27,9 @@ def weights(folder: Path, device: str, *arguments: str) -> tuple[str, float]:
     script = shutil.copy(SCRIPT, folder / "main_amp.py")
     run = [sys.executable, "-m", "xamp", "run", script, *arguments]
     emulated = [sys.executable, "-m", "xamp", "emulate", "ascend:Ascend910B2", "--", *run]
-    done = subprocess.run(
-        emulated if device == "npu" else run, capture_output=True, text=True, env={**os.environ}, check=False
-    )
+    command = emulated if device == "npu" else run
+    environment = {**os.environ, DEVICE_VARIABLE: device}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(rf"epochs (\S+) on {device}, weights (\S+)", done.stdout)
     assert found is not None, done.stdout

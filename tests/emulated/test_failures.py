@@ -239,17 +239,21 @@ process = multiprocessing.get_context("fork").Process(target=ask)
 process.start()
 process.join()
 """
-# An operator has torch_npu's own kernel, which looks for CANN's.
+# An operator has torch_npu's own kernel, which looks for CANN's. xamp does without this one, and the device is usable.
 NO_KERNEL = f"""
 import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-import torch
+import torch, xamp
 put = torch.library.Library.impl
 def put_but_one(library, name, *rest, **options):
     if name != "_amp_foreach_non_finite_check_and_unscale_":
         put(library, name, *rest, **options)
 torch.library.Library.impl = put_but_one
-{ASK}
+assert [row.usable for row in xamp.available_backends() if row.name == "npu"] == [True]
+def fail():
+    one = torch.ones(1, device="npu")
+    torch._amp_foreach_non_finite_check_and_unscale_([one], one.clone(), one.clone())
+{EXPLAIN}
 """
 BF16 = f"""
 import torch

@@ -15,7 +15,7 @@ from typing import Any
 import docs_blocks
 import faults
 import torch
-from lanes import Lane, usable_lanes
+from lanes import Lane
 from torch import nn
 
 import xamp
@@ -93,7 +93,7 @@ def final(run: Run, step: int) -> dict[str, Any]:
 def work(spec: faults.Spec) -> None:
     """Train from the checkpoint in the folder to the end, with a checkpoint every few steps."""
     torch.set_num_threads(1)
-    lane = next(lane for lane in usable_lanes() if str(lane) == spec["device"])
+    lane = open_lane(spec["device"])
     folder = Path(spec["folder"])
     path = folder / faults.CHECKPOINT
     files = docs_blocks.recipe()

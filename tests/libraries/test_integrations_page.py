@@ -65,13 +65,18 @@ def run(word: str, **names: Any) -> dict[str, Any]:
     return docs_blocks.run(PAGE, {"torch": torch, "xamp": xamp, **names}, word)
 
 
+def assert_moved(model: Any, before: dict[str, torch.Tensor]) -> None:
+    """Check that parameters moved, on whichever device a library has put the model."""
+    after = model.state_dict()
+    assert any(not torch.equal(after[key].to(value.device), value) for key, value in before.items() if key in after)
+
+
 def assert_trained(model: Any, optimizer: Any, before: dict[str, torch.Tensor], steps: int) -> None:
     """Check that so many steps were taken, and that parameters moved."""
     stats = xamp.session(optimizer).stats
     assert stats.applied + stats.skipped == steps
     assert stats.applied > 0
-    after = model.state_dict()
-    assert any(not torch.equal(after[key], value) for key, value in before.items() if key in after)
+    assert_moved(model, before)
 
 
 def test_transformers() -> None:
@@ -90,7 +95,7 @@ def test_hugging_faces_trainer(tmp_path: pathlib.Path) -> None:
     names = run("TrainingArguments(", model=model, folder=str(tmp_path), dataset=dataset)
     assert xamp.session(model).policy.level == "O2"
     assert xamp.session(model).stats.applied > 0
-    assert any(not torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    assert_moved(model, before)
     assert names["trainer"].state.global_step == 4
     assert (tmp_path / "checkpoint-4" / "xamp.pt").is_file()
 
@@ -113,7 +118,9 @@ def test_fabric(tmp_path: pathlib.Path) -> None:
     model = net()
     before = state(model)
     optimizer = SGD(model.parameters(), lr=0.1)
-    given = {"model": model, "optimizer": optimizer, "loader": rows() * 3, "criterion": nn.CrossEntropyLoss()}
+    batches: Any = rows() * 3
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)
+    given = {"model": model, "optimizer": optimizer, "loader": loader, "criterion": nn.CrossEntropyLoss()}
     run("fabric.backward", **given, path=str(tmp_path / "file.ckpt"))
     assert_trained(model, optimizer, before, 12)
     assert set(torch.load(tmp_path / "file.ckpt", weights_only=False)) == {"model", "optimizer", "xamp"}
@@ -141,7 +148,7 @@ def test_lightning(tmp_path: pathlib.Path) -> None:
     loader = torch.utils.data.DataLoader(data, batch_size=4)
     names = run("TrainerPrecision(", module=module, loader=loader, options=options)
     assert names["trainer"].global_step == 8
-    assert any(not torch.equal(module.state_dict()[key], value) for key, value in before.items())
+    assert_moved(module, before)
 
 
 def test_timm() -> None:

@@ -7,12 +7,12 @@ returns the parameters after all steps. Nothing of xamp is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["ORACLES", "Steps", "make_case", "trained"]
+__all__ = ["ORACLES", "Steps", "lamb_steps", "make_case", "trained"]
 
 Tensors = list[torch.Tensor]
 Steps = Sequence[Tensors]
@@ -63,9 +63,14 @@ def adam(
     return values
 
 
-def lamb(
+def lamb(params: Tensors, steps: Steps, **options: Any) -> Tensors:
+    *_, last = lamb_steps(params, steps, **options)
+    return last
+
+
+def lamb_steps(
     params: Tensors,
-    steps: Steps,
+    steps: Iterable[Tensors],
     lr: float = 1e-3,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -76,7 +81,8 @@ def lamb(
     max_grad_norm: float = 1.0,
     use_nvlamb: bool = False,
     **_: Any,
-) -> Tensors:
+) -> Iterator[Tensors]:
+    """Yield the parameters after each step; ``steps`` is asked for one after another."""
     values, first, second = _start(params, 2)
     for number, grads in enumerate(steps, 1):
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
@@ -94,7 +100,7 @@ def lamb(
             if (use_nvlamb or weight_decay != 0) and 0.0 not in sizes:
                 ratio = sizes[0] / sizes[1]
             values[i] = values[i] - lr * ratio * update
-    return values
+        yield [*values]
 
 
 def novograd(

@@ -17,6 +17,8 @@ import measuring
 import pytest
 import torch
 
+from xamp.registry.device_in_use import DEVICE_VARIABLE
+
 TORCH = "2.13"
 """The torch version that the emulation is tested with; another version needs another torch-npu."""
 
@@ -54,6 +56,8 @@ def emulate(
     words = [sys.executable, "-m", "xamp", "emulate", f"ascend:{chip}", "--devices", str(devices)]
     words += ["--strict", "--"] if strict else ["--"]
     settings = {**measuring.without(os.environ.copy()), "OMP_NUM_THREADS": "1", **environment}
+    if DEVICE_VARIABLE not in environment:
+        settings.pop(DEVICE_VARIABLE, None)  # a test's own device is the CPU
     return subprocess.run(
         [*words, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=settings, check=False
     )

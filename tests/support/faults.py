@@ -2,7 +2,8 @@
 
 A :class:`Runs` starts a worker script as a real process and kills it with SIGKILL. The script calls :func:`serve` with
 its functions: one process imports torch once, and forks for each run, which then starts at once. That process uses
-only the CPU, because the runtimes of other devices do not survive a fork once they have started.
+only the CPU, because the runtimes of other devices do not survive a fork once they have started. Where one has started
+in it all the same, each run is a process of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+import forking
 
 Spec = dict[str, Any]
 """A worker's arguments, as JSON. ``folder`` is the folder that it works in; ``device`` names its lane."""
@@ -55,6 +58,7 @@ class Runs:
         self._command = [sys.executable, str(script)]
         self._environment = {
             **os.environ,
+            **forking.SETTINGS,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
@@ -109,9 +113,10 @@ def serve(arguments: list[str], work: Callable[[Spec], None], warm: Callable[[],
         work(json.loads(arguments[1]))
         return
     warm()
+    forks = forking.may_fork()
     for line in sys.stdin:
         request = json.loads(line)
-        pid = os.fork()
+        pid = os.fork() if forks else _start(request["spec"])
         if pid == 0:
             _exit_after(work, request["spec"])
         try:
@@ -119,6 +124,10 @@ def serve(arguments: list[str], work: Callable[[Spec], None], warm: Callable[[],
         except RuntimeError as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), flush=True)
+
+
+def _start(spec: Spec) -> int:
+    return os.posix_spawn(sys.executable, [sys.executable, sys.argv[0], "run", json.dumps(spec)], os.environ)
 
 
 def _exit_after(work: Callable[[Spec], None], spec: Spec) -> None:

@@ -1,7 +1,8 @@
 """Runs scripts as the ranks of a process group: processes that are forked from one that has imported torch.
 
 They find each other as under torchrun, by its environment and a store that is not theirs, and start in a tenth of the
-time. What they are forked from has done nothing but import, and not xamp: no thread runs in it, and no device.
+time. What they are forked from has done nothing but import, and not xamp: no thread runs in it, and no device. Where
+the imports have started one all the same, each rank is a process of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import compiling
+import forking
 import measuring
 import torch
 
@@ -44,7 +46,7 @@ class Ranks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env={**os.environ, **forking.SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
     def __enter__(self) -> Ranks:
@@ -91,16 +93,21 @@ def _serve() -> None:
     compiling.log_less()
     gc.collect()
     gc.freeze()  # these 250,000 objects stay, and ranks need not look through them, nor copy their pages
+    forks = forking.may_fork()
     for line in sys.stdin:
         asked = json.loads(line)
         pids = []
         for rank in range(asked["count"]):
-            pid = os.fork()
+            pid = os.fork() if forks else _start_rank(rank, line)
             if not pid:
                 _be_rank(rank, asked)
                 return  # and end, as any process does
             pids.append(pid)
         print(json.dumps(_wait(pids)), flush=True)
+
+
+def _start_rank(rank: int, line: str) -> int:
+    return os.posix_spawn(sys.executable, [sys.executable, __file__, str(rank), line], os.environ)
 
 
 def _be_rank(rank: int, asked: dict[str, Any]) -> None:
@@ -137,4 +144,7 @@ def _wait(pids: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    _serve()
+    if sys.argv[1:]:
+        _be_rank(int(sys.argv[1]), json.loads(sys.argv[2]))
+    else:
+        _serve()

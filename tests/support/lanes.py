@@ -7,8 +7,9 @@ import torch
 
 from xamp.scaling.late_reads import HISTORY_LAG
 from xamp.testing import Lane, usable_lanes  # imported from here, so that pytest explains the asserts of its modules
+from xamp.testing.reads import steps_late
 
-__all__ = ["Lane", "lacks_dtype", "lag", "lower", "needs_dtype", "needs_values", "usable_lanes"]
+__all__ = ["Lane", "lacks_dtype", "lag", "lower", "needs_dtype", "needs_values", "steps_late", "usable_lanes"]
 
 
 def lower(lane: Lane) -> torch.dtype:
@@ -35,8 +36,9 @@ def needs_values(lane: Lane) -> None:
 
 
 def lag(lane: Lane, optimizer: str = "SGD") -> int:
-    """After how many steps the host knows the outcome of a step of torch's ``optimizer``.
+    """After how many steps the host learns what a step of torch's ``optimizer`` did, where it is made to read late.
 
-    It knows late if the device decides, in a fused form; it knows at once if it decides itself.
+    So it is in a test that uses :class:`late_history.LateHistory`; for others :func:`xamp.testing.reads.steps_late`
+    tells by the device. It is late if the device decides, in a fused form; it knows at once if it decides itself.
     """
     return HISTORY_LAG if optimizer in lane.can.fused_optimizers else 0

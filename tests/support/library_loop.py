@@ -101,6 +101,7 @@ class Case:
         loss: of what the model returns, in fp32, and the batch.
         optimizer: makes the optimizer of the parameters.
         options: of ``initialize``.
+        part: of the model, what is given to ``initialize``.
     """
 
     library: str
@@ -110,6 +111,7 @@ class Case:
     loss: Callable[[Any, dict[str, Any]], torch.Tensor]
     optimizer: Callable[[Any], Optimizer] = lambda params: SGD(params, lr=0.05, momentum=0.9)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    part: Callable[[nn.Module], nn.Module] = lambda model: model
 
     def __str__(self) -> str:
         return self.model
@@ -143,22 +145,22 @@ def with_xamp(case: Case, level: str, *, stop: bool = False, steps: int = STEPS,
     """Train with xamp, and return the model's state after each step; with ``stop``, in two runs and by a file."""
     model, optimizer = case.start()
     given = {"verbosity": 0, "op_policy": "native", **case.options, **options}
-    xamp.initialize(model, optimizer, level, **given)
+    xamp.initialize(case.part(model), optimizer, level, **given)
     found = []
     for step in range(steps):
         if stop and step == steps // 2:
             file = io.BytesIO()
-            torch.save((model.state_dict(), optimizer.state_dict(), xamp.state_dict(model)), file)
+            torch.save((model.state_dict(), optimizer.state_dict(), xamp.state_dict(optimizer)), file)
             file.seek(0)
             model, optimizer = case.start()
             with torch.no_grad():
                 for param in model.parameters():
                     param.zero_()
-            xamp.initialize(model, optimizer, level, **given)
+            xamp.initialize(case.part(model), optimizer, level, **given)
             states = torch.load(file, weights_only=False)
             model.load_state_dict(states[0])
             optimizer.load_state_dict(states[1])
-            xamp.load_state_dict(states[2], model)
+            xamp.load_state_dict(states[2], optimizer)
         batch = case.inputs(step)
         optimizer.zero_grad()
         with xamp.scale_loss(case.loss(model(**batch), batch), optimizer) as scaled:
@@ -200,13 +202,16 @@ def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     if level in ("O2", "O3", "O5"):
         masters = {id(p): nn.Parameter(p.detach().clone()) for p in model.parameters()}
-        to_half(model, dtype, keep=level != "O3")
+        to_half(case.part(model), dtype, keep=level != "O3")
         if level != "O3":
             pairs = [(p, masters[id(p)]) for p in model.parameters() if p.requires_grad and p.dtype == dtype]
             stepped = {id(p): m for p, m in pairs}
             optimizer = case.optimizer([stepped.get(id(p), p) for p in model.parameters() if p.requires_grad])
         else:
             optimizer = case.optimizer([p for p in model.parameters() if p.requires_grad])
+        if case.part(model) is not model:
+            case.part(model).register_forward_pre_hook(lambda _, args: lower(args, dtype))
+            case.part(model).register_forward_hook(lambda _, args, output: up(output))
     scale = case.options.get("init_scale", 2.0**16) if level in ("O1", "O2") else 1.0
     found = []
     for step in range(steps):
@@ -215,7 +220,7 @@ def by_hand(case: Case, level: str, *, steps: int = STEPS) -> list[Any]:
             param.grad = None
         with cast_by_hand(level, dtype):
             spared = case.options.get("cast_model_inputs", ())
-            cast = level in ("O2", "O3", "O5")
+            cast = level in ("O2", "O3", "O5") and case.part(model) is model
             given = {k: lower(v, dtype) if cast and k not in spared else v for k, v in batch.items()}
             output = model(**given)
         loss = case.loss(up(output), batch)

@@ -25,6 +25,13 @@ class SaturatingBackend(CpuBackend):
         self.overflowed = False
         self.calls: list[str] = []
 
+    def probe(self) -> None:
+        super().probe()
+        self.calls.clear()
+
+    def keeps_inf(self, device: torch.device) -> bool:
+        return False
+
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
         return Capabilities(overflow="flag", fused_optimizers=("SGD", "Adam"))
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_PIP = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 _STEERING = re.compile(
     r"XAMP_.*|(PY)?TORCH_.*|.*VISIBLE_DEVICES|.*(TF32|FPMATH|CPU_ISA|CPU_CAPABILITY|WORKSPACE_CONFIG).*"
 )
+
+INSTALLED = frozenset(entry.name for entry in importlib.metadata.entry_points(group="xamp.backends"))
+"""The names of backends that stand in this environment beside xamp's: of a device that this machine has, mostly."""
 
 
 def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.backends", /, **modules: str) -> None:
@@ -24,6 +30,15 @@ def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
     for module, text in modules.items():
         (folder / f"{module}.py").write_text(text)
+
+
+def install(site: Path, *packages: Path) -> Path:
+    """Install ``packages``, folders with a setup.cfg, into ``site``; from copies, as building leaves files behind."""
+    for package in packages:
+        source = site.parent / "source" / package.name
+        shutil.copytree(package, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+        subprocess.run([sys.executable, *_PIP.split(), "--target", site, source], check=True, capture_output=True)
+    return site
 
 
 def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:
@@ -45,6 +60,15 @@ def doctor_finds(*arguments: str, folder: Path, code: int, **variables: str) -> 
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def best_of(found: dict[str, Any]) -> str:
+    """The type of the device that the doctor has to choose, by its own rows: the CPU only where nothing else is usable.
+
+    A test that means "not this device" says so by this: the machine may have any other.
+    """
+    usable = [row["device_types"][0] for row in found["backends"] if row["usable"]]
+    return next((kind for kind in usable if kind != "cpu"), "cpu")
 
 
 def row_of(found: dict[str, Any], name: str, source: str = "xamp") -> dict[str, Any]:

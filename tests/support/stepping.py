@@ -14,7 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xamp
 from xamp.policy import levels_where
 from xamp.testing import exact
-from xamp.testing.exact import assert_same, inputs, iterate, outcome, picture, plain_iterate, run_backward, stepped
+from xamp.testing.exact import (
+    assert_same,
+    inputs,
+    iterate,
+    outcome,
+    picture,
+    plain_iterate,
+    run_backward,
+    step_alike,
+    stepped,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -33,6 +43,7 @@ __all__ = [
     "run_backward",
     "start",
     "start_beside",
+    "step_alike",
     "stepped",
     "twin",
 ]
@@ -68,7 +79,7 @@ def twin(original: Any) -> Any:
     return copy.deepcopy(original)
 
 
-def assert_follows(optimizer: Optimizer, reference: nn.Module, rtol: float = 1e-6, atol: float = 1e-7) -> None:
+def assert_follows(optimizer: Optimizer, reference: nn.Module, rtol: float = 0, atol: float = 0) -> None:
     """Check that the tensors that ``optimizer`` steps equal the parameters of ``reference``."""
     found, wanted = stepped(optimizer), [p.detach() for p in reference.parameters()]
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
@@ -134,5 +145,6 @@ def start_beside(lane: Lane, level: str, **options: Any) -> tuple[Any, Optimizer
     reference = twin(model)
     plain = SGD(reference.parameters(), lr=0.125, momentum=0.9)
     optimizer: Optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
+    step_alike(plain, optimizer)
     model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
     return model, optimizer, reference, plain

@@ -32,6 +32,7 @@ from xamp.apex._wrappers import make_wrapper
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.ground import cache_keys
+from xamp.ground.compiler import forget_graphs
 from xamp.ground.version import __version__
 
 __all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release", "tag_caches"]
@@ -282,8 +283,7 @@ def _clear_caches() -> None:
         clear = getattr(function, "cache_clear", None)
         if clear is not None:
             clear()
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+    forget_graphs()
     _digest.clear()
     if _wanted:
         # The keys of the compiler's caches on disk have the names of called functions. The tag adds what wrappers do.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from xamp.ground import kernels
+from xamp.registry.registry import HOST
 
 __all__ = ["Lists", "floats", "norms", "number", "raise_flag", "store", "whole_norm"]
 
 Lists = Sequence[Sequence[torch.Tensor]]
 
 _LOWER = (torch.float16, torch.bfloat16)
+_CHUNK = 2**14
+"""So many elements torch's kernel for the CPU sums in fp32 without harm: of 38 million it gives a norm 2e-3 too low."""
 
 
 def floats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -31,7 +37,17 @@ def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
         return torch.zeros(0)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in wide) else torch.float32
     filled = [t if t.numel() else t.new_zeros(1) for t in wide]
-    return torch.stack(list(torch._foreach_norm(filled, order, dtype=dtype)))
+    if order != math.inf and filled[0].device.type == HOST:
+        return torch.stack([_norm_in_chunks(t, order, dtype) for t in filled])
+    return torch.stack(kernels.norms(filled, order, dtype))
+
+
+def _norm_in_chunks(tensor: torch.Tensor, order: float, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.numel() <= _CHUNK:
+        return kernels.norms([tensor], order, dtype)[0]
+    parts = kernels.norms(tensor.reshape(-1).split(_CHUNK), order, dtype)
+    whole: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts).double(), order)
+    return whole.to(dtype)
 
 
 def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
@@ -62,4 +78,4 @@ def store(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], skip:
         raised = skip.reshape(()) != 0
         values = [torch.where(raised.to(t.device), t, v.to(t.dtype)) for t, v in zip(plain, values, strict=True)]
     if plain:
-        torch._foreach_copy_(plain, list(values))
+        kernels.copy_(plain, list(values))

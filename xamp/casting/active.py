@@ -30,6 +30,7 @@ from xamp.casting.needs import needs
 from xamp.ground.compiler import keep_eager
 
 __all__ = [
+    "casts_on",
     "current",
     "enter",
     "get_slot",
@@ -321,3 +322,12 @@ def is_portable() -> bool:
         return False
     mark = node_numbers.find()
     return mark is not None and mark.portable
+
+
+@keep_eager
+def casts_on(device_type: str) -> bool:
+    """Tell whether a region casts operators on ``device_type`` here, under any op policy; see :func:`is_portable`."""
+    mark = current()
+    if mark is None:
+        return is_portable()
+    return mark.device_type == device_type and mark.casting is None

@@ -270,12 +270,13 @@ def _find_mark(on: bool, dtype: torch.dtype | None, used: device_in_use.InUse) -
 
 
 def _check_dtype(dtype: torch.dtype | None, chosen: torch.device, backend: Backend) -> None:
-    can = backend.capabilities(chosen).dtypes
+    declared = backend.capabilities(chosen)
+    can = declared.dtypes
     name = str(dtype or torch.float16).removeprefix("torch.")
     if name not in can:
         call = "autocast(), whose dtype is float16" if dtype is None else f"autocast(dtype={dtype})"
         fix = f"Pass dtype=torch.{can[0]}, or enabled=False." if can else "Pass enabled=False."
         raise UnsupportedPolicy(
             f"{call}: backend {backend.name!r} cannot compute in it on {chosen}. Lower dtypes there: "
-            f"{', '.join(can) or 'none'}. {fix}"
+            f"{', '.join(can) or 'none'}.{declared.why_not(name)} {fix}"
         )

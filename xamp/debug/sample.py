@@ -14,6 +14,7 @@ from torch.optim import optimizer as optimizers
 
 from xamp.debug.ranges import dense
 from xamp.debug.trace_file import NO_GRADIENT
+from xamp.ground import kernels
 from xamp.scaling.optimizer import state_of
 
 __all__ = ["Sample", "per_element"]
@@ -90,7 +91,7 @@ def per_element(numbers: list[float], sizes: Sequence[int]) -> list[float]:
 
 
 def _norms(values: Sequence[torch.Tensor]) -> list[Any]:
-    return list(torch._foreach_norm(list(values), 2, dtype=torch.float32)) if values else []
+    return kernels.norms(list(values), 2, torch.float32) if values else []
 
 
 def _values(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

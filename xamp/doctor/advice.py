@@ -8,16 +8,11 @@ from collections.abc import Collection, Iterator
 import torch
 
 from xamp.contract import Backend
-from xamp.policy import LEVELS, Level, best_level
+from xamp.policy import LEVELS, WHY_BEST, Level, best_level
 from xamp.sessions.initialize import _best_level
 
 __all__ = ["Advice", "advise"]
 
-_WHY = {
-    None: "no dtype below float32 is native to this device: lower ones run, but save little time",
-    "float16": "float16 is native to this device and bfloat16 is not; the loss is scaled, for float16's range is small",
-    "bfloat16": "bfloat16 is native to this device; it has float32's range, so the loss needs no scale",
-}
 _TILE = 8
 
 
@@ -43,7 +38,7 @@ def advise(backend: Backend, device: torch.device) -> Advice:
     level, can = _best_level(backend, device), backend.capabilities(device)
     alternatives = [(name, when) for name, when in _alternatives(level, can.fast_dtypes) if name in can.levels]
     shapes = "" if level.dtype is None else _shape_hint(level)
-    return Advice(level.name, _WHY[level.dtype], tuple(alternatives), shapes)
+    return Advice(level.name, WHY_BEST[level.dtype], tuple(alternatives), shapes)
 
 
 def _alternatives(level: Level, fast_dtypes: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -125,11 +125,12 @@ class _Examination:
     def _try(self, backend: Backend) -> None:
         import torch
 
-        from xamp.doctor.trial import find_mismatches
+        from xamp.doctor.trial import find_gaps, find_mismatches
 
         device = torch.device(backend.device_type)
         self._begin("declared", backend.name)
-        self._write("declared", backend.name, findings=_as_dicts(find_mismatches(backend, device)))
+        found = [*find_mismatches(backend, device), *find_gaps(backend, device)]
+        self._write("declared", backend.name, findings=_as_dicts(found))
         self._begin("settings", backend.name)
         settings, findings = _settings(backend, device)
         self._write("settings", backend.name, settings=settings, findings=findings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,13 +11,15 @@ from torch.optim import Optimizer
 
 from xamp.casting import ops
 from xamp.contract import Backend, Capabilities
-from xamp.policy import LEVELS, best_level, levels_where
+from xamp.ground.kernels import missing
+from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
 from xamp.registry.device_trial import defect_of
-from xamp.registry.findings import DEFECT, WARNING, Finding
+from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
+from xamp.registry.kernel_trials import KERNELS
 from xamp.scaling.fused import is_right
 
-__all__ = ["find_mismatches"]
+__all__ = ["find_gaps", "find_mismatches"]
 
 _TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies")
 _OVERFLOWS = ("inf", "flag")
@@ -32,12 +35,45 @@ def find_mismatches(backend: Backend, device: torch.device) -> list[Finding]:
         malformed = list(_malformed(can))
         if malformed:
             return [_mismatch(*pair) for pair in malformed]
-        pairs = [*_names(can), *_computing(can, device), *_fused(can, device), *_unscaling(backend, can, device)]
+        if "float32" in dict(can.lacking):
+            return []  # it declares no level, and nothing can be tried
+        unscaling = [*_unscaling(backend, can, device)]
+        unscale_ = None if unscaling else backend.unscale_  # what is wrong in fp32 is not told of each dtype
+        pairs = [*_names(can), *_computing(can, device, unscale_), *_fused(can, device), *unscaling]
         return [*(_mismatch(*pair) for pair in pairs), *_process_group(can)]
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return [Finding(DEFECT, f"trying what it declares ended in {one_line(error)}", _REPAIR)]
+
+
+def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
+    """Return a finding for each dtype that fails on ``device``, and for each operator that xamp does without there.
+
+    Raises nothing: what :func:`find_mismatches` reports as malformed is left out.
+    """
+    with contextlib.suppress(Exception):
+        can = backend.capabilities(device)
+        return [*_failing(can), *_done_without(can, device)]
+    return []
+
+
+def _failing(can: Capabilities) -> Iterator[Finding]:
+    for dtype, reason in can.lacking:
+        gone = listed([name for name, row in LEVELS.items() if dtype in ("float32", row.dtype)], "and")
+        yield Finding(WARNING, f"{dtype} is not declared, and so neither are {gone}: {reason}")
+
+
+def _done_without(can: Capabilities, device: torch.device) -> Iterator[Finding]:
+    for kernel in KERNELS:
+        there = [
+            dtype for dtype in ("float32", *can.dtypes) if getattr(torch, dtype) in missing(kernel.name, device.type)
+        ]
+        if there:
+            text = (
+                f"torch.{kernel.name} does not run in {listed(there, 'and')}: operators on single tensors do its work"
+            )
+            yield Finding(NOTE, text)
 
 
 _REPAIR = "the backend's capabilities() must declare what the device does; report it to whoever ships the backend"
@@ -53,6 +89,9 @@ def _malformed(can: Capabilities) -> _Mismatches:
         value: object = getattr(can, field)
         if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
             yield f"{field}={value!r}", "it must be a tuple of strings"
+    lacking: object = can.lacking
+    if not isinstance(lacking, tuple) or not all(isinstance(row, tuple) and len(row) == 2 for row in lacking):
+        yield f"lacking={lacking!r}", "it must be a tuple of pairs: a dtype's name, and why it is not there"
     if can.overflow not in _OVERFLOWS:
         yield f"overflow={can.overflow!r}", f"it must be one of {', '.join(_OVERFLOWS)}"
 
@@ -65,7 +104,7 @@ def _names(can: Capabilities) -> _Mismatches:
         elif (dtype := LEVELS[level].dtype) is not None and dtype not in can.dtypes:
             yield f"level {level!r}", f"not {dtype}, which it computes in (dtypes={can.dtypes!r})"
     for level in levels_where(lambda row: row.dtype is None):
-        if level not in can.levels:
+        if level not in can.levels and "float32" not in dict(can.lacking):
             yield f"levels={can.levels!r}", f"{level} is missing, which every device can run"
     for dtype in can.fast_dtypes:
         if dtype not in can.dtypes:
@@ -77,13 +116,13 @@ def _names(can: Capabilities) -> _Mismatches:
             yield f"op_policy {op_policy!r}", f"there is no such op policy; there are {', '.join(ops.OP_POLICIES)}"
 
 
-def _computing(can: Capabilities, device: torch.device) -> _Mismatches:
+def _computing(can: Capabilities, device: torch.device, unscale_: Any) -> _Mismatches:
     keeps_inf = can.overflow == "inf"
     for dtype in can.dtypes:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
             yield f"dtype {dtype!r}", "torch has no floating-point dtype of that name"
-        elif defect := defect_of(device, dtype, keeps_inf):
+        elif defect := defect_of(device, dtype, keeps_inf, unscale_):
             yield f"dtype {dtype!r}", defect
 
 

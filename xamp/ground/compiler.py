@@ -1,15 +1,17 @@
-"""Excludes functions from torch.compile without importing the compiler."""
+"""Excludes functions from torch.compile without importing the compiler, and makes it forget."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["break_graphs", "keep_eager", "own_code"]
+__all__ = ["break_graphs", "forget_graphs", "keep_eager", "own_code"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -57,3 +59,15 @@ def own_code(function: _Function) -> _Function:
             setattr(made, name, getattr(given, name))
     made.__dict__.update(given.__dict__)
     return made  # type: ignore[return-value]
+
+
+def forget_graphs() -> None:
+    """Make the compiler forget what it has compiled, if it has compiled anything.
+
+    Where there is CUDA, a reset imports all of inductor: seconds, and modules of torch that warn of what is deprecated.
+    """
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.output_codes.seen:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch._dynamo.reset()

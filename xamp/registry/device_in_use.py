@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from typing import NamedTuple
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 DEVICE_VARIABLE = "XAMP_DEVICE"
+_logger = logging.getLogger("xamp")
+_told: set[str] = set()
 _SPELLING = re.compile(r"([a-z][a-z0-9_]*)(?::(\d+))?")
 
 
@@ -185,14 +188,30 @@ def _requested() -> _Choice | None:
 
 
 def _best() -> _Choice:
+    backend: Backend | None = None
+    broken = []
     for spec in REGISTRY.specs():
         try:
             backend = REGISTRY.load(spec)
-        except BackendUnavailable:
+        except BackendUnavailable as error:
+            if getattr(error.__cause__, "is_there", False):
+                broken.append(f"{error}")
             continue
         if backend.device_type != HOST:
-            return backend.device_type, None, backend
-    return HOST, None, None
+            break
+    else:
+        backend = None
+    kind = HOST if backend is None else backend.device_type
+    _tell(broken, kind)
+    return kind, None, backend
+
+
+def _tell(broken: list[str], chosen: str) -> None:
+    """Log, once a process, that another device is taken in place of one that is there and does not work."""
+    for reason in broken:
+        if reason not in _told:
+            _told.add(reason)
+            _logger.warning("%s\nSo the device in use is %s. %s=%s says so.", reason, chosen, DEVICE_VARIABLE, chosen)
 
 
 def require_index(kind: str, index: int, backend: Backend, origin: str) -> torch.device:

@@ -119,6 +119,7 @@ def _describe(backend: Backend) -> BackendReport:
     capabilities: object = backend.capabilities()
     if not isinstance(capabilities, Capabilities):
         raise TypeError(f"capabilities() of {type(backend).__qualname__} returned {capabilities!r}, not Capabilities")
+    _ask_kernels(backend, capabilities)
     names: Sequence[object] = backend.devices()
     devices = tuple(str(name) for name in names)
     versions = {str(name): str(version) for name, version in backend.versions().items()}
@@ -126,3 +127,14 @@ def _describe(backend: Backend) -> BackendReport:
     return BackendReport(
         spec.name, spec.device_types, True, devices=devices, versions=versions, capabilities=capabilities
     )
+
+
+def _ask_kernels(backend: Backend, can: Capabilities) -> None:
+    """Ask the device which operators on lists it has, where the backend's probe has not."""
+    import torch
+
+    from xamp.registry.kernel_trials import ask_once
+
+    for dtype in ("float32", *can.dtypes):
+        if isinstance(kind := getattr(torch, dtype, None), torch.dtype) and kind.is_floating_point:
+            ask_once(torch.device(backend.device_type), kind, can.overflow == "inf")

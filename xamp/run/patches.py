@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 from typing import Any
 
 import torch
 
 from xamp.casting.script import forget_script, tell_script
+from xamp.ground.compiler import forget_graphs
 
 __all__ = ["Patches", "clear_caches", "prepare_torch"]
 
@@ -74,6 +74,4 @@ def clear_caches() -> None:
         clear = getattr(function, "cache_clear", None)
         if clear is not None:
             clear()
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.output_codes.seen:  # something was compiled
-        torch._dynamo.reset()
+    forget_graphs()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from xamp.ground import kernels
 from xamp.scaling import shards
 
 __all__ = ["add_", "coalesce_half", "kind", "multiply_", "unscale_by_group_", "values", "zero_"]
@@ -29,9 +30,9 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``grads`` in place by a scalar tensor."""
+    """Multiply ``grads`` in place by a scalar tensor; each product is rounded once."""
     for group in _by_kind(grads):
-        torch._foreach_mul_(group, factor.to(group[0].device))
+        kernels.multiply_(group, factor.to(group[0].device))
 
 
 @torch.no_grad()

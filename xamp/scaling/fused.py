@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.registry.causes import one_line
 from xamp.scaling.shards import is_dtensor
+from xamp.scaling.step_counters import StepCounters
 
-__all__ = ["FusedForm", "honours_found_inf", "is_right", "list_refusal"]
+__all__ = ["FusedForm", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -67,6 +68,7 @@ class FusedForm:
         self._sparse = sparse
         self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
         self._switched: list[dict[str, Any]] = []
+        self._counters = StepCounters()
         self.skips_on_device = False
 
     def look_again(self, optimizer: Optimizer) -> None:
@@ -133,13 +135,14 @@ class FusedForm:
                 group["fused"] = True
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._move_step_counters(optimizer)
+            self._counters.move(optimizer)
 
     def switch_off(self, optimizer: Optimizer) -> None:
-        """Restore in every group the value of ``fused`` that the user gave."""
+        """Restore in every group the value of ``fused`` that the user gave, and in the state the step counters."""
         for group in self._switched:
             group["fused"] = None
         self._switched = []
+        self._counters.give_back(optimizer)
         if self._supported_before is None:
             optimizer.__dict__.pop("_step_supports_amp_scaling", None)
 
@@ -166,7 +169,7 @@ class FusedForm:
         for group in self._switched:
             group["fused"] = True
         if self._switched:
-            self._move_step_counters(optimizer)
+            self._counters.move(optimizer)
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused form off for good: a sparse gradient came, and the fused kernels do not take them."""
@@ -210,16 +213,6 @@ class FusedForm:
             for param in params
         )
 
-    @staticmethod
-    def _move_step_counters(optimizer: Optimizer) -> None:
-        """Move each ``step`` to its parameter's device, in fp32: the fused kernels need it there.
-
-        The for-loop form of an optimizer keeps it on the host.
-        """
-        for param, state in optimizer.state.items():
-            if isinstance(state, dict) and torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
-
 
 def _is_plain(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
@@ -262,6 +255,23 @@ def _steps_lists(group: dict[str, Any]) -> bool:
         return bool(group.get("fused") or group.get("foreach"))
     choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
     return bool(choose(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
+
+
+def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
+    """Return the names of the classes in ``torch.optim`` whose fused form is right on ``device`` in fp32.
+
+    A class is tried only if ``offered`` is true of its name.
+
+    torch says which classes have such a form; the device is tried, because torch has kernels for some devices only, and
+    which they are changes with its releases. The trials take 10 ms on a CPU, once a process.
+    """
+    classes = ((name, getattr(torch.optim, name)) for name in torch.optim.__all__)
+    fused = ((name, cls) for name, cls in classes if _has_fused(cls) and offered(name))
+    return tuple(name for name, cls in fused if is_right(cls, device, torch.float32))
+
+
+def _has_fused(cls: object) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters
 
 
 @functools.cache

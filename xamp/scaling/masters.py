@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.ground import kernels
 from xamp.ground.compiler import break_graphs
 from xamp.policy import Policy
 from xamp.scaling import shards
@@ -62,7 +63,7 @@ _originals: Any = WeakIdKeyDictionary()
 _unused: Any = WeakIdKeyDictionary()
 _SMALL = 2**15
 """Elements, 128 KiB in fp32, below which a chunk of gradients is not worth its calls."""
-_copy: Callable[[Any, Any], None] = torch._foreach_copy_  # shards.copy as soon as a DTensor has a master
+_copy: Callable[[Any, Any], None] = kernels.copy_  # shards.copy as soon as a DTensor has a master
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from xamp.errors import StateError
+from xamp.ground import kernels
 from xamp.scaling import foreach
 from xamp.scaling.rank_groups import Layout, is_shard, layout_of
 from xamp.scaling.shards import is_part, local, whole_sum
@@ -79,7 +80,7 @@ def _device(params: Sequence[tuple[torch.Tensor, Layout]]) -> torch.device:
 def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of all ``parts`` as one vector, fp32, on ``device``; 0.0 where they have no element."""
     dense = [values for part in parts if (values := foreach.values(part)).numel()]
-    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type)
+    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type, foreach=kernels.foreach_of(dense))
     return norm.to(device, torch.float32)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground.log import say
-from xamp.policy import Policy
+from xamp.policy import Policy, listed
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 
@@ -25,6 +25,7 @@ class Refuser(Protocol):
 
     policy: Policy
     backend: Backend
+    device: torch.device
     refusal: str
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
@@ -101,11 +102,18 @@ class StepRefusals:
         cure = "Run at least one whole training step before the capture"
         if not self._fused.skips_on_device:
             why = f"this {name} cannot skip on the device"
-            cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
+            cure = self._how_to_skip(name)
         raise StateError(
             f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
             f"{cure}, or leave the step out of the graph."
         )
+
+    def _how_to_skip(self, name: str) -> str:
+        there = self._engine.backend.capabilities(self._engine.device).fused_optimizers
+        if name in there:
+            return f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
+        others = f", as {listed(there)} have" if there else ""
+        return f"Take an optimizer with a fused form that is right on {self._engine.device}{others}"
 
     def late(self, late: Sequence[torch.Tensor], call: str) -> None:
         """Refuse parameters that came into the groups with a gradient; ``call`` is what found them."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from xamp.ground import kernels
 from xamp.policy import Policy
 from xamp.scaling.scope import Scope
 
@@ -142,6 +143,7 @@ class LossScaler:
     def __init__(self, policy: Policy, state: DeviceState, index: int) -> None:
         self.index = index
         self.scope: Scope | None = None
+        self.exact = False
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=state.values.device)
         self.version = self.updates = _Moment()
         self._is_in_graph = False  # a graph holds an update: replays move the scale, and nobody tells the host
@@ -160,6 +162,7 @@ class LossScaler:
         # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
+        self._mark()
         self._losses = len(state.scales)
         self._captures = state.captures
 
@@ -167,7 +170,13 @@ class LossScaler:
         """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
         if not self._is_in_graph and self._captures is not None:
             self._is_in_graph = self._captures()
+            if self._is_in_graph:
+                self._mark()
         return self._is_in_graph
+
+    def _mark(self) -> None:
+        """Say of the inverse whether it is a power of two. A graph is right for every scale that is set later."""
+        kernels.mark_power_of_two(self._inverse, self.exact and not self._is_in_graph)
 
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         """Set the scale and the growth tracker. Does not wait for the device."""
@@ -186,6 +195,7 @@ class LossScaler:
         self.rules = rules
         moves = (rules.growth_factor, rules.backoff_factor, rules.floor, rules.ceiling) if rules.dynamic else ()
         self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
+        self._mark()
         self.changed()
 
     def changed(self) -> None:
@@ -234,7 +244,7 @@ class LossScaler:
         self._inverse_is_stale = True
         self.version = _Moment()
         try:
-            torch._amp_update_scale_(
+            kernels.update_scale_(
                 scale,
                 self.growth_tracker,
                 found_inf,

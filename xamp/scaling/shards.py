@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from xamp.ground import kernels
+
 __all__ = ["align", "copy", "is_dtensor", "is_part", "local", "set_data", "spec_of", "whole_sum"]
 
 
@@ -69,7 +71,7 @@ def copy(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -> No
     """Copy each of ``sources``, which is placed as its target, into it; each target gets a new version."""
     if not targets:
         return
-    torch._foreach_copy_([local(t) for t in targets], [local(s) for s in sources])
+    kernels.copy_([local(t) for t in targets], [local(s) for s in sources])
     for target in targets:
         if is_dtensor(target):
             torch.autograd.graph.increment_version(target)

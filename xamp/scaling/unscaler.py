@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.contract import Backend
+from xamp.ground import kernels
 from xamp.scaling import foreach, shards
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.scale import LossScaler
@@ -81,4 +82,5 @@ class Unscaler:
         """Raise ``found_inf`` if one of ``grads`` is not finite, and leave their values."""
         if grads:
             one = torch.ones_like(found_inf)
+            kernels.mark_power_of_two(one, True)
             foreach.unscale_by_group_(grads, found_inf, one, self._backend.unscale_)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
+from xamp.ground import kernels
 from xamp.scaling import distributed, fsdp, masters
 from xamp.scaling.outcomes import StepOutcome
 from xamp.sessions.session import session
@@ -296,7 +297,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _move(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
     """Move each average towards its source, by ``weight`` of the way."""
     try:
-        torch._foreach_lerp_([average for average, _ in pairs], [source for _, source in pairs], weight)
+        kernels.lerp_([average for average, _ in pairs], [source for _, source in pairs], weight)
     except RuntimeError:  # a storage format of the device's own, which operators on lists refuse before they begin
         for average, source in pairs:
             average.lerp_(source, weight)

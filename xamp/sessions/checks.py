@@ -129,12 +129,12 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -
     if policy.level not in can.levels:
         raise UnsupportedPolicy(
             f"initialize(level={policy.level!r}): backend {backend.name!r} cannot run it on {device}. Levels there: "
-            f"{', '.join(can.levels)}."
+            f"{', '.join(can.levels) or 'none'}.{can.why_not('float32') or can.why_not(dtype)}"
         )
     if dtype not in (*can.dtypes, "float32"):
         raise UnsupportedPolicy(
             f"initialize(dtype={policy.dtype}): backend {backend.name!r} cannot compute in it on {device}. Lower "
-            f"dtypes there: {', '.join(can.dtypes) or 'none'}."
+            f"dtypes there: {', '.join(can.dtypes) or 'none'}.{can.why_not(dtype)}"
         )
 
 

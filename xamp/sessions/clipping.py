@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, StateError
+from xamp.ground import kernels
 from xamp.ground.arguments import boolean, number
 from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
@@ -73,7 +74,9 @@ def clip_grad_norm_(
     if norms.is_divided(param for _, param in params):
         norm = _clip_divided(params, max_norm, norm_type)
     else:
-        norm = torch.nn.utils.clip_grad_norm_([param for _, param in params], max_norm, norm_type)
+        whole = [param for _, param in params]
+        foreach = kernels.foreach_of([p.grad for p in whole if p.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type, foreach=foreach)
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
@@ -90,7 +93,8 @@ def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Te
     if norms.is_divided(param for _, param in params):
         norm = norms.total(_laid_out(params), norm_type)
     else:
-        norm = torch.nn.utils.get_total_norm([p.grad for _, p in params if p.grad is not None], norm_type)
+        grads = [p.grad for _, p in params if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=kernels.foreach_of(grads))
     states = [state for one in given if (state := state_of(managed(one))) is not None]
     if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
         return

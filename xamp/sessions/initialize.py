@@ -27,7 +27,7 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
 from xamp.ground.shown import shown
-from xamp.policy import Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
+from xamp.policy import LEVELS, WHY_BEST, Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import ddp
@@ -258,6 +258,8 @@ def _set_up(request: Request, arguments: Arguments) -> None:
     else:
         set_up(policy, backend, device, arguments)
     if arguments.verbosity:
+        if level is None:
+            _say_why(policy.level, backend, device)
         say("%s, backend %s on %s", policy, backend.name, device)
     for line in narrowed:
         say("%s", line, level=logging.WARNING)
@@ -294,6 +296,13 @@ def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
 def _best_level(backend: Backend, device: torch.device) -> Level:
     """Return the level that ``"auto"`` means on ``device``."""
     return best_level(backend.capabilities(device).fast_dtypes)
+
+
+def _say_why(chosen: str, backend: Backend, device: torch.device) -> None:
+    """Log what ``"auto"`` means on ``device`` and why, with the dtypes that one would expect there and that fail."""
+    can = backend.capabilities(device)
+    lacking = "".join(can.why_not(dtype) for dtype, _ in can.lacking)
+    say("level='auto' is %s on %s: %s.%s", chosen, device, WHY_BEST[LEVELS[chosen].dtype], lacking)
 
 
 def _set_up_disabled(arguments: Arguments) -> None:

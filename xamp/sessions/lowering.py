@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from xamp.casting.forward import enter_policy
+from xamp.casting.ops.layers import Join, join_weights
 from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
@@ -47,12 +48,20 @@ class Plan:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], policy: Policy, device_type: str, saturates: bool, cast: Cast, plain: Plain
+        self,
+        models: Sequence[nn.Module],
+        policy: Policy,
+        device_type: str,
+        saturates: bool,
+        cast: Cast,
+        plain: Plain,
+        join: Join | None,
     ) -> None:
         self._models = [weakref.ref(model) for model in models]
         self.policy = policy
         self._cast = cast
         self._plain = plain
+        self._join = join
         self.device_type = device_type
         self._watched = saturates and policy.checks
         self._fp32_modules = [weakref.ref(module) for module in find_fp32_modules(models, policy.keep_fp32)]
@@ -217,6 +226,14 @@ class Plan:
         self._values = []
         for model in self.models():
             _flatten_rnns(model)
+        self._join_rnns()
+
+    def _join_rnns(self) -> None:
+        """Let the backend join the weights of the recurrent layers that were lowered, which torch may leave apart."""
+        lowered = {id(param) for param in self.lowered}
+        for module in (m for model in self.models() for m in model.modules() if isinstance(m, nn.RNNBase)):
+            if self._join is not None and all(id(weight) in lowered for weight in module._flat_weights):
+                join_weights(module, self._join)
 
     def _make_master(self, param: nn.Parameter) -> nn.Parameter:
         with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
@@ -346,6 +363,7 @@ def plan(
     saturates: bool = False,
     cast: Cast = cast_floats,
     plain: Plain = lambda tensor: tensor,
+    join: Join | None = None,
 ) -> Plan:
     """Find out what the policy changes in ``models``. Changes nothing.
 
@@ -356,11 +374,12 @@ def plan(
         saturates: the device saturates and reports an overflow by a flag.
         cast: the function that casts a model's arguments and results.
         plain: see :meth:`xamp.contract.Backend.plain`.
+        join: see :meth:`xamp.contract.Backend.join_weights_`; None: nothing is joined.
 
     Raises:
         PolicyError: ``keep_fp32`` names a module that no model has.
     """
-    return Plan(models, policy, device_type, saturates, cast, plain)
+    return Plan(models, policy, device_type, saturates, cast, plain, join)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

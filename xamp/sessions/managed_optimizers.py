@@ -69,8 +69,7 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
         undo.steps.append(cast_state(optimizer, stepped))
-        undo.before["step", index] = _step_counters(optimizer)
-        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer), undo.before, index))
+        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer)))
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
         undo.steps.append(manage(optimizer, state))
@@ -96,18 +95,10 @@ def _forget_masters(params: Sequence[weakref.ref[torch.Tensor]]) -> None:
             masters.forget_lowered(param)
 
 
-def _step_counters(optimizer: Optimizer) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Return the state of each parameter that counts steps in a tensor, and that tensor."""
-    states = getattr(optimizer, "state", {}).values()
-    return [(s, s["step"]) for s in states if isinstance(s, dict) and isinstance(s.get("step"), torch.Tensor)]
-
-
-def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer], before: dict[Any, Any], index: int) -> None:
-    """Undo: the groups have again the ``fused`` that the user gave; after a failed call, the very step counters too."""
+def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
+    """Undo: the groups have again the ``fused`` that the user gave, and the state has the very step counters."""
     if (found := optimizer()) is not None:
         form.switch_off(found)
-    for state, counter in before.get(("step", index), ()):
-        state["step"] = counter
 
 
 def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.ground import kernels
 from xamp.scaling import norms
 from xamp.scaling.late_reads import LateNumber
 from xamp.scaling.outcomes import StepOutcome
@@ -123,7 +124,7 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: 
         divided = norms.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
         if busy or not grads or divided or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
             return math.nan
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = torch.nn.utils.get_total_norm(grads, foreach=kernels.foreach_of(grads))
     if wait:
         return float(norm)
     readers = _readers.setdefault(engine, {})

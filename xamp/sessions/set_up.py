@@ -75,7 +75,11 @@ def set_up(
     """
     saturates = backend.capabilities(device).overflow == "flag"
     plan = lowering.plan(
-        arguments.models, policy, device.type, saturates=saturates, cast=make.cast, plain=backend.plain
+        *(arguments.models, policy, device.type),
+        saturates=saturates,
+        cast=make.cast,
+        plain=backend.plain,
+        join=backend.join_weights_,
     )
     engine = make(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity

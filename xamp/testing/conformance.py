@@ -15,6 +15,7 @@ from xamp.testing.optimizer_sparse import SparseGradients
 from xamp.testing.optimizer_steps import OptimizerSteps
 from xamp.testing.overhead import Overhead
 from xamp.testing.probe import Probe
+from xamp.testing.recurrent import RecurrentModels
 from xamp.testing.regions import Regions
 from xamp.testing.scales import Scales
 
@@ -46,6 +47,7 @@ class Conformance(  # pytest runs the last base's clauses first
     SparseGradients,
     OptimizerScripts,
     OptimizerSteps,
+    RecurrentModels,
     Numerics,
     Regions,
     Levels,

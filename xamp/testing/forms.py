@@ -13,7 +13,7 @@ from xamp.policy import LEVELS, Level
 from xamp.testing.exact import LR, Pair, start
 from xamp.testing.lane import Lane
 
-__all__ = ["FEW", "FORMS", "FUSIBLE", "SETTINGS", "Form", "begin", "rounding", "row_of", "stepped_as"]
+__all__ = ["FEW", "FORMS", "FUSIBLE", "SETTINGS", "Form", "begin", "row_of", "stepped_as"]
 
 SETTINGS: dict[str, dict[str, Any]] = {}
 """Each level under a dynamic scale; mixed: the optimizer steps masters and plain fp32 parameters side by side."""
@@ -54,8 +54,8 @@ class Form:
         if self.way == "fused" and self.cls.__name__ not in lane.can.fused_optimizers:
             lane.need("fused")
             lane.lacks(f"a fused {self.cls.__name__} that honours found_inf")
-        if self.way == "capturable" and not self.runs(lane):
-            lane.lacks(f"a capturable {self.cls.__name__}, which torch does not have here")
+        if self.way in ("foreach", "capturable") and not self.runs(lane):
+            lane.lacks(f"a {self.way} {self.cls.__name__}, which torch does not have here")
 
     def make(self, params: Any, half: bool = False) -> Optimizer:
         """Make the optimizer over ``params``; ``half``: they are fp16."""
@@ -126,15 +126,3 @@ def begin(lane: Lane, setting: str, form: Form, **options: Any) -> Pair:
         return pair
     pair.plain_model.to(stepped_as(setting))
     return dataclasses.replace(pair, plain_optimizer=form.make(pair.plain_model.parameters(), half))
-
-
-def rounding(setting: str, form: Form) -> dict[str, float]:
-    """The tolerances for :func:`assert_follows`: if model and twin step by different forms, their rounding differs.
-
-    A capturable step corrects its moments in fp32 on the device, a fused step in more digits: 8e-6 was observed.
-    """
-    open_choice = form.way in ("auto", "capturable")  # the fused form may run here, and not in the twin
-    if row_of(setting).steps_lower and open_choice:
-        bound = 4 * torch.finfo(stepped_as(setting)).eps
-        return {"rtol": bound, "atol": bound}
-    return {"rtol": 3e-5, "atol": 3e-6} if form.way == "capturable" else {}

@@ -20,7 +20,7 @@ from xamp.testing.exact import (
     run_backward,
     start,
 )
-from xamp.testing.forms import FEW, SETTINGS, Form, begin, rounding
+from xamp.testing.forms import FEW, SETTINGS, Form, begin
 from xamp.testing.lane import Lane
 from xamp.testing.tier import Tier, managed, scaled
 
@@ -48,7 +48,7 @@ class Losses(Tier):
                 run_backward(pair.model(x), pair.optimizer)
             pair.optimizer.step()
             plain_iterate(pair.plain_model, pair.plain_optimizer, torch.stack(four).sum(0))
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     @each_setting
     @few_forms
@@ -74,7 +74,7 @@ class Losses(Tier):
         pair.optimizer.step()
         plain_iterate(pair.plain_model, pair.plain_optimizer, *batches[5:])
         assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("APPLIED", SCALE / 2)
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     @each_setting
     def test_scale_moves_between_backwards(self, lane: Lane, setting: str) -> None:
@@ -214,7 +214,7 @@ class Losses(Tier):
             if not overflow:
                 plain_iterate(pair.plain_model, pair.plain_optimizer, x)
         assert xamp.loss_scale(pair.optimizer) == 64.0 / 2**3
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     def test_sessions_side_by_side(self, lane: Lane) -> None:
         """Sessions at different levels train in turn; none affects another's scale, outcome, dtype or overflow."""

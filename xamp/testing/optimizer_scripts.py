@@ -30,7 +30,7 @@ from xamp.testing.exact import (
     start,
     stepped,
 )
-from xamp.testing.forms import FEW, SETTINGS, Form, begin, rounding, row_of
+from xamp.testing.forms import FEW, SETTINGS, Form, begin, row_of
 from xamp.testing.lane import Lane
 from xamp.testing.tier import Tier, at_levels, managed
 
@@ -80,7 +80,7 @@ class OptimizerScripts(Tier):
             iterate(pair.model, pair.optimizer, x)
             plain_iterate(pair.plain_model, pair.plain_optimizer, x)
         assert [group["lr"] for group in pair.optimizer.param_groups] == [LR / 4, LR / 4]
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     @each_setting
     @few_forms
@@ -98,7 +98,7 @@ class OptimizerScripts(Tier):
             else:
                 plain_iterate(pair.plain_model, pair.plain_optimizer, x)
         assert len(stepped(pair.optimizer)) == 2
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     @each_setting
     @few_forms
@@ -118,7 +118,7 @@ class OptimizerScripts(Tier):
         for x in inputs(3, lane, seed=2):
             iterate(pair.model, pair.optimizer, x)
             plain_iterate(pair.plain_model, pair.plain_optimizer, x)
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     def test_eps_that_rounds_to_zero(self, lane: Lane) -> None:
         """O3 steps fp16: it refuses an ``eps`` that is zero in fp16, names it, and changes nothing."""
@@ -221,7 +221,7 @@ class OptimizerScripts(Tier):
             pair.optimizer.step()
             pair.optimizer.zero_grad(set_to_none=set_to_none)
             plain_iterate(pair.plain_model, pair.plain_optimizer, second)
-        assert_follows(pair, **rounding(setting, form))
+        assert_follows(pair)
 
     @each_setting
     def test_close_gives_back_fp32(self, lane: Lane, setting: str) -> None:

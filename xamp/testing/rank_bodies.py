@@ -22,6 +22,7 @@ from xamp.errors import LossScaleCollapsed, StateError
 from xamp.testing.exact import Dot, sgd
 from xamp.testing.lane import Lane
 from xamp.testing.ranks import micro_batch
+from xamp.testing.reads import steps_late
 from xamp.testing.shared import Shared, local, saturating, spoiling, whole, wrap
 
 __all__ = ["BODIES", "main"]
@@ -132,16 +133,20 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def collapse(lane: Lane, level: str, limit: int) -> dict[str, Any]:
-    """After one good step rank 1 alone overflows; return the step at which this rank raises LossScaleCollapsed."""
+    """After one good step rank 1 alone overflows; return the step at which this rank raises LossScaleCollapsed.
+
+    ``late`` is how many steps after the last of the overflows that should be.
+    """
     shared = Shared(lane, level, "none", init_scale=1.0)
+    late = steps_late(lane, shared.optimizer)
     for step in range(limit):
         shared.optimizer.zero_grad()
         shared.backward(micro_batch(lane, step), spoil=step > 0 and dist.get_rank() == 1)
         try:
             shared.optimizer.step()
         except LossScaleCollapsed as error:
-            return {"step": step, "error": str(error)}
-    return {"step": None, "error": ""}
+            return {"step": step, "late": late, "error": str(error)}
+    return {"step": None, "late": late, "error": ""}
 
 
 def logged(lane: Lane, level: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counts how often the host waits to read a number from a device."""
+"""When the host knows a number of the device: how often it waits to read one, how many steps later it learns it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.registry import registry
 from xamp.scaling import outcomes
-from xamp.scaling.late_reads import History
+from xamp.scaling.late_reads import HISTORY_LAG, History, copies_without_waiting
 from xamp.scaling.scale import DeviceState
 
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
 
-__all__ = ["HostReads", "host_as_device", "no_waiting"]
+__all__ = ["HostReads", "host_as_device", "no_waiting", "steps_late"]
 
 
 class HostReads(TorchDispatchMode):
@@ -117,6 +117,17 @@ class _LateHistory(History):
     def _oldest(self) -> tuple[Any, list[float]]:
         with mock.patch.object(HostReads, "paused", True):
             return super()._oldest()
+
+
+def steps_late(lane: Lane, optimizer: torch.optim.Optimizer) -> int:
+    """After how many steps the host learns by itself what a step of ``optimizer`` did; 0: with the step.
+
+    It learns late where the device decides, which a fused form that is right there allows, and where numbers come
+    without waiting.
+    """
+    right = any(cls.__name__ in lane.can.fused_optimizers for cls in type(optimizer).__mro__)
+    decides = right and all(group.get("fused") for group in optimizer.param_groups)
+    return HISTORY_LAG if decides and lane.kind != registry.HOST and copies_without_waiting(lane.device) else 0
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from typing import Any
 
@@ -14,7 +13,7 @@ import xamp
 from xamp.errors import LossScaleCollapsed
 from xamp.policy import LEVELS
 from xamp.registry.registry import HOST
-from xamp.scaling.late_reads import HISTORY_LAG, copies_without_waiting
+from xamp.scaling.late_reads import copies_without_waiting
 from xamp.testing.exact import (
     Pair,
     assert_follows,
@@ -30,7 +29,7 @@ from xamp.testing.exact import (
 )
 from xamp.testing.forms import FUSIBLE, Form
 from xamp.testing.lane import Lane
-from xamp.testing.reads import HostReads, host_as_device, no_waiting
+from xamp.testing.reads import HostReads, host_as_device, no_waiting, steps_late
 from xamp.testing.scale_rules import Rule, overflows
 from xamp.testing.tier import Tier, at_levels, every_level, managed, scaled
 
@@ -69,8 +68,9 @@ class Scales(Tier):
         assert found == list(RULES[rule].scales(spoilt))
         stats = xamp.session(pair.model).stats
         assert (stats.applied, stats.skipped) == (300 - sum(spoilt), sum(spoilt))
-        exact = not LEVELS[level].casts_parameters or rule in ("wide", "tight")
-        if exact:  # else 16-bit gradients are rounded under odd scales
+        if rule in ("wide", "tight"):  # a power of two at every step
+            assert_follows(pair)
+        elif not LEVELS[level].casts_parameters:  # else 16-bit gradients are rounded under odd scales
             assert_follows(pair, rtol=1e-5, atol=1e-5)
 
     @pytest.mark.parametrize(
@@ -83,7 +83,10 @@ class Scales(Tier):
     @scaled
     @each_fused
     def test_floor(self, lane: Lane, level: str, fused: Any) -> None:
-        """After 200 overflows in a row the scale is the floor and the weights are unchanged; each 50 are reported."""
+        """After 200 overflows in a row the scale is the floor and the weights are unchanged.
+
+        Each 50 are reported, with the step or as many steps late as :func:`steps_late` says.
+        """
         pair = start(lane, level, fused=fused, init_scale=2.0**15)
         x = inputs(1, lane)[0]
         iterate(pair.model, pair.optimizer, x)
@@ -96,9 +99,8 @@ class Scales(Tier):
                 reported.append(count)
                 messages.add(str(error))
             assert xamp.loss_scale(pair.optimizer) == max(2.0 ** (15 - count), 1.0)
-        late = reported[0] - (15 + 50) if reported else None  # if the host does not wait, it reads late
-        assert late in ((0, HISTORY_LAG) if fused else (0,))
-        assert [later - earlier for earlier, later in itertools.pairwise(reported)] == [50, 50]
+        late = steps_late(lane, pair.optimizer)
+        assert reported == [15 + 50 + late, 15 + 100 + late, 15 + 150 + late]
         (message,) = messages
         assert "min_loss_scale=1" in message
         assert "second.weight" in message or lane.can.overflow == "flag"  # a flag does not say which gradient it was
@@ -124,15 +126,17 @@ class Scales(Tier):
     # ---------------------------------------------------------------- static scales
 
     @scaled
+    @each_fused
     @pytest.mark.parametrize("options", [{"loss_scale": 128}, {"loss_scale": "1000"}], ids=["128", "1000"])
-    def test_static_scale_skips(self, lane: Lane, level: str, options: dict[str, Any]) -> None:
+    def test_static_scale_skips(self, lane: Lane, level: str, options: dict[str, Any], fused: Any) -> None:
         """A static scale other than 1 is checked: an overflow skips, the scale stays, 50 in a row are reported."""
-        _check_static(start(lane, level, fused=False, **options), lane, float(options["loss_scale"]))
+        _check_static(start(lane, level, fused=fused, **options), lane, float(options["loss_scale"]))
 
     @unscaled
-    def test_static_one_can_be_checked(self, lane: Lane, level: str) -> None:
+    @each_fused
+    def test_static_one_can_be_checked(self, lane: Lane, level: str, fused: Any) -> None:
         """``on_static_overflow="skip"`` checks at a scale of 1 too."""
-        _check_static(start(lane, level, on_static_overflow="skip"), lane, 1.0)
+        _check_static(start(lane, level, on_static_overflow="skip", fused=fused), lane, 1.0)
 
     @scaled
     def test_static_scale_that_steps(self, lane: Lane, level: str) -> None:
@@ -209,19 +213,22 @@ class Scales(Tier):
             assert [xamp.loss_scale(each) for each in (pair.model, pair.optimizer)] == [64 / 2 ** wanted["SKIPPED"]] * 2
 
     @scaled
+    @each_fused
     def test_overflow_is_logged(
-        self, lane: Lane, level: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+        self, lane: Lane, level: str, fused: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """Each skipped step gives one record of the logger ``xamp``, with the new scale; nothing is printed."""
+        told: list[tuple[int, str]] = []
         with caplog.at_level(logging.INFO, logger="xamp"):
-            pair = start(lane, level, verbosity=1, fused=False)
+            pair = start(lane, level, verbosity=1, fused=fused)
             capfd.readouterr()
-            caplog.clear()
-            for count, x in enumerate(inputs(4, lane)):
+            for count, x in enumerate(inputs(STEPS, lane)):
+                caplog.clear()
                 iterate(pair.model, pair.optimizer, x, lane, ["first.weight"] if count in (1, 3) else [])
-        messages = [record.getMessage() for record in caplog.records if record.name == "xamp"]
-        assert len(messages) == 2
-        assert ["32" in messages[0], "16" in messages[1]] == [True, True]
+                told += [(count, record.getMessage()) for record in caplog.records if record.name == "xamp"]
+        late = steps_late(lane, pair.optimizer)
+        assert [count for count, _ in told] == [1 + late, 3 + late]
+        assert ["32" in told[0][1], "16" in told[1][1]] == [True, True]
         assert tuple(capfd.readouterr()) == ("", "")
 
 
@@ -236,7 +243,8 @@ def _check_static(pair: Pair, lane: Lane, scale: float) -> None:
         except LossScaleCollapsed as error:
             reported.append((count, "static" in str(error)))
         assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("SKIPPED", scale)
-    assert reported == [(50, True), (100, True)]
+    late = steps_late(lane, pair.optimizer)
+    assert reported == [(50 + late, True), (100 + late, True)]
     assert_same(picture(pair.model, pair.optimizer), still)
     iterate(pair.model, pair.optimizer, second)
     assert outcome(pair.optimizer) == "APPLIED"

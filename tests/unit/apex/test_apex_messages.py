@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import apex_messages
+import forking
 import pytest
 
 from xamp.apex import amp
@@ -96,7 +98,8 @@ for name in sys.argv[2:]:
 def answers() -> dict[str, Any]:
     """Of each case in a process that has imported torch and xamp, and has done nothing yet."""
     command = [sys.executable, "-W", "ignore", "-c", FORKED, json.dumps(sys.path), *ALONE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    environment = {**os.environ, **forking.SETTINGS}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     lines = [line.partition("ANSWER ")[2] for line in done.stdout.splitlines() if "ANSWER " in line]
     return dict(map(json.loads, lines))
 

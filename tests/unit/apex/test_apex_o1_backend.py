@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,7 +149,7 @@ def test_what_backward_recomputes_is_cast(reentrant: bool) -> None:
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize(("level", "lower"), [("O1", FP16), ("O4", BF16)])
 def test_compiled(level: str, lower: torch.dtype, compiler: str) -> None:
-    torch.compiler.reset()
+    compiling.forget()
     model = start(level)
     made = torch.compile(model, backend=compiler, fullgraph=True)
     assert [y.dtype for y in made(square)] == given(lower)
@@ -157,7 +158,7 @@ def test_compiled(level: str, lower: torch.dtype, compiler: str) -> None:
         assert inside(square).dtype is lower
     assert inside(square).dtype is FP32
     xamp.session(model).close()
-    torch.compiler.reset()
+    compiling.forget()
 
 
 def test_another_op_policy_is_refused() -> None:

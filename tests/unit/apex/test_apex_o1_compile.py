@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.compiler.config
@@ -57,10 +58,10 @@ PROBES: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, inductor_cache: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
-    torch.compiler.reset()
+    compiling.forget()
     yield
     stop()
-    torch.compiler.reset()
+    compiling.forget()
 
 
 def compiled(function: Any, compiler: str) -> Any:
@@ -169,7 +170,7 @@ def test_a_block_without_casts_in_compiled_code() -> None:
 
     with casts():
         assert [y.dtype for y in torch.compile(both, backend="aot_eager")(square)] == [FP32, FP16]
-        torch.compiler.reset()
+        compiling.forget()
         with pytest.raises(torch._dynamo.exc.Unsupported):
             compiled(both, "aot_eager")(square)
 

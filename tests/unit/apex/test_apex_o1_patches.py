@@ -208,6 +208,21 @@ def test_a_process_that_forgets_to_end_its_casts_ends() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_where_there_is_cuda_nothing_warns_and_inductor_comes_only_after_a_compilation(compiled: bool) -> None:
+    """There a reset of the compiler imports all of inductor, and with it what torch itself calls deprecated."""
+    code = f"""
+        import sys, torch, torch._dynamo
+        from xamp.apex._handle import init
+        if {compiled}:
+            torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+        torch.cuda.is_available = lambda: True
+        init()
+        assert ("torch._inductor.cudagraph_trees" in sys.modules) is {compiled}
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
+
+
 def test_a_user_may_change_the_lists() -> None:
     from xamp.apex._lists import TENSOR
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from lanes import Lane, lower
@@ -18,11 +19,6 @@ from xamp.errors import StateError
 
 CASTS = (None, torch.float32, torch.bfloat16)
 Decorators = tuple[Callable[..., Any], Callable[..., Any]]
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
 
 
 def apply(function: Any) -> Callable[..., Any]:
@@ -276,7 +272,7 @@ def test_the_device_is_that_of_the_tensors(lane: Lane, monkeypatch: pytest.Monke
             seen.append(x.dtype)
             return x * 1.0
 
-    monkeypatch.setenv("XAMP_DEVICE", "abacus")  # is not asked for
+    monkeypatch.setenv("XAMP_DEVICE", "quipu")  # is not asked for
     x = torch.ones(2, dtype=lower(lane), device=lane.device)
     with torch.autocast(lane.device.type, dtype=lower(lane)):
         apply(Probe)(torch.ones(1, dtype=torch.int64), x)
@@ -391,9 +387,9 @@ class MixedIn(Forward, torch.autograd.Function):
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,9 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 @pytest.fixture

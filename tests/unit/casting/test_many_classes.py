@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from torch import nn
@@ -26,9 +27,9 @@ X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+    compiling.forget()
     yield
-    torch._dynamo.reset()
+    compiling.forget()
 
 
 _break: Any = torch._dynamo.graph_break

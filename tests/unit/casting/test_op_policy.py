@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.casting import registered
-from xamp.casting.ops import portable
+from xamp.casting.ops import parts
 from xamp.casting.ops.observe import expected
 from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES
@@ -108,7 +108,7 @@ def test_values_and_gradients_are_near_those_of_fp32(overload: str, level: str) 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated:UserWarning")  # torch says so once a process
 def test_the_functions_that_entries_call_reach_the_very_overload() -> None:
     """In torch's own record of calls; a function of ``torch._C`` stands for several overloads."""
-    named = [(name, function) for name in ON_CPU for function in [portable.python_function(name)] if function]
+    named = [(name, function) for name in ON_CPU for function in [parts.python_function(name)] if function]
     assert len(named) > 60
     with profile(activities=[ProfilerActivity.CPU], experimental_config=NAMED) as record:
         for overload, function in named:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.compiler.config
@@ -38,10 +39,10 @@ each_kind = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
-    torch.compiler.reset()
+    compiling.forget()
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
         yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 def autocast() -> Any:
@@ -105,7 +106,7 @@ def test_another_librarys_checkpointing_of_a_block_of_ones_own(
 ) -> None:
     found = []
     for whose in CHECKPOINTING:
-        torch.compiler.reset()
+        compiling.forget()
         checkpointing(whose, monkeypatch)
         block = many(noting=False)
         found.append(trained(torch.compile(block.body, backend=compiler), block, reentrant, op_policy))
@@ -117,7 +118,7 @@ def test_another_librarys_checkpointing_of_a_block_of_ones_own(
 def test_nothing_is_compiled_in_backward_but_for_what_torch_compiles_there(reentrant: bool, scaled: bool) -> None:
     made = {}
     for policy in ("portable", "native"):
-        torch.compiler.reset()
+        compiling.forget()
         counters.clear()
         block = many(noting=False)
         model = Checkpointed(torch.compile(block.body, backend="aot_eager"), block, reentrant)
@@ -146,7 +147,7 @@ def test_registered_functions_too(compiler: str, reentrant: bool) -> None:
     xamp.register_half_function(F, "softmax")
     try:
         for by_others in (True, False):
-            torch.compiler.reset()
+            compiling.forget()
             run: Any = torch.compile(body, backend=compiler)
             if by_others:
                 with autocast():
@@ -292,9 +293,9 @@ def test_a_checkpoint_in_a_broken_graph(inner: bool, reentrant: bool, compiler: 
             return checkpoint(self.body, x, use_reentrant=reentrant) * 1.0
 
     found = []
-    for compiling in (True, False):
+    for compiles in (True, False):
         model, x = start(Net()), batch()
-        run: Any = torch.compile(model, backend=compiler) if compiling else model
+        run: Any = torch.compile(model, backend=compiler) if compiles else model
         run(x).square().mean().backward()
         found.append(gradients(model, x))
     assert_equal(*found)
@@ -304,10 +305,10 @@ def test_a_checkpoint_in_a_broken_graph(inner: bool, reentrant: bool, compiler: 
 @each_kind
 def test_a_checkpoint_within_one_graph(reentrant: bool, compiler: str) -> None:
     found = []
-    for compiling in (True, False):
+    for compiles in (True, False):
         block = many(noting=False)
         model, x = start(Checkpointed(block.body, block, reentrant)), batch()
-        run: Any = torch.compile(model, backend=compiler, fullgraph=True) if compiling else model
+        run: Any = torch.compile(model, backend=compiler, fullgraph=True) if compiles else model
         run(x).square().mean().backward()
         found.append(gradients(model, x))
     for a, b in zip(*found, strict=True):
@@ -348,7 +349,7 @@ def test_what_is_cached_on_disk_is_cached_for_this_table(monkeypatch: pytest.Mon
     tag = CONFIG.cache_key_tag
 
     def compiled(region: Any, tag: str) -> tuple[torch.dtype, bool]:
-        torch.compiler.reset()
+        compiling.forget()
         counters.clear()
         config = CONFIG.patch(cache_key_tag=tag)
         with torch._functorch.config.patch(enable_autograd_cache=True), config, region:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,10 +31,10 @@ each_backend = pytest.mark.parametrize("compiler", BACKENDS)
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     with torch._functorch.config.patch(enable_autograd_cache=False):  # what an entry does may have changed since
         yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 class Dtypes(nn.Module):
@@ -85,10 +86,10 @@ def test_dtypes_are_those_of_eager(compiler: str) -> None:
 @pytest.mark.parametrize("level", LOWER)
 def test_a_compiled_model_trains_as_the_eager_one(level: str, compiler: str) -> None:
     found = []
-    for compiling in (False, True):
+    for compiles in (False, True):
         model, x = many(noting=False), batch()
         start(model, level)
-        run: Any = compiled(model, compiler) if compiling else model
+        run: Any = compiled(model, compiler) if compiles else model
         out = run(x)
         assert out.dtype == FP32
         torch.autograd.backward(out.square().mean())

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_kernels import GPU_KERNELS
 
+from xamp.casting.ops import fixed_dtype
 from xamp.casting.ops import observe as observing
 from xamp.casting.ops.observe import attempt, expected, has_entry, is_present, observe
 from xamp.casting.ops.samples import HERE, operator, samples
@@ -35,6 +36,7 @@ def _autocast_is_as_before() -> Iterator[None]:
 def test_the_names_are_those_that_cuda_registers_and_the_recurrent_layers() -> None:
     listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     registered = {name.removeprefix("aten::") for name in listed if name.startswith("aten::")} - OWN["cuda"]
+    registered -= fixed_dtype.added("cuda")  # xamp's own, after a session on a card
     if version >= WRITTEN_FROM:
         assert registered | LAYERS == set(HERE)
         assert len(registered) == len(HERE) - 8

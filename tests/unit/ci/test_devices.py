@@ -161,7 +161,7 @@ def test_the_badge_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('name = "twin"', "", "number 8: name is missing"),
+        ('name = "twin"', "", "number 9: name is missing"),
         ('name = "twin"', 'name = "the twin"', "small letters, digits and -"),
         ('name = "twin"', 'name = "cpu"', "2 rows have this name"),
         ('name = "twin"', 'name = "lint"', "2 rows have this name"),
@@ -215,8 +215,8 @@ def test_hardware_gets_a_job_only_where_it_is_there() -> None:
     def names(**variables: str) -> list[str]:
         return [str(job["name"]) for job in jobs_of(devices.DATA, **variables)]
 
-    assert names() == ["cpu", "cpu", "ascend-910b2", "ascend-910a", "abacus"]
-    assert names(XAMP_HARDWARE="npu, cuda")[5:] == ["cuda", "npu"]
+    assert names() == ["cpu", "cpu", "ascend-910b2", "ascend-910a", "abacus", "standin"]
+    assert names(XAMP_HARDWARE="npu, cuda")[6:] == ["cuda", "npu"]
     assert names(XAMP_HARDWARE="npu", GITHUB_EVENT_NAME="pull_request") == names()
     assert names(XAMP_HARDWARE="npu", GITHUB_EVENT_NAME="pull_request_target") == names()
     with pytest.raises(DevicesError, match="'cpu': rows of hardware are cuda, rocm, npu"):

@@ -56,7 +56,19 @@ def outcome(project: Path, *arguments: str, ledger: str, cwd: Path | None = None
     """How many tests passed, failed and so on, and what a run printed."""
     (project / "tests" / "ledger.toml").write_text(ledger)
     environment = {**os.environ, "PYTHONPATH": f"{project}{os.pathsep}{ROOT / 'tests' / 'support'}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", f"--rootdir={project}", "-c", os.devnull, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "xdist",
+        "-q",
+        "-rA",
+        f"--rootdir={project}",
+        "-c",
+        os.devnull,
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=cwd or project, env=environment, capture_output=True, text=True, check=False)
     assert "INTERNALERROR" not in done.stdout, done.stdout
     last = done.stdout.splitlines()[-1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from site_packages import doctor_finds, plain_environment, row_of
+from site_packages import best_of, doctor_finds, plain_environment, row_of
 
 import xamp
 from xamp.cli import doctor, main
@@ -120,7 +120,7 @@ def test_json_holds_what_is_known(found: dict[str, Any]) -> None:
     empty = {"reason": "", "hint": "", "detail": "", "printed": []}
     findings = [dataclasses.asdict(finding) for finding in list_findings()]
     assert found["torch"] == {"version": torch.__version__, **empty, "findings": findings}
-    assert found["chosen"] == {"device": str(xamp.device()), "backend": found["chosen"]["backend"], "reason": ""}
+    assert found["chosen"] == {"device": best_of(found), "backend": found["chosen"]["backend"], "reason": ""}
     assert found["environment"] == {}
     assert all(list(row) == FIELDS + ADDED for row in found["backends"])
 
@@ -136,7 +136,7 @@ def test_the_rows_are_what_the_process_itself_would_see(found: dict[str, Any]) -
 
 
 def test_the_level_is_that_of_auto(found: dict[str, Any]) -> None:
-    model = torch.nn.Linear(2, 2, device=xamp.device())
+    model = torch.nn.Linear(2, 2, device=found["chosen"]["device"])
     xamp.initialize(model, verbosity=0)
     assert found["recommended"]["level"] == xamp.session(model).policy.level
     assert found["recommended"]["reason"]

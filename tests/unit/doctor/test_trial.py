@@ -108,7 +108,7 @@ def test_a_torch_without_distributed_is_a_warning(monkeypatch: pytest.MonkeyPatc
 def test_every_dtype_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def defect_of(device: torch.device, dtype: str, keeps_inf: bool) -> str:
+    def defect_of(device: torch.device, dtype: str, keeps_inf: bool, unscale_: Any) -> str:
         tried.append((dtype, keeps_inf))
         return "it is wrong" if dtype == "bfloat16" else ""
 

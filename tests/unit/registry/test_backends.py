@@ -106,9 +106,21 @@ def test_the_trial_finds_a_device_that_saturates(monkeypatch: pytest.MonkeyPatch
     assert "an inf in float16 does not stay one: the device saturates" in native.defect_of(CPU, "float16")
 
 
-def test_the_trial_finds_an_unscaling_that_overlooks_inf(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", lambda *args: None)
-    assert native.defect_of(CPU, "bfloat16") == "the operator that unscales gradients overlooks an inf in bfloat16"
+@pytest.mark.parametrize(
+    ("raised", "factor", "defect"),
+    [
+        (0.0, 0.5, "the operator that unscales gradients overlooks inf in bfloat16"),
+        (1.0, 0.5, "the operator that unscales gradients sees an overflow where there is none in bfloat16"),
+        (0.0, 1.0, "the operator that unscales gradients multiplies wrongly in bfloat16"),
+    ],
+)
+def test_the_trial_asks_the_backend_s_own_method(raised: float, factor: float, defect: str) -> None:
+    def unscale_(grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        found_inf.fill_(raised)
+        for grad in grads:
+            grad.mul_(factor)
+
+    assert native.defect_of(CPU, "bfloat16", unscale_=unscale_) == defect
 
 
 def test_the_trial_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +526,9 @@ def test_a_gpu_that_only_emulates_bf16_declares_no_bf16_level(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=8 if bf16 else 7, minor=0)
     )
-    declared = cuda.CudaBackend(BackendSpec("cuda", ("cuda",), "a:B")).capabilities()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(native, "defect_of", lambda *_: "")  # each dtype that is asked for computes
+    declared = cuda.CudaBackend(BackendSpec("cuda", ("cuda",), "a:B")).capabilities(torch.device("cuda", 0))
     assert (declared.levels, declared.fast_dtypes) == (levels, fast)
     assert ("bfloat16" in declared.dtypes) is bf16
 

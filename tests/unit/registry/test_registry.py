@@ -564,12 +564,12 @@ class OutOfMemoryByName(OutOfMemory):
 class NoRoomInTrial(NativeBackend):
     """The same, where the product of the trial is what finds no room."""
 
-    def _require_computing(self, device: torch.device, dtype: str) -> None:
+    def _defect(self, device: torch.device, dtype: str) -> str:
         if OutOfMemory.left:
             OutOfMemory.left -= 1
             with mock.patch.object(torch, "ones", side_effect=RuntimeError("out of memory")):
-                super()._require_computing(device, dtype)
-        super()._require_computing(device, dtype)
+                return super()._defect(device, dtype)
+        return super()._defect(device, dtype)
 
 
 @pytest.mark.parametrize("cls", [OutOfMemory, OutOfMemoryByName, NoRoomInTrial])

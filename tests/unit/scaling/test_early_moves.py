@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from injection import Fault
@@ -122,8 +123,13 @@ def grads(optimizer: Any) -> list[Any]:
 
 
 def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether all bits are equal: a step that nobody checks may make nan, which equals no number."""
     both = zip(a, b, strict=True)
-    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in both)
+    return all(x is y if x is None or y is None else torch.equal(bits(x), bits(y)) for x, y in both)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def after_two(level: str, between: Callable[[Any, Any], None] = lambda *_: None) -> tuple[Any, Any]:
@@ -217,8 +223,6 @@ def test_weights_scales_and_outcomes_are_the_same_bit_for_bit(
     lane: Lane, level: str, options: dict[str, Any], spoilt: Any, clips: bool, moved: Moved
 ) -> None:
     needs_dtype(lane, torch.float16 if level == "O2" else torch.bfloat16)
-    if options.get("on_static_overflow") == "step" and spoilt is not None:
-        pytest.skip("nan in every weight")
     found = train(level, spoilt, clips, lane, **options)
     assert (moved.take() > 0) == (lane.can.overflow == "inf")
     with without_moves():
@@ -795,7 +799,7 @@ def test_under_compiled_autograd_gradients_move_at_the_end(moved: Moved) -> None
         assert hooks(model) == 0
         return grads(optimizer)
 
-    torch._dynamo.reset()
+    compiling.forget()
     with without_moves():
         expected = run(compiled=False)
     assert same(run(compiled=True), expected)

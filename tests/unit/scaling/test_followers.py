@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from torch import nn
@@ -37,12 +38,12 @@ BOUND = 0.25
 @pytest.fixture(autouse=True)
 def _no_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin without graphs, and without models of earlier tests, which live until the collector finds them."""
-    torch._dynamo.reset()
+    compiling.forget()
     monkeypatch.setattr(followers, "_followers", WeakIdKeyDictionary())
     monkeypatch.setattr(graphs, "exist", False)
     monkeypatch.setattr(graphs, "ask", False)
     yield
-    torch._dynamo.reset()
+    compiling.forget()
 
 
 def batch(number: int) -> torch.Tensor:

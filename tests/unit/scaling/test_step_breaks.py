@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ class Breaks:
 
 def start(level: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    torch._dynamo.reset()
+    compiling.forget()
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     xamp.initialize(model, optimizer, level=level, verbosity=0, **options)
@@ -152,7 +153,7 @@ def test_a_compiled_model_compiles_once_for_100_steps_with_10_scales(level: str,
 
     def losses(how: str) -> tuple[list[float], list[int]]:
         torch.manual_seed(3)
-        torch._dynamo.reset()
+        compiling.forget()
         with_backward = (when == "before") == (level in DYNAMIC)  # in turn, for its graph takes as long again
         counter = CompileCounterWithBackend("aot_eager" if with_backward else "eager")
         inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))

@@ -12,6 +12,7 @@ from torch import nn
 
 import xamp
 from xamp.errors import LossScaleCollapsed, StateError
+from xamp.ground import kernels
 from xamp.registry import registry
 
 INTERVAL = 7
@@ -21,11 +22,13 @@ SPOILT = frozenset((4, 5, 30, 31, 32, 100, 177, 299))
 class Training:
     """One small model; ``step`` runs one whole training step on ``x``, whose storage stays."""
 
-    def __init__(self, way: str, *, fused: bool = True, floor: float = 2.0**-3, device: str = "cpu") -> None:
+    def __init__(
+        self, way: str, *, fused: bool = True, floor: float = 2.0**-3, device: str = "cpu", make: Any = torch.optim.SGD
+    ) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(device)
-        make: Any = torch.optim.SGD
-        self.optimizer = make(self.model.parameters(), lr=0.05, momentum=0.9, fused=fused or None)
+        extra = {"fused": fused or None} if make is torch.optim.SGD else {}
+        self.optimizer = make(self.model.parameters(), lr=0.05, momentum=0.9, **extra)
         self.x = torch.zeros(3, 5, device=device)
         self.scaler: Any = None
         if way == "GradScaler":
@@ -133,6 +136,32 @@ def test_a_capture_of_what_the_host_decides_is_refused(recorder: GraphRecorder, 
             loop.scaler.update()
         loop.step()
         assert not all(torch.equal(a, b) for a, b in zip(loop.weights(), held, strict=True))
+
+
+def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(recorder: GraphRecorder) -> None:
+    """A power of two may be cast to the dtype of the gradients; a graph is replayed at scales that are none."""
+    loop = Training("O1")
+    for number in range(2):
+        loop.feed(number, False)
+        loop.step()
+    (scaler,) = xamp.session(loop.optimizer).engine.scalers
+    assert getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    with recorder.capture():
+        loop.step()
+    assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    scaler.set(2.0)
+    assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
+
+
+def test_the_cure_is_one_that_the_device_has(recorder: GraphRecorder) -> None:
+    """An optimizer without a fused form is not told to be made fused."""
+    loop = Training("O1", make=torch.optim.RMSprop)
+    for number in range(2):
+        loop.feed(number, False)
+        loop.step()
+    cure = "Take an optimizer with a fused form that is right on cpu, as Adagrad, Adam, AdamW or SGD have"
+    with pytest.raises(StateError, match=cure), recorder.capture():
+        loop.step()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="real graphs need a GPU")

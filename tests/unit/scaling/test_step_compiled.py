@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ NO_COMPILER = not any(map(shutil.which, ("c++", "g++", "clang++")))
 
 def train(level: str, optimizer: str, fused: Any, how: str) -> tuple[list[torch.Tensor], list[Any]]:
     torch.manual_seed(3)
-    torch._dynamo.reset()
+    compiling.forget()
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     stepper = OPTIMIZERS[optimizer](model.parameters())
     xamp.initialize(model, stepper, level=level, fused=fused, verbosity=0)
@@ -86,7 +87,7 @@ def test_whole_training_step(level: str, fused: Any) -> None:
 
     def losses(compiled: bool) -> tuple[list[float], list[int]]:
         torch.manual_seed(3)
-        torch._dynamo.reset()
+        compiling.forget()
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
         stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         xamp.initialize(model, stepper, level=level, fused=fused, growth_interval=2, init_scale=2.0**4, verbosity=0)
@@ -136,7 +137,7 @@ def test_a_whole_step_by_inductor(
 
     def trained(compiled: bool) -> tuple[list[Any], list[Any], list[torch.Tensor], list[int]]:
         torch.manual_seed(3)
-        torch._dynamo.reset()
+        compiling.forget()
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 2))
         stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         xamp.initialize(model, stepper, "O2", fused=fused, verbosity=0, growth_interval=3, init_scale=2.0**8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,12 @@ def test_values_come_out_in_order_a_fixed_number_of_steps_late() -> None:
     assert [values[0] for _, values in history.peek()] == [float(s) for s in range(3, HISTORY_LAG + 3)]
     assert [note for note, _ in history.drain()] == list(range(3, HISTORY_LAG + 3))
     assert list(history.peek()) == []
+
+
+def test_the_page_says_how_late() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    assert f"\n{HISTORY_LAG} steps later" in page
+    assert f"at the {COLLAPSE_RUN + HISTORY_LAG}th, and every {COLLAPSE_RUN} after | at the {COLLAPSE_RUN}th" in page
 
 
 @pytest.mark.usefixtures("late")

@@ -20,6 +20,7 @@ from stepping import (
     picture,
     plain_iterate,
     run_backward,
+    step_alike,
     stepped,
     twin,
 )
@@ -53,6 +54,7 @@ def test_a_frozen_parameter_stays_and_trains_once_unfrozen(
     reference = twin(model)
     plain = make(reference.parameters())
     model, optimizer = initialize(model, make(model.parameters()), level, fused=fused)
+    step_alike(plain, optimizer)
     batches = inputs(6, lane)
     before = model.get_parameter(frozen).clone()
     for x in batches[:3]:
@@ -95,6 +97,7 @@ def test_parameters_without_gradients_stay(lane: Lane, level: str, fused: str | 
     reference = twin(model)
     plain = make(reference.parameters())
     model, optimizer = initialize(model, make(model.parameters()), level, fused=fused)
+    step_alike(plain, optimizer)
     for x, use in zip(inputs(5, lane), ("left", "left+right", "right", "left", "left+right"), strict=True):
         for under, steps in ((model, optimizer), (reference, plain)):
             steps.zero_grad()
@@ -136,6 +139,7 @@ def test_a_group_added_while_training_joins_and_the_momentum_of_the_others_stays
     reference = twin(model)
     plain = make([reference.a])
     model, optimizer = initialize(model, make([model.a]), level, fused=fused)
+    step_alike(plain, optimizer)
     batches = inputs(7, lane)
 
     def step(x: torch.Tensor, spoil: Any = ()) -> None:
@@ -260,6 +264,7 @@ def test_parameters_in_other_dtypes_train_too(lane: Lane, level: str, dtype: tor
     reference = twin(model)
     plain = make(reference.parameters())
     model, optimizer = initialize(model, make(model.parameters()), level)
+    step_alike(plain, optimizer)
     for count, x in enumerate(inputs(4, lane)):
         spoil = count == 2 and lane.can.overflow == "inf"
         optimizer.zero_grad()

@@ -19,6 +19,7 @@ from stepping import (
     picture,
     plain_iterate,
     run_backward,
+    step_alike,
     stepped,
     twin,
 )
@@ -56,6 +57,8 @@ def test_on_one_joint_loss_no_optimizer_changes_the_size_of_anothers_update(
     references = [twin(m) for m in models]
     plain = [SGD(references[0].parameters(), lr=0.125, momentum=0.9), Adam(references[1].parameters(), lr=0.125)]
     made = [SGD(models[0].parameters(), lr=0.125, momentum=0.9), Adam(models[1].parameters(), lr=0.125)]
+    for other, optimizer in zip(plain, made, strict=True):
+        step_alike(other, optimizer)
     models, made = initialize(models, made, level=level, init_scale=1024.0, growth_interval=2, fused=fused)
     for count, x in enumerate(inputs(6, lane)):
         for optimizer in (*made, *plain):
@@ -163,6 +166,7 @@ def test_a_parameter_shared_by_two_modules_is_one(lane: Lane, level: str) -> Non
     assert reference.right.a is reference.left.a
     plain = AdamW(reference.parameters(), lr=0.125)
     optimizer: Any = AdamW(model.parameters(), lr=0.125)
+    step_alike(plain, optimizer)
     shared, optimizer = initialize(model, optimizer, level=level, init_scale=64.0)
     assert shared.right.a is shared.left.a
     for x in inputs(3, lane):

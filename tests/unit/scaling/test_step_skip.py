@@ -22,6 +22,7 @@ from stepping import (
     picture,
     plain_iterate,
     run_backward,
+    step_alike,
     stepped,
     twin,
 )
@@ -74,6 +75,7 @@ def start(lane: Lane, form: Form, level: str, **options: Any) -> tuple[Any, Opti
     reference = twin(model)
     plain = form.make(reference.parameters(), lane)
     optimizer = form.make(model.parameters(), lane)
+    step_alike(plain, optimizer)
     options = {"init_scale": SCALE, **options}
     model, optimizer = xamp.initialize(model, optimizer, **at(level), **options)
     return model, optimizer, reference, plain

@@ -57,7 +57,7 @@ def refused(error: type[BaseException], message: str, *objects: nn.Module | torc
 # One wrong argument in a call that is right otherwise.
 WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "level": (PolicyError, "no such level", {"level": "O7"}),
-    "backend": (BackendUnavailable, "no backend of that name", {"backend": "abacus"}),
+    "backend": (BackendUnavailable, "no backend of that name", {"backend": "quipu"}),
     "backend that is no string": (XampError, "backend", {"backend": 3}),
     "backend that is a list": (XampError, "backend", {"backend": ["cpu"]}),
     "keep_fp32": (PolicyError, "matches no module", {"keep_fp32": ["nowhere.*"]}),
@@ -339,6 +339,22 @@ def test_close_before_any_step_gives_everything_back_to_the_bit(level: str, lane
     xamp.initialize(model, optimizer, level=level, keep_fp32=["head"], verbosity=0)
     xamp.session(model).close()
     (before.assert_same if exact else before.assert_same_form)()
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "O3"])
+def test_close_gives_the_very_step_counters_back(level: str, lane: Lane) -> None:
+    """With what was counted since. The plain form that goes on would wait for each that is on the device."""
+    model, optimizer = used(lane)
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()
+    counters = [(param, state["step"], state["step"].item()) for param, state in optimizer.state.items()]
+    xamp.initialize(model, optimizer, level=level, init_scale=128.0, verbosity=0)
+    train(model, optimizer, batch(lane), steps=2)
+    xamp.session(optimizer).close()
+    for param, counter, before in counters:
+        assert optimizer.state[param]["step"] is counter
+        assert counter.item() == before + 2
+    assert all(state["step"].is_cpu for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("level", LEVELS)

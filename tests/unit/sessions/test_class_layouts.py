@@ -8,6 +8,7 @@ import pickle
 import typing
 from typing import Any
 
+import compiling
 import pytest
 import torch
 from torch import nn
@@ -140,7 +141,7 @@ def test_a_model_trains_as_its_plain_twin(cls: type[nn.Linear], level: str) -> N
     assert registered.get(cls.__name__, cls) is cls
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(again(X), model(X))
-    torch.compiler.reset()
+    compiling.forget()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(X), model(X))
     xamp.session(model).close()

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, needs_values
+from lanes import Lane, needs_values, steps_late
 from scaler_comparison import FORMS, data, net
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp
 from xamp.errors import LossScaleCollapsed, PolicyError
-from xamp.scaling.late_reads import HISTORY_LAG
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -165,7 +164,7 @@ def test_fifty_overflows_in_a_row_at_the_floor_raise_and_every_fifty_after(fused
         except LossScaleCollapsed as error:
             raised.append((index, str(error)))
         scaler.update()
-    late = 0 if lane.device.type == "cpu" or fused is None else HISTORY_LAG
+    late = steps_late(lane, loop.optimizers[0])
     assert [index for index, _ in raised] == [50 + late, 100 + late]
     assert "50 overflows in a row with the loss scale 1, at its floor" in raised[0][1]
     named = "a parameter of shape (2,)" if lane.can.overflow == "inf" else "unknown, for this chip tells"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lanes import Lane, needs_values
+from lanes import Lane, needs_values, steps_late
 from late_history import LateHistory
 from stepping import HostReads, inputs, iterate, run_backward, start
 from torch import nn
@@ -204,15 +204,19 @@ def test_a_grad_scaler_logs_the_new_scale_as_scale_loss_does(
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)  # the card's fused form wants a momentum
     scaler = xamp.GradScaler(init_scale=256.0)
     needs_values(lane)
+    told: list[tuple[int, str]] = []
     with caplog.at_level(logging.INFO, logger="xamp"):
-        for index in range(3 + HISTORY_LAG):  # so that a device that is late has told of both overflows
+        for index in range(3 + HISTORY_LAG):
+            caplog.clear()
             optimizer.zero_grad()
-            factor = float("inf") if index < 2 else 1.0
+            factor = float("inf") if index in (1, 2) else 1.0  # the host decides on the first step
             scaler.scale(model(torch.ones(1, 2, device=lane.device)).sum() * factor).backward()
             scaler.step(optimizer)
             scaler.update()
-    told = [f"gradient overflow: step skipped, loss scale {scale}" for scale in (128, 64)]
-    assert [r.getMessage() for r in caplog.records] == told
+            told += [(index, record.getMessage()) for record in caplog.records]
+    late = steps_late(lane, optimizer)
+    said = "gradient overflow: step skipped, loss scale"
+    assert told == [(1 + late, f"{said} 128"), (2 + late, f"{said} 64")]
     assert scaler.get_scale() == 64.0
 
 

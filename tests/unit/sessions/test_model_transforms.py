@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import compiling
 import pytest
 import torch
 from containers import leaves, shape
@@ -27,9 +28,9 @@ jit = pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning", "ignor
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+    compiling.forget()
     yield
-    torch.compiler.reset()
+    compiling.forget()
 
 
 def agrees(compiled: Any, eager: nn.Module, level: str, lane: Lane) -> None:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import compiling
 import pytest
 import torch
 import torch.distributed as dist
@@ -412,7 +413,7 @@ def test_torchs_average_of_a_divided_model_is_fp32() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_whole_compiled_step_of_shards(level: str) -> None:
     def losses(is_compiled: bool) -> list[float]:
-        torch.compiler.reset()
+        compiling.forget()
         model = shard(net(), "fsdp2")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         xamp.initialize(model, optimizer, level, init_scale=1024.0, verbosity=0)

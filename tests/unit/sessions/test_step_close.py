@@ -25,6 +25,7 @@ from stepping import (
     plain_iterate,
     run_backward,
     start,
+    step_alike,
     stepped,
     twin,
 )
@@ -111,17 +112,14 @@ def test_training_goes_on_in_plain_torch_after_close_and_under_another_level_aft
     model = Dot().to(lane.device)
     reference = twin(model)
     plain, optimizer = make(reference.parameters()), make(model.parameters())
+    step_alike(plain, optimizer)
     model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
-    batches = inputs(8, lane)
-    for x in batches[:3]:
-        iterate(model, optimizer, x)
-    xamp.session(optimizer).close()
-    for x in batches[3:5]:
-        plain_iterate(model, optimizer, x)
-    model, optimizer = xamp.initialize(model, optimizer, level="O2", init_scale=64.0, verbosity=0)
-    for x in batches[5:]:
-        iterate(model, optimizer, x)
-    for x in batches:
+    for count, x in enumerate(inputs(8, lane)):
+        if count == 3:
+            xamp.session(optimizer).close()
+        if count == 5:
+            model, optimizer = xamp.initialize(model, optimizer, level="O2", init_scale=64.0, verbosity=0)
+        (plain_iterate if count in (3, 4) else iterate)(model, optimizer, x)
         plain_iterate(reference, plain, x)
     assert_follows(optimizer, reference)
 

@@ -23,6 +23,7 @@ from stepping import (
     plain_iterate,
     run_backward,
     start,
+    step_alike,
     stepped,
     twin,
 )
@@ -100,6 +101,7 @@ def test_an_optimizer_that_has_trained_before_goes_on_where_it_was(lane: Lane, l
     model = Dot().to(lane.device)
     reference = twin(model)
     plain, optimizer = make(reference.parameters()), make(model.parameters())
+    step_alike(plain, optimizer)
     batches = inputs(6, lane)
     for x in batches[:3]:
         plain_iterate(model, optimizer, x)
@@ -151,6 +153,7 @@ def test_an_optimizer_made_after_the_model_was_cast(lane: Lane, level: str, make
     plain = make(reference.parameters())
     model = xamp.initialize(model, init_scale=64.0, **at(level))
     optimizer = make(model.parameters())
+    step_alike(plain, optimizer)
     model, optimizer = xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
     if level != "O3":
         assert_follows(optimizer, reference, rtol=0, atol=0)

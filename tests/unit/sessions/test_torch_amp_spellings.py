@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import compiling
 import pytest
 import torch
 
@@ -11,11 +12,6 @@ import xamp
 from xamp.errors import PolicyError
 
 X = torch.randn(4, 4)
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XAMP_DEVICE", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +53,7 @@ def test_a_scaler_has_torchs_numbers(arguments: tuple[Any, ...], named: dict[str
 def test_a_block_has_torchs_dtype(
     arguments: tuple[Any, ...], named: dict[str, Any], dtype: torch.dtype, form: str
 ) -> None:
-    torch._dynamo.reset()
+    compiling.forget()
 
     def product(x: torch.Tensor) -> torch.Tensor:
         with xamp.autocast(*arguments, **named):

@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 OP_POLICIES = {
     "portable": "xamp.casting.ops.portable:Portable",
-    "native": "xamp.casting.ops:OpPolicy",
+    "native": "xamp.casting.ops.fixed_dtype:OwnList",
     "apex": "xamp.apex._regions:ApexLists",
 }
 """Name -> where its class is. ``"portable"`` is one table for every device, ``"native"`` the device's own autocast
@@ -31,7 +31,7 @@ list, ``"apex"`` the lists of NVIDIA's Apex, whose functions are replaced where 
 
 
 class OpPolicy:
-    """What an op policy does around regions. These defaults suit a device's own list, which needs nothing."""
+    """What an op policy does around regions; by default nothing."""
 
     def install(self, device_type: str, backend: Backend) -> None:
         """Prepare regions on ``device_type``; called before the first one opens, and again for later sessions."""

@@ -20,16 +20,27 @@ import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
 
 from xamp.casting import active, recompute
 from xamp.casting.needs import needs
-from xamp.casting.ops import OpPolicy
+from xamp.casting.ops import OpPolicy, fixed_dtype
+from xamp.casting.ops.layers import layer_caster, serve
+from xamp.casting.ops.parts import (
+    LOWER,
+    SINGLE,
+    CastArguments,
+    IsOnDevice,
+    autocast_key,
+    cast_all,
+    device_test,
+    has_entry,
+    python_function,
+)
 from xamp.casting.ops.samples import HERE, operator
-from xamp.casting.ops.table import RULES
+from xamp.casting.ops.table import LAYERS, RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground import cache_keys
@@ -42,14 +53,8 @@ __all__ = ["PLAIN", "SAME", "Portable", "additions", "install"]
 SAME = "same"
 """In a backend's ``op_rules``: the device needs no entry for this overload, whether or not it has registered one."""
 
-_LOWER = (torch.float16, torch.bfloat16)
-_SINGLE = (*_LOWER, torch.float32)
 # For an overload without a dtype argument, the overload with one is called instead, as torch's entries do.
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-
-_HOMES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]
-_NOT_BY_NAME = frozenset(("binary_cross_entropy", "frobenius_norm", "linalg_matrix_norm", "nuclear_norm", "norm"))
-"""Operators that several overloads share whose arguments do not tell them apart for certain."""
 
 PLAIN = {
     "group_norm": "native_group_norm",
@@ -63,17 +68,10 @@ _CELLS = ("gru_cell", "lstm_cell")
 """Operators that call matrix products and work on the results. Their entries leave the weights alone: the products cast
 them, and autocast caches the casts for the region. A loop over time steps calls a cell many times."""
 
-_IsOnDevice = Callable[[torch.Tensor], bool]
-_CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 # By device type: the added entries, and the torch library that holds them registered as long as it lives.
 _added: dict[str, tuple[dict[str, str | None], torch.library.Library]] = {}
 _lock = threading.RLock()  # an interrupt may leave it held: this thread can go on
-
-
-def autocast_key(device_type: str) -> str:
-    """Return the name of the dispatcher key on which autocast's entries for a device type are registered."""
-    return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
 
 
 def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | None]:
@@ -85,10 +83,10 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     """
     if device_type in _added:
         return _added[device_type][0]
-    key, found = autocast_key(device_type), {}
+    key, found, fixed = autocast_key(device_type), {}, fixed_dtype.fixed(op_rules)
     for overload in HERE:
         native = op_rules.get(overload)
-        if native != SAME and (native is not None or not _has_entry(overload, key)):
+        if native != SAME and overload not in fixed and (native is not None or not has_entry(overload, key)):
             found[overload] = native
     return found
 
@@ -97,11 +95,7 @@ def _is_plain(inner: str, device_type: str) -> bool:
     """Whether a device has a kernel of its own for ``inner``, which else calls others, and no rule of its own."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     kernels = torch._C._dispatch_key_for_device(device_type)
-    return has_kernel(f"aten::{inner}", kernels) and not _has_entry(inner, autocast_key(device_type))
-
-
-def _has_entry(overload: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
+    return has_kernel(f"aten::{inner}", kernels) and not has_entry(inner, autocast_key(device_type))
 
 
 class Portable(OpPolicy):
@@ -109,6 +103,7 @@ class Portable(OpPolicy):
 
     def install(self, device_type: str, backend: Backend) -> None:
         """Add the entries that the device's own list lacks; see :meth:`OpPolicy.install`."""
+        serve(device_type, backend)
         install(device_type, backend.op_rules)
 
 
@@ -116,6 +111,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
     """Register the missing entries on ``device_type``, once per process. They act only in regions of this policy."""
     if device_type in _added:
         return
+    fixed_dtype.install(device_type, op_rules)
     with _lock:
         if device_type in _added:
             return
@@ -208,55 +204,37 @@ def _target(overload: str) -> Callable[..., Any]:
     return python_function(overload) or operator(overload)
 
 
-def python_function(overload: str) -> Callable[..., Any] | None:
-    """Return the function of ``torch._C`` that calls ``overload`` when it gets its arguments; None: there is none.
-
-    Such functions take no None in a list of tensors.
-    """
-    packet = overload.partition(".")[0]
-    tensors = [argument for argument in operator(overload)._schema.arguments if "Tensor" in str(argument.type)]
-    if packet in _NOT_BY_NAME or any(each.kwarg_only or "List[Optional" in str(each.type) for each in tensors):
-        return None
-    homes = (home for home in _HOMES if hasattr(home, packet))
-    return next((getattr(home, packet) for home in homes), None)
-
-
 def _dtype_variant(overload: str) -> Callable[..., Any]:
     """Return a function that calls ``overload``, or its variant with a ``dtype`` argument if that is passed."""
     plain, with_dtype = operator(overload), operator(_WITH_DTYPE[overload])
     return lambda *args, **kwargs: (with_dtype if "dtype" in kwargs else plain)(*args, **kwargs)
 
 
-def _rule_caster(overload: str, kind: str, device_type: str) -> _CastArguments:
+def _rule_caster(overload: str, kind: str, device_type: str) -> CastArguments:
     """Return the function that applies a rule to the arguments of a call."""
-    on_device = _device_test(device_type)
+    on_device = device_test(device_type)
     places = _places(overload)
     if kind == "fp32":
         if places is not None:
             return _fp32_caster(places, on_device)
-        return lambda args, kwargs: _cast(args, kwargs, torch.float32, on_device)
+        return lambda args, kwargs: cast_all(args, kwargs, torch.float32, on_device)
     if kind == "lower" and overload in _CELLS:
         return lambda args, kwargs: _cast_state(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
+    if kind == "lower" and overload in LAYERS:
+        return layer_caster(overload, device_type)
     if kind == "lower":
-        return lambda args, kwargs: _cast(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
+        return lambda args, kwargs: cast_all(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
     if kind == "promote":
 
         def promote(args: Any, kwargs: Any) -> Any:
             lower = torch._C.get_autocast_dtype(device_type)
             dtype = _widest((*args, *kwargs.values()), lower, lower, overload, on_device)
-            return _cast(args, kwargs, dtype, on_device)
+            return cast_all(args, kwargs, dtype, on_device)
 
         return promote
     if kind == "fp32_dtype":
         return _dtype_setter(overload, on_device)
     return _refuse(overload)
-
-
-def _device_test(device_type: str) -> _IsOnDevice:
-    """Return a test for tensors on this device type; the tensor's own flag is 0.2 us faster than ``device.type``."""
-    if hasattr(torch.Tensor, f"is_{device_type}"):
-        return attrgetter(f"is_{device_type}")
-    return lambda tensor: tensor.device.type == device_type
 
 
 def _places(overload: str) -> tuple[int, ...] | None:
@@ -270,7 +248,7 @@ def _places(overload: str) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def _fp32_caster(places: tuple[int, ...], on_device: _IsOnDevice) -> _CastArguments:
+def _fp32_caster(places: tuple[int, ...], on_device: IsOnDevice) -> CastArguments:
     """Return a function that casts what stands at ``places`` to fp32. Mostly all is fp32 already: that must be fast."""
     single, to = torch.float32, TO[torch.float32]
 
@@ -280,7 +258,7 @@ def _fp32_caster(places: tuple[int, ...], on_device: _IsOnDevice) -> _CastArgume
             if place >= len(args):  # the rest was left out
                 break
             value = args[place]
-            if value is not None and value.dtype is not single and value.dtype in _LOWER and on_device(value):
+            if value is not None and value.dtype is not single and value.dtype in LOWER and on_device(value):
                 if made is None:
                     made = list(args)
                 made[place] = to(value)
@@ -289,30 +267,14 @@ def _fp32_caster(places: tuple[int, ...], on_device: _IsOnDevice) -> _CastArgume
     return cast
 
 
-def _cast(args: Any, kwargs: Any, dtype: torch.dtype, on_device: _IsOnDevice) -> Any:
-    """Cast fp16, bf16 and fp32 tensors on the device."""
-    made = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            given = value.dtype
-            if given is not dtype and given in _SINGLE and on_device(value):
-                value = TO[dtype](value)
-        elif isinstance(value, (list, tuple)):
-            value = _cast(value, None, dtype, on_device)[0]
-        made.append(value)
-    if kwargs:
-        kwargs = dict(zip(kwargs, _cast(kwargs.values(), None, dtype, on_device)[0], strict=True))
-    return made, kwargs
-
-
-def _cast_state(args: Any, kwargs: Any, dtype: torch.dtype, on_device: _IsOnDevice) -> Any:
+def _cast_state(args: Any, kwargs: Any, dtype: torch.dtype, on_device: IsOnDevice) -> Any:
     """Cast only the input and the state of a cell."""
-    args = [*_cast(args[:2], None, dtype, on_device)[0], *args[2:]]
+    args = [*cast_all(args[:2], None, dtype, on_device)[0], *args[2:]]
     named = {name: kwargs[name] for name in ("input", "hx") if name in kwargs}
-    return args, {**kwargs, **_cast((), named, dtype, on_device)[1]} if named else kwargs
+    return args, {**kwargs, **cast_all((), named, dtype, on_device)[1]} if named else kwargs
 
 
-def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, on_device: _IsOnDevice) -> torch.dtype:
+def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, on_device: IsOnDevice) -> torch.dtype:
     """Return fp32 if one of the tensors is fp32, else ``lower``. Tensors are tested in the order of torch's rule."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -331,7 +293,7 @@ def _widest(values: Any, found: torch.dtype, lower: torch.dtype, overload: str, 
     return found
 
 
-def _dtype_setter(overload: str, on_device: _IsOnDevice) -> _CastArguments:
+def _dtype_setter(overload: str, on_device: IsOnDevice) -> CastArguments:
     """Return a function that sets the ``dtype`` argument to fp32 if the caller left it out."""
     arguments = operator(overload)._schema.arguments
     needs_variant = overload in _WITH_DTYPE  # that overload has no defaults, and its dtype is not optional
@@ -341,7 +303,7 @@ def _dtype_setter(overload: str, on_device: _IsOnDevice) -> _CastArguments:
         if kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None):
             return args, kwargs
         first = args[0] if args else kwargs.get("self")
-        if not (isinstance(first, torch.Tensor) and first.dtype in _SINGLE and on_device(first)):
+        if not (isinstance(first, torch.Tensor) and first.dtype in SINGLE and on_device(first)):
             return args, kwargs
         if needs_variant:
             args, kwargs = (*args, *(kwargs.get(a.name, a.default_value) for a in arguments[len(args) :])), {}
@@ -350,7 +312,7 @@ def _dtype_setter(overload: str, on_device: _IsOnDevice) -> _CastArguments:
     return set_dtype
 
 
-def _refuse(overload: str) -> _CastArguments:
+def _refuse(overload: str) -> CastArguments:
     def refuse(*_: object) -> NoReturn:
         raise StateError(
             f"{overload}: not in a region that casts, where its gradient may not fit fp16. Leave the sigmoid before it "

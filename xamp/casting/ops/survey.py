@@ -16,9 +16,10 @@ import torch
 
 from xamp.casting import active
 from xamp.casting.mark import mark_of
-from xamp.casting.ops import UNKNOWN
+from xamp.casting.ops import UNKNOWN, fixed_dtype
 from xamp.casting.ops.observe import Observed, attempt, expected, is_present
-from xamp.casting.ops.portable import SAME, additions, autocast_key, install
+from xamp.casting.ops.parts import autocast_key
+from xamp.casting.ops.portable import SAME, additions, install
 from xamp.casting.ops.samples import HERE, Sample, samples
 from xamp.casting.ops.table import RULES, Kind, Rule
 
@@ -40,7 +41,7 @@ class Row:
         reason: The reason for that rule.
         registered: Whether the device's own list has the overload.
         native: The device's own rule as observed: a kind of rule, ``"other"``, ``"unknown"``, or ``"none"`` if the list
-            does not have the overload.
+            does not have the overload. The dtype to which the device casts whatever that of the region, if it does.
         added: The rule for which xamp registers an entry; None if it adds none.
         results: The dtypes of the floating results, by the dtypes of the floating inputs: ``"fp32"``, ``"lower"``,
             ``"mixed"`` (both, in either order), ``"named"`` (lower, and the caller passes the lower dtype as
@@ -82,7 +83,7 @@ class Survey:
 def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op_policy: str) -> Survey:
     """Observe or compute the results of each overload of the table that this torch has.
 
-    On a present device, ``"portable"`` registers xamp's entries; they do nothing outside of regions.
+    On a present device, xamp's entries are registered; they do nothing outside of regions.
 
     Args:
         device_type: The type of the device.
@@ -97,9 +98,10 @@ def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op
     missing = additions(device_type, op_rules)
     listed = own_list(device_type, op_rules)
     present, portable = is_present(device_type), op_policy == "portable"
-    if present and portable:
-        install(device_type, op_rules)
-    surveyor = _Surveyor(device_type, dtype, op_rules, missing if portable else {}, listed, present, portable)
+    if present:
+        (install if portable else fixed_dtype.install)(device_type, op_rules)
+    entries = {*(missing if portable else ()), *fixed_dtype.fixed(op_rules)}
+    surveyor = _Surveyor(device_type, dtype, op_rules, entries, listed, present, portable)
     return Survey(present, tuple(map(surveyor.row, HERE)), tuple(sorted(listed - set(RULES))))
 
 
@@ -107,6 +109,7 @@ def own_list(device_type: str, op_rules: Mapping[str, str]) -> set[str]:
     """Return the overloads of torch's operators on the device's Autocast key, without xamp's entries."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
     ours = {name for name, native in additions(device_type, op_rules).items() if native is None}
+    ours |= fixed_dtype.added(device_type)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - ours
 
 
@@ -117,7 +120,7 @@ class _Surveyor:
     device_type: str
     dtype: torch.dtype
     op_rules: Mapping[str, str]
-    missing: Mapping[str, str | None]  # the overloads for which xamp adds an entry
+    entries: set[str]  # the overloads for which xamp adds an entry
     listed: set[str]
     present: bool
     portable: bool
@@ -126,20 +129,22 @@ class _Surveyor:
         rule, registered = RULES[overload], overload in self.listed
         seen, absent = self._results(overload)
         native = _kind(overload, seen, self.dtype) if registered else "none"
+        if overload in fixed_dtype.fixed(self.op_rules):
+            native = self.op_rules[overload]
         # The kernels of an absent device cannot be observed, so what its backend declares is taken.
         same, composite = self.op_rules.get(overload) == SAME, _is_composite(overload)
         absent = absent or (same and not (self.present or registered or composite))
         wanted = _wanted(overload, rule.kind, self.dtype)
         if absent:
             results, source = dict.fromkeys(seen), UNKNOWN
-        elif overload in self.missing:
+        elif overload in self.entries:
             results, source = self._added(overload, wanted)
         else:
             results, source = self._own(seen, wanted if same and composite else seen)
         agrees = _agrees(results, wanted)
         kept = self.portable and same and agrees is False
         cannot = _NO_KERNEL if absent else _KEPT if kept else ""
-        added = rule.kind if overload in self.missing else None
+        added = rule.kind if overload in self.entries else None
         return Row(overload, rule.kind, rule.reason, registered, native, added, results, source, agrees, cannot)
 
     def _own(self, seen: Results, otherwise: Results) -> tuple[Results, str]:

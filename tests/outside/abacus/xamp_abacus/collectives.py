@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from xamp_abacus.kernels import operator, run
-from xamp_abacus.memory import NAME
+from xamp_abacus.memory import device_type
 
 __all__ = ["install"]
 
@@ -31,7 +31,7 @@ def _for_cpu(value: Any) -> Any:
         return value
     group: Any = dist.ProcessGroup.unbox(value)
     make: Any = dist.ProcessGroup  # its annotations name another constructor
-    same, gloo = make(group.rank(), group.size()), group._get_backend(torch.device(NAME))
+    same, gloo = make(group.rank(), group.size()), group._get_backend(torch.device(device_type()))
     same._register_backend(torch.device("cpu"), make.BackendType.GLOO, gloo)
     return same.boxed()
 
@@ -40,7 +40,7 @@ def install() -> None:
     """Register the backend, and what torch's collectives do on the device."""
     if not dist.is_available():
         return
-    dist.Backend.register_backend("abacus_ccl", _create, devices=[NAME])
+    dist.Backend.register_backend("abacus_ccl", _create, devices=[device_type()])
     library = torch.library.Library("c10d", "IMPL")
     _libraries.append(library)
     names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils import backend_registration
 
-from xamp_abacus import collectives, kernels, runtime
-from xamp_abacus.memory import NAME, allocate, is_here
+from xamp.errors import BackendUnavailable
+from xamp_abacus import autocast, collectives, kernels, runtime
+from xamp_abacus.memory import allocate, device_type, is_here, set_device_type
 
 __all__ = ["install"]
 
@@ -19,11 +21,32 @@ class _Guard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
-@functools.cache
-def install() -> None:
-    """Make torch know the device; once a process."""
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=runtime, device_guard=_Guard())
-    kernels.install()
+_installed = ""
+
+
+def install(name: str = "abacus", module: ModuleType = runtime, lists: Mapping[str, str] = autocast.LISTS) -> None:
+    """Make torch know the device, under a name of another where it builds on this one; once a process.
+
+    Args:
+        name: its type.
+        module: what ``torch.<name>`` becomes.
+        lists: what its autocast does to which operators, see :data:`xamp_abacus.autocast.LISTS`.
+
+    Raises:
+        BackendUnavailable: the process has it under another name.
+    """
+    global _installed
+    if _installed == name:
+        return
+    if _installed:
+        raise BackendUnavailable(
+            f"torch has one device that is written in Python, and in this process it is {_installed}\n"
+            f"set XAMP_BACKEND={name} in a process of its own, or leave the other's package out"
+        )
+    _installed = name
+    set_device_type(name)
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_Guard())
+    kernels.install(lists)
     collectives.install()
     _patch_storages()
 
@@ -39,7 +62,7 @@ def _patch_storages() -> None:
         return make(cls, *args, **kwargs)
 
     def resize_(self: Any, nbytes: int) -> Any:
-        if self.device.type != NAME:
+        if self.device.type != device_type():
             return resize(self, nbytes)
         if nbytes > self.nbytes():
             raise NotImplementedError("a storage of the abacus cannot grow")

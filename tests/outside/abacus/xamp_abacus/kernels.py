@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.amp.autocast_mode import _cast
 
-from xamp_abacus.memory import NAME, ON_CPU, ON_SPARSE_CPU, allocate, host, is_here, move_in, wrap
+from xamp_abacus import autocast
+from xamp_abacus.memory import ON_CPU, ON_SPARSE_CPU, allocate, device_type, host, is_here, move_in, wrap
 
-__all__ = ["generator", "install", "operator", "run"]
+__all__ = ["generator", "install", "instead", "operator", "run", "watchers"]
 
 generator = torch.Generator()
 """The device's random numbers, apart from those of the CPU."""
 
+watchers: list[Callable[[Any, Any], None]] = []
+"""What is called with each operator and its arguments before it runs, by a device that builds on this one."""
+instead: dict[Any, Callable[..., Any]] = {}
+"""By operator, what a device that builds on this one computes in its place, on tensors of the CPU."""
+
 _CPU = torch.device("cpu")
 _keys: Any = torch._C.DispatchKey  # its annotations lack some
-_AUTOCAST = torch._C.DispatchKeySet(_keys.AutocastPrivateUse1)
 _CPU_AUTOCAST = torch._C.DispatchKeySet(_keys.AutocastCPU)
 
 # As on other accelerators, these take tensors of the CPU beside their own: indices and lengths.
@@ -65,6 +69,8 @@ def _shape_of(op: Any) -> _Shape:
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``op`` where the arguments are, and give what it gives."""
+    for watch in watchers:
+        watch(op, args)
     if op.is_view:
         return op.redispatch(ON_CPU, *args, **kwargs)
     shape = _shape_of(op)
@@ -75,7 +81,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if any(place < len(args) and isinstance(args[place], (bool, int, float, complex)) for place in shape.tensors):
         op = op.overloadpacket  # what was a number in C++ is one here, for which there is another overload
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):  # that of the CPU is none of the abacus's business
-        made = op(*lent, **named)
+        made = instead.get(op, op)(*lent, **named)
     for place, name in shape.written:
         _return(*((args[place], lent[place]) if place < len(args) else (kwargs[name], named[name])))
     if not isinstance(made, tuple):
@@ -86,12 +92,12 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _lend(value: Any, takes_cpu: bool) -> Any:
     """The CPU's view of an argument."""
     if isinstance(value, torch.Tensor):
-        if value.device.type == NAME:
+        if value.device.type == device_type():
             return host(value)
         if value.dim() and not takes_cpu:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{NAME}:0 and {value.device}!"
+                f"{device_type()}:0 and {value.device}!"
             )
         return value
     if isinstance(value, (list, tuple)):
@@ -169,19 +175,6 @@ def _biased(gates: Any, bias: Any) -> Any:
     return gates if bias is None else gates + bias
 
 
-def _casting(op: Any, dtype_of: Callable[[], torch.dtype]) -> Callable[..., Any]:
-    """An entry of the device's own autocast."""
-
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        dtype = dtype_of()
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*_cast(args, NAME, dtype), **_cast(kwargs, NAME, dtype))
-
-    return entry
-
-
-_LOWER = "linear matmul mm bmm addmm baddbmm conv1d conv2d conv3d scaled_dot_product_attention layer_norm"
-_FP32 = "softmax.int log_softmax.int nll_loss mse_loss"
 _libraries: list[torch.library.Library] = []  # what is registered goes when they go
 
 
@@ -206,8 +199,8 @@ def _registered(key: str) -> list[str]:
     return [name[6:] for name in names if name.startswith("aten::")]
 
 
-def install() -> None:
-    """Register all of it with torch."""
+def install(lists: Mapping[str, str]) -> None:
+    """Register all of it with torch, with autocast's ``lists``."""
     rest, own = _library("_"), _library("aten")
     rest.fallback(run, "PrivateUse1")
     rest.fallback(run, "SparsePrivateUse1")
@@ -229,11 +222,7 @@ def install() -> None:
     for name in ("convolution", "_convolution", "convolution_backward", *direct):
         if not (_aten(name).is_view or torch.Tag.inplace_view in _aten(name).tags):
             own.impl(name, functools.partial(run, _aten(name)), "PrivateUse1")
-    for name in _LOWER.split():
-        lower = functools.partial(torch.get_autocast_dtype, NAME)
-        own.impl(name, _casting(_aten(name), lower), "AutocastPrivateUse1")
-    for name in _FP32.split():
-        own.impl(name, _casting(_aten(name), lambda: torch.float32), "AutocastPrivateUse1")
+    autocast.install(own, _aten, lists)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for key in ("PrivateUse1", "AutogradPrivateUse1"):

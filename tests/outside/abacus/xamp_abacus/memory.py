@@ -10,10 +10,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAME", "ON_CPU", "ON_SPARSE_CPU", "allocate", "host", "is_here", "move_in", "wrap"]
+__all__ = [
+    "ON_CPU",
+    "ON_SPARSE_CPU",
+    "allocate",
+    "device_type",
+    "host",
+    "is_here",
+    "move_in",
+    "set_device_type",
+    "wrap",
+]
 
-NAME = "abacus"
-"""The device's type in torch. It has one index: torch's guard for devices written in Python knows no other."""
+_name = "abacus"
 
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 """For ``redispatch``: CPU kernels that touch no memory, such as those of views, are right on any tensor."""
@@ -24,18 +33,29 @@ _aten = torch.ops.aten
 _seat = _aten.set_.source_Storage_storage_offset
 
 
+def device_type() -> str:
+    """The device's type in torch. It has one index: torch's guard for devices written in Python knows no other."""
+    return _name
+
+
+def set_device_type(name: str) -> None:
+    """Give the device another type, once a process and before its first use: a device that builds on this one."""
+    global _name
+    _name = name
+
+
 def is_here(device: torch.device | str | None) -> bool:
     """Whether it is this device; torch's own check of the index is that of a string."""
     if device is None:
         return False
     device = torch.device(device)
-    if device.type == NAME and device.index not in (None, 0):
-        raise RuntimeError(f"{NAME}: invalid device ordinal {device.index}, there is {NAME}:0 only")
-    return device.type == NAME
+    if device.type == _name and device.index not in (None, 0):
+        raise RuntimeError(f"{_name}: invalid device ordinal {device.index}, there is {_name}:0 only")
+    return device.type == _name
 
 
 def _storage_over(memory: torch.UntypedStorage) -> Any:
-    here = torch.device(NAME, 0)
+    here = torch.device(_name, 0)
     storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), here, memory.nbytes())
     storage.host = memory
     return storage
@@ -102,7 +122,7 @@ def _host_sparse(tensor: torch.Tensor) -> Any:
 
 def _wrap_sparse(result: torch.Tensor) -> Any:
     indices, values = wrap(result._indices()), wrap(result._values())
-    return _sparse(result, indices, values, ON_SPARSE_CPU, torch.device(NAME, 0))
+    return _sparse(result, indices, values, ON_SPARSE_CPU, torch.device(_name, 0))
 
 
 def _sparse(like: Any, indices: Any, values: Any, keys: Any, device: torch.device) -> Any:

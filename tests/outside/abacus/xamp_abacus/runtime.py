@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from xamp_abacus import kernels
-from xamp_abacus.memory import NAME, is_here
+from xamp_abacus.memory import device_type, is_here
 
 Event = torch.Event
 Stream = torch.Stream
@@ -28,7 +28,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    """See :data:`xamp_abacus.memory.NAME`."""
+    """See :data:`xamp_abacus.memory.device_type`."""
     return 1
 
 
@@ -39,7 +39,7 @@ def current_device() -> int:
 
 def set_device(device: Any) -> None:
     """Check that it is this one."""
-    is_here(torch.device(NAME, device) if isinstance(device, int) else device)
+    is_here(torch.device(device_type(), device) if isinstance(device, int) else device)
 
 
 class device:
@@ -87,11 +87,11 @@ def manual_seed(seed: int) -> None:
 manual_seed_all = manual_seed
 
 
-def get_rng_state(device: Any = NAME) -> torch.Tensor:
+def get_rng_state(device: Any = None) -> torch.Tensor:
     """Of the device; bytes on the CPU."""
     return kernels.generator.get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: Any = NAME) -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     """What :func:`get_rng_state` gave."""
     kernels.generator.set_state(new_state)
