@@ -91,9 +91,12 @@ def _cast_container(value: Any, dtype: torch.dtype, device_type: str | None, cas
 
 
 def _is_same(new: Any, old: Any) -> bool:
-    """Return whether the cast of ``old`` gave ``old`` back. The compiler cannot tell two tuples apart by identity."""
-    if isinstance(old, tuple) and torch.compiler.is_compiling():
-        return all(map(_is_same, new, old))
+    """Return whether the cast of ``old`` gave ``old`` back. The compiler cannot tell containers apart by identity."""
+    if torch.compiler.is_compiling():
+        if isinstance(old, (tuple, list)):
+            return all(map(_is_same, new, old))
+        if isinstance(old, dict):
+            return all(_is_same(new[key], item) for key, item in old.items())
     return new is old
 
 
@@ -110,9 +113,9 @@ def _cast_sequence(value: Any, dtype: torch.dtype, device_type: str | None, cast
         filled = copy.copy(value)
         filled[:] = items
         return filled
-    if hasattr(kind, "_make"):
+    if hasattr(value, "_make"):
         return kind._make(items)  # a named tuple, whatever its __new__ takes
-    if hasattr(kind, "n_sequence_fields"):
+    if hasattr(value, "n_sequence_fields"):
         return kind(items)  # the return types of torch.max(x, dim) and others
     made = tuple.__new__(kind, items)
     made.__dict__.update(getattr(value, "__dict__", {}))
@@ -129,8 +132,11 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, cast_
         return value
     if type(value) is dict:
         return {**value, **changed}
-    if type(value) is collections.defaultdict:  # the compiler cannot trace its copy
+    # The compiler cannot trace a copy of these; that of torch 2.11 traces none.
+    if type(value) is collections.defaultdict:
         return collections.defaultdict(value.default_factory, {**value, **changed})
+    if type(value) in (collections.OrderedDict, collections.UserDict):
+        return type(value)({**value, **changed})
     filled = copy.copy(value)
     for key, item in changed.items():
         filled[key] = item  # for a Hugging Face ModelOutput this sets the attribute of that name too
