@@ -146,6 +146,7 @@ def _now() -> str:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    """The environment of commands: this checkout first among what is imported."""
+    """The environment of commands: this checkout first among what is imported, and pytest without any plugin around."""
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    more = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**os.environ, **more}

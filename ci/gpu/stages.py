@@ -16,6 +16,8 @@ FILE = "{file}"
 _BENCHMARKS = ("step", "models", "bandwidth", "syncs", "memory", "forward", "scaler", "trace", "portable")
 _ON_THE_HOST = ("import", "instructions", "apex", "ops")
 _OTHER_ROOMS = ("--ignore=tests/libraries", "--ignore=tests/packaging", "--ignore=tests/emulated")
+_PLUGINS = {"xdist": "xdist", "hypothesispytest": "_hypothesis_pytestplugin"}
+"""Plugins of pytest, by name, with their modules. Others that are installed take no part: see ``runner.surroundings``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +126,9 @@ def _libraries(plan: Plan) -> Stage:
 
 
 def _pytest(plan: Plan, words: Sequence[str]) -> Step:
-    shared = is_there("xdist")
-    workers = ["-n", str(plan.jobs), "--dist=worksteal"] if shared and plan.jobs > 1 else []
-    plugins = ["-p", "ci.gpu.keep", *(["-p", "no:benchmark"] if workers and is_there("pytest_benchmark") else [])]
+    names = ["ci.gpu.keep", *(name for name, module in _PLUGINS.items() if is_there(module))]
+    plugins = [word for name in names for word in ("-p", name)]
+    workers = ["-n", str(plan.jobs), "--dist=worksteal"] if "xdist" in names and plan.jobs > 1 else []
     says = {2: "interrupted, or a file cannot be imported", 4: "pytest does not know an option"}
     # 5: nothing was left to do.
     return Step("tests", [*_python("pytest"), *plugins, *workers, "-q", *words], ["pytest"], (0, 1, 5), says)
