@@ -108,6 +108,7 @@ def run_by(
     listener: Listener | None = None,
     *,
     ledger: str = "",
+    capture: str = "fd",
 ) -> None:
     """Collect the clauses, and leave it to ``loop`` which of them run, and in which order.
 
@@ -117,16 +118,19 @@ def run_by(
         clauses: See there.
         listener: Receives the number of all clauses, and the events of those that ``loop`` runs.
         ledger: See there.
+        capture: What is kept of the output of a clause: ``"fd"``: all, to be shown if it fails; ``"sys"``: what Python
+            prints. What a library prints then goes out as it comes, and outlives a crash.
 
     Raises:
         PolicyError: as :func:`run` does, which also names the other errors.
     """
-    _run(_Plugin(lanes, clauses, listener or Listener(), ledger, loop=loop), clauses)
+    _run(_Plugin(lanes, clauses, listener or Listener(), ledger, loop=loop), clauses, capture)
 
 
-def _run(plugin: _Plugin, clauses: Sequence[str]) -> None:
+def _run(plugin: _Plugin, clauses: Sequence[str], capture: str = "fd") -> None:
     file = Path(__file__).with_name("suite.py")
     arguments = ["-p", "no:terminal", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]
+    arguments += [f"--capture={capture}"]
     arguments += ["--rootdir", str(file.parent), "--import-mode=append", str(file)]
     with _no_other_pytest():
         code = pytest.main(arguments, plugins=[plugin])

@@ -45,7 +45,7 @@ def main(lane_as_text: str, choice: str) -> int:
             sender.send(ready=True)
 
     try:
-        run_by(loop, [opened(lane_as_text)], told["clauses"], sender, ledger=told["ledger"])
+        run_by(loop, [opened(lane_as_text)], told["clauses"], sender, ledger=told["ledger"], capture="sys")
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
