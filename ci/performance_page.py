@@ -31,8 +31,8 @@ be. Bounds in microseconds were set on a machine on which `torch.mm` of small ma
 
 """
 
-NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: none has run `ci/gpu.sh` or `ci/bench.sh` yet.** On such a
-device they train the models at their usual sizes, and also look for waits in the sync debug mode. On a CPU tokens and
+NO_DEVICE = """**There are no figures of a GPU or an NPU on this page: `ci/gpu.sh` was not run on one.** On such a
+device it trains the models at their usual sizes, and also looks for waits in the sync debug mode. On a CPU tokens and
 images a second, memory and model FLOP utilisation are measured with small batches. They say little about a GPU.
 
 """

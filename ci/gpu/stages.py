@@ -17,7 +17,7 @@ _BENCHMARKS = ("step", "models", "bandwidth", "syncs", "memory", "forward", "sca
 _ON_THE_HOST = ("import", "instructions", "apex", "ops")
 _OTHER_ROOMS = ("--ignore=tests/libraries", "--ignore=tests/packaging", "--ignore=tests/emulated")
 _PLUGINS = {"xdist": "xdist", "hypothesispytest": "_hypothesis_pytestplugin"}
-"""Plugins of pytest, by name, with their modules. Others that are installed take no part: see ``runner.surroundings``."""
+"""Plugins of pytest, by name, with their modules. Others that are installed take no part: ``runner.surroundings``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""ci/gpu.sh: stages that pass, fail, are killed, cut off or left out, and what is kept of them; the stages are fakes."""
+"""ci/gpu.sh: stages pass, fail, are killed, cut off or left out, and what is kept of them. The stages are fakes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ci_scripts import script
 
-gpu_page = script("gpu_page")
+from ci.gpu import page as gpu_page
+
 performance_page = script("performance_page")
 
 
@@ -66,7 +67,7 @@ def test_what_a_result_says() -> None:
 def test_what_may_not_be_shown(found: Any, message: str, tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(json.dumps(found), encoding="utf-8")
-    with pytest.raises(gpu_page.PageError, match="one.json") as caught:
+    with pytest.raises(gpu_page.PageError, match=r"one\.json") as caught:
         gpu_page.read(file)
     assert message in str(caught.value)
 
@@ -79,7 +80,7 @@ def test_a_stale_page_fails(
     monkeypatch.setattr(gpu_page, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu_page, "PAGE", page)
     assert gpu_page.main(["--check"]) == 1
-    assert "Run: python ci/gpu_page.py" in capsys.readouterr().err
+    assert "Run: python -m ci.gpu.page" in capsys.readouterr().err
     assert gpu_page.main([]) == gpu_page.main(["--check"]) == 0
     (tmp_path / "one.json").write_text(json.dumps(run()), encoding="utf-8")
     assert gpu_page.main(["--check"]) == 1

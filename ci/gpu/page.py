@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from ci.gpu.result import SCHEMA
 from ci.results import private_part
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER, PAGE = ROOT / "docs" / "gpu", ROOT / "docs" / "validated.md"
-BEGIN, END = "<!-- cards: made by ci/gpu_page.py -->", "<!-- end of cards -->"
+BEGIN, END = "<!-- cards: made by ci/gpu/page.py -->", "<!-- end of cards -->"
 NONE = "No result of `ci/gpu.sh` has come yet.\n"
 SHOWN = 20
 """So many failures of a stage have a line of their own."""
@@ -81,9 +80,9 @@ def _apex(found: Row | None) -> Iterator[str]:
     equal = ", ".join(f"{key} {value}" for key, value in found["bit-equal weights"].items())
     worst = sorted(found["worst gap"].items(), key=lambda each: -each[1])[:5]
     gaps = ", ".join(f"{key} {gap:.1e}" for key, gap in worst) or "none"
-    yield f"Beside {found['beside']}, {found['cases']} trajectories: scales equal in {found['equal scales']}, both raise "
-    yield f"in {found['both raise']}, {len(found['different'])} differ. Weights bit-equal: {equal}. The largest relative "
-    yield f"gaps: {gaps}.\n\n"
+    yield f"Beside {found['beside']}, {found['cases']} trajectories: scales equal in {found['equal scales']}, both "
+    yield f"raise in {found['both raise']}, {len(found['different'])} differ. Weights bit-equal: {equal}. The largest "
+    yield f"relative gaps: {gaps}.\n\n"
 
 
 def _failures(failures: Sequence[Row]) -> Iterator[str]:
@@ -137,12 +136,12 @@ def main(words: Sequence[str]) -> int:
     try:
         made = page(old, part([read(path) for path in sorted(FOLDER.glob("*.json"))]))
     except PageError as error:
-        print(f"ci/gpu_page.py: {error}", file=sys.stderr)
+        print(f"ci.gpu.page: {error}", file=sys.stderr)
         return 2
     if "--check" not in words:
         PAGE.write_text(made, encoding="utf-8")
     elif made != old:
-        print("docs/validated.md is not what docs/gpu/ says. Run: python ci/gpu_page.py", file=sys.stderr)
+        print("docs/validated.md is not what docs/gpu/ says. Run: python -m ci.gpu.page", file=sys.stderr)
         return 1
     return 0
 
