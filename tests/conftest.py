@@ -18,6 +18,7 @@ import compiling
 import fatal_tests
 import measuring
 import pytest
+import tiers
 import torch
 import version_ledger
 from covering import covering
@@ -31,16 +32,6 @@ from xamp.policy import LEVELS
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 from xamp.registry.registry import HOST
 from xamp.testing.lane import in_full_fp32
-
-_LONGEST = (
-    *("emulated/test_inside", "conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
-    "faults/test_kill",
-    *("emulated/test_failures", "emulated/test_command", "conformance/test_mutants", "conformance/test_numerics"),
-    *("conformance/test_conformance", "unit/apex/test_apex_o1_compile", "unit/cli/test_cli_conformance"),
-    *("unit/doctor/test_doctor_torch", "unit/doctor/test_doctor_plugins", "unit/doctor/test_doctor"),
-)
-"""The files that take longest: where several processes share the tests, those that begin with these end together."""
-
 
 _UNCOVERED = (
     *("conformance/test_standin", "conformance/test_outside", "conformance/test_other_devices"),
@@ -78,6 +69,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", action="append", default=[], help="run device tests on this lane only (repeatable)")
     group.addoption("--require", action="append", default=[], help="fail unless this lane is there (repeatable)")
     group.addoption("--all", action="store_true", help="run the tests marked thorough, in place of their samples")
+    group.addoption("--tier", choices=tiers.NAMES, default="", help="run this part of the tests (see tiers.py)")
+    group.addoption("--costs", action="store_true", help="write what the tests took into tests/costs.tsv")
     text = "run so many of a test's cases that each N of its arguments meet (see covering.py)"
     group.addoption("--strength", type=int, metavar="N", help=text)
 
@@ -88,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not os.environ.get("XAMP_EMULATED_SOC"):
         os.environ[DEVICE_VARIABLE] = HOST
     config.stash[_LEDGER] = version_ledger.read()
+    config.pluginmanager.register(tiers.Tiers(config.getoption("--tier"), keep=config.getoption("--costs")))
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
         # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
         # test marked no_cover pytest-cov stops only its own.
@@ -168,9 +162,6 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
     fatal_tests.find(items)
-    if hasattr(config, "workerinput"):
-        ranks = {f"{file}.py": rank for rank, file in enumerate(_LONGEST)}
-        items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0].removeprefix("tests/"), len(ranks)))
 
 
 @pytest.hookimpl(tryfirst=True)
