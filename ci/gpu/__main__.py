@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ci.gpu import machine, result
-from ci.gpu.log import BAD, Log
-from ci.gpu.runner import Runner, Stopped, surroundings
-from ci.gpu.stages import Plan, Stage, stages
+from ci.gpu.table import Plan, stages
+from ci.stages.command import ROOT, add_options, follow, say, shown, unknown
+from ci.stages.log import Log
+from ci.stages.runner import Runner, surroundings
+from ci.stages.stage import Stage
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 BY = ("contributor", "project")
 _HOST = "cpu"
 
@@ -45,10 +45,8 @@ def main(words: Sequence[str], table: Table = stages) -> int:
         return _say(2, f"XAMP_BY={by!r}: it must be one of {', '.join(BY)}")
     plan = _plan(args, about)
     every = list(table(plan))
-    unknown = [name for name in args.stages if name not in {stage.name for stage in every}]
-    if unknown:
-        names = ", ".join(stage.name for stage in every)
-        return _say(2, f"no stage is called {' or '.join(unknown)}. There are {names}")
+    if wrong := unknown(args.stages, every):
+        return _say(2, wrong)
     chosen = [stage for stage in every if stage.name in args.stages] if args.stages else every
     return _run(args, plan, every, chosen, environment, by)
 
@@ -62,44 +60,23 @@ def _run(
     by: str,
 ) -> int:
     runner = Runner(Log(plan.log), ROOT, environment, time.monotonic() + 60 * args.minutes)
-    signal.signal(signal.SIGTERM, _stop)
-    code = 0
 
-    def write() -> dict[str, Any]:
+    def write(_: Stage | None = None) -> dict[str, Any]:
         found = result.made(runner.log, every, plan.about, by, rehearsal=plan.rehearse)
         _result_of(plan).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return found
 
-    try:
-        for stage in chosen if not args.report else ():
-            if args.fresh:
-                runner.forget(stage)
-            runner.run(stage, again=args.again)
-            write()
-    except KeyboardInterrupt:
-        code = 128 + signal.SIGINT
-    except Stopped as stopped:
-        code = 128 + int(stopped.args[0])
-    found = write()
-    result.show(found)
-    print(f"{_shown(_result_of(plan))} has the result, {_shown(plan.log)} the log", flush=True)
-    names = {stage.name for stage in chosen}
-    bad = any(each["outcome"] in BAD for each in found["stages"] if each["name"] in names)
-    return code or int(bad)
+    code = follow(args, runner, chosen, write)
+    result.show(write())
+    print(f"{shown(_result_of(plan))} has the result, {shown(plan.log)} the log", flush=True)
+    return code
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ci/gpu.sh", description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("stages", nargs="*", metavar="STAGE", help="these only; without a name all")
-    add("--device", default="", metavar="D", help="its type, such as cuda; default: the best one")
-    add("--rehearse", action="store_true", help="run a small part of every stage, on the CPU")
-    add("--again", action="store_true", help="take up stages that failed, too: what did not pass is run again")
-    add("--fresh", action="store_true", help="forget what these stages have done")
-    add("--report", action="store_true", help="run nothing: make the result and the table from the log")
-    add("--minutes", type=float, default=1e6, metavar="M", help="all must be over after so long; what is left is told")
-    add("--jobs", type=int, default=min(16, os.cpu_count() or 1), metavar="N", help="workers (default: %(default)s)")
-    add("--out", type=Path, default=ROOT / "results", metavar="FOLDER", help="of the log and the result")
+    parser.add_argument("--device", default="", metavar="D", help="its type, such as cuda; default: the best one")
+    parser.add_argument("--rehearse", action="store_true", help="run a small part of every stage, on the CPU")
+    add_options(parser)
     return parser.parse_args(words)
 
 
@@ -115,17 +92,8 @@ def _result_of(plan: Plan) -> Path:
     return plan.log.with_name(plan.log.name.removesuffix(".log") + ".json")
 
 
-def _shown(path: Path) -> str:
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-
-
-def _stop(number: int, _: object) -> None:
-    raise Stopped(number)
-
-
 def _say(code: int, text: str) -> int:
-    print(f"ci/gpu.sh: {text}", file=sys.stderr)
-    return code
+    return say("ci/gpu.sh", code, text)
 
 
 if __name__ == "__main__":

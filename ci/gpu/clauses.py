@@ -2,7 +2,7 @@
 
     python -m ci.gpu.clauses DEVICE JOBS [CLAUSE ...]
 
-Clauses that are named in the file ``XAMP_GPU_DONE`` passed in an earlier run, and are left out.
+Clauses that are named in the file ``XAMP_STAGE_DONE`` passed in an earlier run, and are left out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.gpu.keep import DONE, LOG, STAGE
-from ci.gpu.log import Log
+from ci.stages.keep import DONE, LOG, STAGE
+from ci.stages.log import Log
 from xamp.testing import jobs
 from xamp.testing.lane import Lane, open_lane
 from xamp.testing.run import Listener, Result, run_by

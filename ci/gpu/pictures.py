@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import picture
 from benchmarks.report import Figure
-from ci.gpu.log import Log
+from ci.stages.log import Log
 
 __all__ = ["main"]
 

@@ -14,23 +14,19 @@ from __future__ import annotations
 
 import collections
 import datetime
-import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ci.gpu.log import Kept, Log
-from ci.gpu.stages import Stage, is_there
 from ci.results import clean
+from ci.stages import summary
+from ci.stages.log import Kept, Log
+from ci.stages.stage import Stage
 
-__all__ = ["SCHEMA", "made", "rows", "show"]
+__all__ = ["SCHEMA", "made", "show"]
 
 SCHEMA = 1
-HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
 _FOUND = {"doctor": "doctor", "sides": "apex", "facts": "facts"}
 """By the name of a command: the key of what it found."""
-_REASON = 300  # characters
-_COLOURS = {"passed": "green", "left out": "yellow", "not run": "dim"}
 
 
 def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *, rehearsal: bool) -> dict[str, Any]:
@@ -45,7 +41,7 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
         "when": max(whens, default=now.strftime("%Y-%m-%dT%H:%MZ")),
         "machine": dict(about),
         "stages": [_stage(stage, kept[stage.name]) for stage in stages],
-        "failures": [failure for stage in stages for failure in _failures(stage.name, kept[stage.name])],
+        "failures": [failure for stage in stages for failure in summary.failures(stage.name, kept[stage.name])],
     }
     if "conformance" in kept and kept["conformance"].tests:
         found["conformance"] = _tiers(kept["conformance"])
@@ -59,30 +55,11 @@ def made(log: Log, stages: Sequence[Stage], about: Mapping[str, Any], by: str, *
 
 
 def _stage(stage: Stage, kept: Kept) -> dict[str, Any]:
-    reason = "" if kept.end is None else _short(kept.end["reason"])
-    if kept.outcome == "killed" and kept.end is None:
-        reason = "it was cut short"
-    about = {"name": stage.name, "what": stage.what, "outcome": kept.outcome, "reason": reason}
-    return {**about, "seconds": round(kept.seconds), "counts": _counts(kept)}
-
-
-def _counts(kept: Kept) -> dict[str, int]:
-    if kept.tests:
-        return dict(collections.Counter(test["outcome"] for test in kept.tests.values()))
+    found = summary.of(stage, kept)
     figures = [figure for part in _found(kept).values() for figure in part]
     if figures:
-        missed = sum(figure["missed"] for figure in figures)
-        return {"figures": len(figures), "bounds missed": missed}
-    return {}
-
-
-def _failures(stage: str, kept: Kept) -> Iterable[dict[str, str]]:
-    for name, test in kept.tests.items():
-        if test["outcome"] == "failed":
-            yield {"stage": stage, "test": clean(name), "reason": _short(test["reason"])}
-    for name, step in kept.steps.items():
-        if step["cut"] or step["code"] not in (0, 1, 5):
-            yield {"stage": stage, "test": name, "reason": _short(step["tail"].strip().rpartition("\n")[2])}
+        found["counts"] = {"figures": len(figures), "bounds missed": sum(figure["missed"] for figure in figures)}
+    return found
 
 
 def _tiers(kept: Kept) -> dict[str, dict[str, int]]:
@@ -107,10 +84,6 @@ def _figures(kept: Kept) -> dict[str, Any] | None:
     return {"machine": _cleaned(machine), "found": _cleaned(_found(kept))}
 
 
-def _short(text: str) -> str:
-    return clean(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))[:_REASON]
-
-
 def _cleaned(value: Any) -> Any:
     """A value with no path and no host in any of its texts."""
     if isinstance(value, str):
@@ -120,41 +93,9 @@ def _cleaned(value: Any) -> Any:
     return [_cleaned(each) for each in value] if isinstance(value, list) else value
 
 
-def rows(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The lines of the table."""
-    lines = []
-    for stage in result["stages"]:
-        counts = dict(stage["counts"])
-        passed, failed = counts.pop("passed", ""), counts.pop("failed", "")
-        others = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
-        cells = (stage["name"], stage["outcome"], passed, failed, others, stage["seconds"], stage["reason"])
-        lines.append(tuple(map(str, cells)))
-    seconds = sum(stage["seconds"] for stage in result["stages"])
-    return [*lines, ("all", "", "", "", "", str(seconds), "")]
-
-
 def show(result: Mapping[str, Any]) -> None:
-    """Print the table: in colours where rich is there, else as plain text."""
-    about, lines = result["machine"], rows(result)
+    """Print the table."""
+    about = result["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     title = f"{about['device']} ({about['type']}); python {about['python']}, {versions}"
-    if is_there("rich"):
-        _show_in_colours(title, lines)
-        return
-    widths = [max(len(line[i]) for line in [HEADS, *lines]) for i in range(len(HEADS))]
-    print(f"\n{title}")
-    for line in [HEADS, *lines]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
-
-
-def _show_in_colours(title: str, lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for index, head in enumerate(HEADS):
-        table.add_column(head, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line), style=_COLOURS.get(line[1], "bold red" if line[1] else "bold"))
-    Console(width=None if sys.stdout.isatty() else 140).print(Text(f"\n{title}", style="bold"), table)
+    summary.show(title, result["stages"])

@@ -18,11 +18,12 @@ import pytest
 from ci_scripts import ROOT
 from gpu_stages import DIES, does, pytest_stage, table
 
-from ci.gpu import process, result
+from ci.gpu import result
 from ci.gpu.__main__ import main
-from ci.gpu.log import Log
-from ci.gpu.runner import Runner, surroundings
-from ci.gpu.stages import Stage
+from ci.stages import process
+from ci.stages.log import Log
+from ci.stages.runner import Runner, surroundings
+from ci.stages.stage import Stage
 
 LIMIT = 60.0  # seconds in which another process does something
 

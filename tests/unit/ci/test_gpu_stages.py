@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from ci_scripts import ROOT
 
-from ci.gpu.log import Log
 from ci.gpu.machine import ask, file_name
-from ci.gpu.runner import surroundings
 from ci.gpu.sides import cases
 from ci.gpu.sides_compare import compare
-from ci.gpu.stages import FILE, Plan, stages
+from ci.gpu.table import Plan, stages
+from ci.stages.log import Log
+from ci.stages.runner import surroundings
+from ci.stages.stage import FILE
 
 ABOUT = {"device": "A Card (80 GB)", "type": "npu", "backend": "npu", "python": "3.12.3"}
 PLAN = Plan({**ABOUT, "versions": {"torch": "2.11.0+cu130"}}, 16, Path("a.png"), Path("a.log"))
@@ -58,11 +59,11 @@ def test_the_result_is_named_after_the_card() -> None:
 
 
 def _clauses(log: Path, *done: str) -> dict[str, str]:
-    told = {"XAMP_GPU_LOG": str(log), "XAMP_GPU_STAGE": "conformance"}
+    told = {"XAMP_STAGE_LOG": str(log), "XAMP_STAGE_NAME": "conformance"}
     if done:
         file = log.with_name("done.txt")
         file.write_text("".join(f"{name}\n" for name in done), encoding="utf-8")
-        told["XAMP_GPU_DONE"] = str(file)
+        told["XAMP_STAGE_DONE"] = str(file)
     words = [sys.executable, "-m", "ci.gpu.clauses", "cpu", "1", "probe.product", "probe.seed"]
     code = subprocess.run(words, env={**surroundings(ROOT), **told}, cwd=ROOT, check=False).returncode
     assert code == 0

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.gpu.keep import DONE, LOG, STAGE
-from ci.gpu.log import GOOD, LACKING, Kept, Log
-from ci.gpu.process import Ended, run
-from ci.gpu.stages import FILE, Stage, Step, is_there
+from ci.stages.keep import DONE, LOG, STAGE
+from ci.stages.log import GOOD, LACKING, Kept, Log
+from ci.stages.process import Ended, run
+from ci.stages.stage import FILE, Stage, Step, is_there
 
 __all__ = ["Runner", "Stopped", "surroundings"]
 

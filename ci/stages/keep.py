@@ -1,6 +1,6 @@
-"""A plugin of pytest, ``-p ci.gpu.keep``: each test's outcome goes into the log as it ends.
+"""A plugin of pytest, ``-p ci.stages.keep``: each test's outcome goes into the log as it ends.
 
-A run that is cut short has all up to there on disk. Tests that are named in the file ``XAMP_GPU_DONE``, a line each,
+A run that is cut short has all up to there on disk. Tests that are named in the file ``XAMP_STAGE_DONE``, a line each,
 passed in an earlier run, and are left out. Where several processes share the tests, only the first one writes. A test
 or a file of tests that cannot import a package which is not there has not failed: it is lacking something.
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ci.gpu.log import LACKING, Log
-from ci.gpu.stages import is_there
+from ci.stages.log import LACKING, Log
+from ci.stages.stage import is_there
 
 __all__ = ["DONE", "LOG", "STAGE"]
 
-LOG, STAGE, DONE = "XAMP_GPU_LOG", "XAMP_GPU_STAGE", "XAMP_GPU_DONE"
+LOG, STAGE, DONE = "XAMP_STAGE_LOG", "XAMP_STAGE_NAME", "XAMP_STAGE_DONE"
 _TEXT = 3000  # characters of a failure's text
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
