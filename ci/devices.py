@@ -90,6 +90,7 @@ class Job:
     python: str
     run: str
     index: str = ""
+    nightly: bool = False
 
 
 def read(path: Path | str = DATA) -> tuple[Device, ...]:

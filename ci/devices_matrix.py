@@ -2,6 +2,7 @@
 
 In xamp's own pipeline every row that is ready gets its jobs; so do rows of hardware that XAMP_HARDWARE names. A job for
 which there is no runner would wait for a day. A pull request gets no hardware, because anyone's code would run there.
+Jobs for the night get theirs where the clock or a person starts the pipeline, and not for a commit.
 
 Another project's pipeline says what it wants, and gets exactly that:
 
@@ -80,7 +81,9 @@ def plan(path: Path, variables: Mapping[str, str]) -> dict[str, list[dict[str, A
     outside = variables.get("GITHUB_EVENT_NAME", "").startswith("pull_request")
     ready = [row.name for row in devices if row.how == "hardware" and row.ready]
     hardware = [] if outside else [*ready, *words_of(variables, "XAMP_HARDWARE")]
-    return {"devices": matrix(devices, hardware), "jobs": [_job(row, row.python) for row in read_jobs(path)]}
+    by_commit = variables.get("GITHUB_EVENT_NAME", "") not in ("", "schedule", "workflow_dispatch")
+    jobs = [_job(row, row.python) for row in read_jobs(path) if not (row.nightly and by_commit)]
+    return {"devices": matrix(devices, hardware), "jobs": jobs}
 
 
 def _chosen(name: str, devices: Sequence[Device], variables: Mapping[str, str]) -> Device:

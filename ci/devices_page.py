@@ -66,8 +66,11 @@ def long_table(devices: Iterable[Device]) -> str:
 def job_table(jobs: Iterable[Job]) -> str:
     """A line for each job that is not about one device."""
     return table(
-        ("`ci/device.sh`", "what", "runs", "with"),
-        ([f"`{row.name}`", row.title, f"`{row.run}`", f"Python {row.python}"] for row in jobs),
+        ("`ci/device.sh`", "what", "runs", "with", "when"),
+        (
+            [f"`{row.name}`", row.title, f"`{row.run}`", f"Python {row.python}", "weekly" if row.nightly else ""]
+            for row in jobs
+        ),
     )
 
 

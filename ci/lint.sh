@@ -1,10 +1,23 @@
 #!/usr/bin/env bash
 # Style, types, the rule that the core names no device, and the pages that are made from the code.
+#
+#     ci/lint.sh             all of it: some minutes
+#     ci/lint.sh --quick     ruff, and mypy of what was changed since the last commit: some seconds, once mypy has a cache
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
 use_env demo,dev,test  # what examples/ imports is checked too
+if [ "${1:-}" = --quick ]; then
+    say "ruff check, ruff format --check"
+    "$py" -m ruff check .
+    "$py" -m ruff format --check .
+    changed=$({ git diff --name-only --diff-filter=d HEAD && git ls-files --others --exclude-standard; } |
+        sed -nE 's|^backends/|xamp/backends/|; /^(xamp|tests|ci|examples)\/.*\.py$/p')
+    say "mypy --strict of what was changed since the last commit"
+    [ -z "$changed" ] || xargs "$py" -m mypy --strict <<<"$changed"
+    exit
+fi
 say "ruff check"
 "$py" -m ruff check .
 say "ruff format --check"

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Sets up all that the tests need, and runs them. Arguments go to pytest: ci/test.sh tests/unit -k scale -x
-# --all adds the tests that take minutes: the whole conformance suite, on the CPU and an emulated card (ci/device.sh runs
-# it on any device), the slow tests of that suite, and the tests marked "device" on emulated cards, with so many cases of
-# each that each of its arguments is in one; all its cases run on the CPU, and on the cards by ci/device.sh ascend-910b2.
-# Without arguments, with --all alone, and for ci/coverage.sh, which measures the coverage of all this, XAMP_TEST_WORKERS
-# processes (2) share the work.
+# Sets up all that the tests need, and runs them; tests/README.md has what stands where.
+#
+#     ci/test.sh                     what says that xamp works on this machine: at most ten minutes on two cores
+#     ci/test.sh --quick             all tests that take a moment, on the CPU: at most five; run it before each commit
+#     ci/test.sh --slow              the others; .ci/run runs both
+#     ci/test.sh --all               all, with the thorough ones of which the others are samples: hours (ci/nightly.sh)
+#     ci/test.sh --costs             all but those, and writes what they took into tests/costs.tsv: on an idle machine
+#     ci/test.sh tests/unit -k scale     other arguments go to pytest, after one of the above or alone
+#
+# XAMP_TEST_WORKERS processes (2) share the work of the first five.
 #
 # ci/test.sh --libraries runs tests/libraries instead, with the real libraries, in an environment of its own
 # ($XAMP_LIBRARIES_VENV, .venv-libraries), which takes torch from the one of the other tests. It writes what it found to
@@ -17,7 +21,7 @@ set -euo pipefail
 use_env test
 # No plugin that happens to be installed takes part: a warning of one, as it starts, would be an error.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-plugins=(-p pytest_cov -p xdist -p hypothesispytest)
+plugins=(-p xdist -p hypothesispytest)
 if [ "${1:-}" = --libraries ]; then
     shift
     extra=libraries
@@ -36,11 +40,13 @@ if [ "${1:-}" = --libraries ]; then
     say "running the tests of libraries"
     exec "$py" -m pytest "${plugins[@]}" --all tests/libraries "$@"
 fi
-case "$*" in
-'' | --all | '--all --cov '*)
-    # A file stays in one process. They are started in the order of tests/conftest.py: the longest first.
-    set -- "$@" --numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder
-    ;;
+# A file stays in one process. They are started in the order of their costs (tests/support/tiers.py): the longest first.
+shared=(--numprocesses="${XAMP_TEST_WORKERS:-2}" --dist=loadfile --no-loadscope-reorder)
+case "${1:-}" in
+'') set -- "${shared[@]}" --tier=usual ;;
+--quick) shift && set -- "${shared[@]}" --tier=quick "$@" ;;
+--slow) shift && set -- "${shared[@]}" --tier=slow "$@" ;;
+--all | --costs) set -- "${shared[@]}" "$@" ;;
 esac
 # Where Python is told not to keep what it compiles, each of the hundreds of processes that tests start would compile what
 # it imports of xamp: 0.25 s. A checkout that cannot be written to stays without.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import compiling
+import costs
 import fatal_tests
 import measuring
 import pytest
@@ -81,7 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not os.environ.get("XAMP_EMULATED_SOC"):
         os.environ[DEVICE_VARIABLE] = HOST
     config.stash[_LEDGER] = version_ledger.read()
-    config.pluginmanager.register(tiers.Tiers(config.getoption("--tier"), keep=config.getoption("--costs")))
+    keep = costs.TABLE if config.getoption("--costs") else None
+    config.pluginmanager.register(tiers.Tiers(config.getoption("--tier"), costs.read(), keep))
     if hasattr(config, "workerinput"):  # one of several processes that share the machine: so do their threads
         # Two coverages run in a worker before pytest-cov starts its own, and nothing is kept of what they record. In a
         # test marked no_cover pytest-cov stops only its own.

@@ -64,17 +64,19 @@ class Runner:
         self._end(stage, outcome, reason)
 
     def forget(self, stage: Stage) -> None:
-        """Let what the log has of a stage not count any more."""
+        """Let what the log has of a stage not count any more; what it is about stays."""
+        about = self.log.of(stage.name).about
         self.log.add(stage.name, "forget")
+        if about:
+            self.log.add(stage.name, "about", about=about)
 
     def _outcome(self, stage: Stage, kept: Kept, until: float) -> tuple[str, str]:
         if stage.lacks:
             return "left out", stage.lacks
         missing: list[str] = []
         for step in stage.steps:
-            before = kept.steps.get(step.name)
-            if before is not None and not stage.tests and before["code"] in step.accepts and not before["cut"]:
-                continue  # it has done its work
+            if _is_done(stage, step, kept):
+                continue
             if lacking := [name for name in step.needs if not is_there(name)]:
                 missing.append(f"{', '.join(lacking)} is not there")
                 continue
@@ -123,6 +125,14 @@ def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str
         elif not kept.tests:
             wrong.append("there were no tests")
     return ("failed", "; ".join(wrong)) if wrong else ("passed", "; ".join(missing))
+
+
+def _is_done(stage: Stage, step: Step, kept: Kept) -> bool:
+    """Whether a command has done its work. Tests of which one has failed are run again."""
+    before = kept.steps.get(step.name)
+    if before is None or before["cut"]:
+        return False
+    return before["code"] in step.accepts and not (stage.tests and before["code"] == 1)
 
 
 def _is_wrong(step: Step, kept: Kept) -> bool:

@@ -1,8 +1,9 @@
 """Runs on emulated cards, two at a time: the files in inside/, what torchrun starts, the conformance suite.
 
-With --all also the whole of that suite on one chip, its tier on operators under ``--strict``, and the tests of the
-project that are marked ``device``, of each a part of the cases. The whole suite and all cases, on every chip, are what
-``ci/device.sh`` runs.
+Without --all: on one chip what differs there, in xamp. With --all also other chips, the operators that the emulation
+computes (marked ``kernels``), the whole of the suite on one chip, its tier on operators under ``--strict``, and the
+tests of the project that are marked ``device``, of each a part of the cases. The whole suite and all cases, on every
+chip, are what ``ci/device.sh`` runs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ BOTH = (
 # what a region registers with torch stays. The operators are the same kernels on every chip, but for what
 # test_saturation holds.
 TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
+KERNELS = (
+    *("test_attention", "test_formulas", "test_limits", "test_losses", "test_operators", "test_records", "test_strict"),
+    *("test_unserved", "strict conformance"),
+)
+"""What tests the emulation, and little of xamp. ci/nightly.sh runs it, and CI where the emulation was changed."""
 TIERS = dict.fromkeys((A2, OLD), ("probe", "operators", "levels", "scaling"))
 """What always runs of the conformance suite; the rest on one chip with --all, and on all by ``ci/device.sh``."""
 SLOW = [
@@ -145,10 +151,12 @@ def started(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
 
 
 def _marks(run: tuple[str, str]) -> Any:
-    """Whole suites and device tests are thorough; tiers of a suite that also runs whole are a sample of it."""
+    """What runs for each commit has no mark but ``sample``: tiers of a suite that also runs whole are a part of it."""
     file, chip = run
-    sampled = file == "conformance" and ("whole conformance", chip) in SLOW
-    return pytest.mark.thorough if run in SLOW else pytest.mark.sample if sampled else ()
+    if file == "conformance" and ("whole conformance", chip) in SLOW:
+        return pytest.mark.sample
+    kernels = [pytest.mark.kernels] if file in KERNELS and chip == A2 else []
+    return [*kernels, pytest.mark.thorough] if kernels or run in SLOW or chip != A2 else ()
 
 
 @pytest.mark.slow

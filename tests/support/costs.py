@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["LIMIT", "Cost", "Costs", "Meter", "read", "table"]
+__all__ = ["LIMIT", "TABLE", "Cost", "Costs", "Meter", "read"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = ROOT / "tests" / "costs.tsv"
@@ -85,10 +85,11 @@ class Costs:
             lines[file] = Cost(len(quick[file]), sum(quick[file]))
         return Costs(lines)
 
-    def text(self) -> str:
-        """The table as it is kept: two digits of the seconds say enough, and change seldom."""
-        rows = (f"{name}\t{cost.cases}\t{cost.seconds:.2g}\n" for name, cost in sorted(self.lines.items()))
-        return _HEAD + "".join(rows)
+    def write(self, path: Path, root: Path = ROOT) -> None:
+        """Keep the table; files that are gone go. Two digits of the seconds say enough, and change seldom."""
+        there = ((name, cost) for name, cost in sorted(self.lines.items()) if (root / _file_of(name)).exists())
+        rows = (f"{name}\t{cost.cases}\t{cost.seconds:.2g}\n" for name, cost in there)
+        path.write_text(_HEAD + "".join(rows), encoding="utf-8")
 
 
 def read(path: Path = TABLE) -> Costs:
@@ -107,12 +108,6 @@ def read(path: Path = TABLE) -> Costs:
         except ValueError:
             raise ValueError(f"{path.name} has the line {line!r}, which is no test, cases, seconds") from None
     return Costs(lines)
-
-
-def table(costs: Costs, path: Path = TABLE) -> None:
-    """Keep the table; files that are gone go."""
-    there = {name: cost for name, cost in costs.lines.items() if (ROOT / _file_of(name)).exists()}
-    path.write_text(Costs(there).text(), encoding="utf-8")
 
 
 class Meter:

@@ -1,14 +1,15 @@
 """Which tests run when: ``--tier=quick``, ``usual`` or ``slow``. tests/README.md has what stands where.
 
-The quick tier has what costs.py calls quick among the tests in :data:`ROOMS`, on the CPU. The usual one has the suite on
-every device of the machine besides, and two processes that train together. The slow one is all but the quick one, so
-that both together are all tests, but for the thorough ones. Without ``--tier`` nothing is left out.
+The quick tier has what costs.py calls quick among the tests in :data:`ROOMS`, on the CPU. The usual one has the suite
+on every device of the machine besides, and two processes that train together. The slow one is all but the quick one,
+so that both together are all tests, but for the thorough ones. Without ``--tier`` nothing is left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import costs
@@ -29,13 +30,14 @@ class Tiers:
 
     Args:
         tier: one of :data:`NAMES`; empty: nothing is taken out.
-        keep: the table of costs is written anew from what this run took.
+        known: what tests take.
+        keep: what this run took is written into this file.
     """
 
-    def __init__(self, tier: str, *, keep: bool) -> None:
+    def __init__(self, tier: str, known: costs.Costs, keep: Path | None = None) -> None:
         self._tier = tier
         self._keep = keep
-        self._costs = costs.read()
+        self._costs = known
         self._meter = costs.Meter()
         self._left: Counter[str] = Counter()  # cases by test, of those that were taken out
 
@@ -63,7 +65,7 @@ class Tiers:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["left_out"] = dict(self._left)
         elif self._keep:
-            costs.table(self._costs.with_measured(self._meter.seconds))
+            self._costs.with_measured(self._meter.seconds).write(self._keep)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

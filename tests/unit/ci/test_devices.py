@@ -232,6 +232,17 @@ def test_hardware_that_is_ready_has_its_job(tmp_path: Path) -> None:
     assert "cuda" not in [job["name"] for job in jobs_of(data, GITHUB_EVENT_NAME="pull_request")]
 
 
+def test_what_takes_long_is_not_run_for_a_commit() -> None:
+    def names(event: str) -> set[str]:
+        return {job["name"] for job in devices_matrix.plan(devices.DATA, {"GITHUB_EVENT_NAME": event})["jobs"]}
+
+    nightly = {row.name for row in devices.read_jobs() if row.nightly}
+    assert {"coverage", "mutants", "libraries", "emulated-910a"} <= nightly
+    assert names("schedule") - names("push") == nightly
+    assert names("schedule") == names("workflow_dispatch") == names("")
+    assert names("push") == names("pull_request") >= {"lint", "quick", "slow", "wheel"}
+
+
 def test_what_another_project_asks_for() -> None:
     found = jobs_of(
         devices.DATA, XAMP_ONLY="ascend-910a cuda cpu", XAMP_PYTHON="3.11,3.12", XAMP_RUNNERS='{"cuda": ["gpu"]}'

@@ -12,6 +12,7 @@ import pytest
 from ci_scripts import ROOT
 
 from ci.devices import DATA
+from ci.nightly.parts import parts
 
 IS_MEASURED = "import coverage; print(coverage.Coverage.current() is not None)"
 
@@ -49,22 +50,33 @@ def given_to_pytest(folder: Path, *words: str) -> list[str]:
     return found[2:]
 
 
-@pytest.mark.parametrize("words", [(), ("--all",), ("--all", "tests/unit"), ("-k", "scale")], ids=" ".join)
-def test_a_run_of_the_tests_measures_none(words: tuple[str, ...], tmp_path: Path) -> None:
-    given = given_to_pytest(tmp_path, "test.sh", *words)
-    assert [word for word in given if word.startswith("--cov")] == []
-    assert set(words) <= set(given)
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ((), ("--tier=usual",)),
+        (("--quick", "-x"), ("--tier=quick", "-x")),
+        (("--slow",), ("--tier=slow",)),
+        (("--all", "tests/unit"), ("--all", "tests/unit")),
+        (("-k", "scale"), ("-k", "scale")),
+    ],
+    ids=str,
+)
+def test_a_run_of_the_tests_measures_none(words: tuple[str, ...], given: tuple[str, ...], tmp_path: Path) -> None:
+    found = given_to_pytest(tmp_path, "test.sh", *words)
+    assert [word for word in found if word.startswith("--cov")] == []
+    assert set(given) <= set(found)
 
 
-def test_a_script_of_its_own_measures_the_whole_run(tmp_path: Path) -> None:
-    given = given_to_pytest(tmp_path, "coverage.sh")
-    measures = {"--cov", "--cov-report=term"}
-    assert measures <= set(given)
-    assert [word for word in given if word not in measures] == given_to_pytest(tmp_path, "test.sh", "--all")
+def test_a_part_of_the_nightly_run_measures_all_that_commits_run() -> None:
+    (part,) = (part.stage for part in parts(2) if part.stage.name == "coverage")
+    (tests,) = (step.command for step in part.steps if "pytest" in step.command)
+    assert {"--cov", "--cov-append"} <= set(tests)
+    assert tests[-1] == "tests"
+    assert not [word for word in tests if word.startswith("--tier")]
+    assert tests.count("-m") == 1  # that of python -m pytest
 
 
 def test_ci_does_not_call_it() -> None:
     pipeline = [path.read_text(encoding="utf-8") for path in (ROOT / ".github").rglob("*.yml")]
-    for text in ((ROOT / ".ci" / "run").read_text(encoding="utf-8"), DATA.read_text(encoding="utf-8"), *pipeline):
-        assert "coverage" not in text
-        assert "--cov" not in text
+    assert "coverage" not in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "--cov" not in "".join(pipeline) + DATA.read_text(encoding="utf-8")
