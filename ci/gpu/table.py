@@ -59,8 +59,8 @@ def stages(plan: Plan) -> list[Stage]:
 def _conformance(plan: Plan) -> Stage:
     clauses = ["levels.effective", "probe.product"] if plan.rehearse else []
     command = [*python("ci.gpu.clauses"), plan.about["type"], str(plan.jobs), *clauses]
-    step = Step("suite", command, ["pytest"], accepts=(0, 1))
-    return Stage("conformance", "the conformance suite", 420, [step], tests=True)
+    step = Step("suite", command, ["pytest"], accepts=(0, 1), tests=True)
+    return Stage("conformance", "the conformance suite", 420, [step])
 
 
 def _tests(plan: Plan, name: str, what: str, marked: bool, where: Sequence[str]) -> Stage:
@@ -68,13 +68,13 @@ def _tests(plan: Plan, name: str, what: str, marked: bool, where: Sequence[str])
     chosen = ["-m", "device", "--device", backend, "--require", backend] if marked else ["-m", "not device"]
     if plan.rehearse:
         where = ["tests/unit/accel/test_accel.py"] if marked else ["tests/unit/registry"]
-    return Stage(name, what, 460, [pytest_step([*chosen, *where], plan.jobs)], tests=True)
+    return Stage(name, what, 460, [pytest_step([*chosen, *where], plan.jobs)])
 
 
 def _libraries(plan: Plan) -> Stage:
     where = ["tests/libraries/test_pytorch_optimizer.py", "tests/libraries/test_onnx.py"]
     chosen = where if plan.rehearse else ["--all", "tests/libraries"]
-    return Stage("libraries", "other projects' libraries", 300, [pytest_step(chosen, plan.jobs)], tests=True)
+    return Stage("libraries", "other projects' libraries", 300, [pytest_step(chosen, plan.jobs)])
 
 
 def _benchmarks(plan: Plan) -> Stage:

@@ -58,7 +58,7 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
     folders = [place for place in content if place.startswith("tests/") and place not in _TESTS]
     files = [place for place in folders if place.endswith(".py")] or folders
     step = pytest_step(["--all", *words, *files], jobs, dist="loadfile")
-    return Part(Stage(name, what, _LIMIT, [step], tests=True), content)
+    return Part(Stage(name, what, _LIMIT, [step]), content)
 
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:
@@ -66,9 +66,9 @@ def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part
 
 
 def _libraries() -> Part:
-    step = Step("libraries", ["ci/test.sh", "--libraries", "-p", "ci.stages.keep"], accepts=(0, 1, 5))
+    step = Step("libraries", ["ci/test.sh", "--libraries", "-p", "ci.stages.keep"], accepts=(0, 1, 5), tests=True)
     content = (*_CORE, *_TESTS, "tests/libraries/", "ci/constraints/libraries.txt")
-    return Part(Stage("libraries", "other projects' libraries", _LIMIT, [step], tests=True), content)
+    return Part(Stage("libraries", "other projects' libraries", _LIMIT, [step]), content)
 
 
 def _coverage(jobs: int) -> Part:
@@ -80,4 +80,4 @@ def _coverage(jobs: int) -> Part:
         pytest_step(words, jobs, dist="loadfile"),
         Step("report", [*coverage, "report"], says={2: "the coverage is below the floor of pyproject.toml"}),
     ]
-    return Part(Stage("coverage", "the lines that tests reach", _LIMIT, steps, tests=True), (*_rooms(), "tests/"))
+    return Part(Stage("coverage", "the lines that tests reach", _LIMIT, steps), (*_rooms(), "tests/"))

@@ -75,7 +75,7 @@ class Runner:
             return "left out", stage.lacks
         missing: list[str] = []
         for step in stage.steps:
-            if _is_done(stage, step, kept):
+            if _is_done(step, kept):
                 continue
             if lacking := [name for name in step.needs if not is_there(name)]:
                 missing.append(f"{', '.join(lacking)} is not there")
@@ -122,17 +122,17 @@ def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str
             return "left out", "; ".join(missing)
         if counts["failed"]:
             wrong.insert(0, f"{counts['failed']} failed")
+        elif broken := [name for name, step in kept.steps.items() if step["code"] == 1]:
+            wrong.append(f"{broken[0]} ended with code 1, and no test had failed")
         elif not kept.tests:
             wrong.append("there were no tests")
     return ("failed", "; ".join(wrong)) if wrong else ("passed", "; ".join(missing))
 
 
-def _is_done(stage: Stage, step: Step, kept: Kept) -> bool:
-    """Whether a command has done its work. Tests of which one has failed are run again."""
+def _is_done(step: Step, kept: Kept) -> bool:
+    """Whether a command has done its work. One that runs tests is run again: it leaves out those that passed."""
     before = kept.steps.get(step.name)
-    if before is None or before["cut"]:
-        return False
-    return before["code"] in step.accepts and not (stage.tests and before["code"] == 1)
+    return before is not None and not step.tests and before["code"] in step.accepts and not before["cut"]
 
 
 def _is_wrong(step: Step, kept: Kept) -> bool:

@@ -25,6 +25,7 @@ class Step:
         needs: modules without which it is left out.
         accepts: exit codes that are no failure.
         says: what an exit code means, for the table.
+        tests: it writes each test's outcome into the log, and leaves out those that passed when it is run again.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Step:
     needs: Sequence[str] = ()
     accepts: Sequence[int] = (0,)
     says: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    tests: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Stage:
         what: what it does, in a few words.
         limit: seconds it may take on a card.
         steps: its commands, in order.
-        tests: whether its commands write each test's outcome into the log.
         lacks: why it is left out; empty: it is not.
     """
 
@@ -51,8 +52,12 @@ class Stage:
     what: str
     limit: float
     steps: Sequence[Step]
-    tests: bool = False
     lacks: str = ""
+
+    @property
+    def tests(self) -> bool:
+        """Whether a command of it writes each test's outcome into the log."""
+        return any(step.tests for step in self.steps)
 
 
 def python(module: str) -> list[str]:
@@ -74,7 +79,7 @@ def pytest_step(words: Sequence[str], jobs: int, name: str = "tests", dist: str 
     workers = ["-n", str(jobs), f"--dist={dist}"] if "xdist" in names and jobs > 1 else []
     says = {2: "interrupted, or a file cannot be imported", 4: "pytest does not know an option"}
     # 5: nothing was left to do.
-    return Step(name, [*python("pytest"), *plugins, *workers, "-q", *words], ["pytest"], (0, 1, 5), says)
+    return Step(name, [*python("pytest"), *plugins, *workers, "-q", *words], ["pytest"], (0, 1, 5), says, tests=True)
 
 
 def is_there(module: str) -> bool:

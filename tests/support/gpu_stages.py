@@ -29,7 +29,7 @@ def pytest_stage(folder: Path, *options: str) -> Stage:
     """A stage of the tests in a folder."""
     plain = ["-p", "no:cacheprovider", "--noconftest", "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
     words = [sys.executable, "-m", "pytest", "-p", "ci.stages.keep", "-q", *options, *plain]
-    return Stage("tests", "the tests", 120.0, [Step("tests", words, ["pytest"], (0, 1, 5))], tests=True)
+    return Stage("tests", "the tests", 120.0, [Step("tests", words, ["pytest"], (0, 1, 5), tests=True)])
 
 
 def table(*stages: Stage) -> Callable[[Plan], Sequence[Stage]]:

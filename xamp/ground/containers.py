@@ -135,7 +135,7 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, cast_
     # The compiler cannot trace a copy of these; that of torch 2.11 traces none.
     if type(value) is collections.defaultdict:
         return collections.defaultdict(value.default_factory, {**value, **changed})
-    if type(value) in (collections.OrderedDict, collections.UserDict):
+    if type(value) in (collections.OrderedDict, collections.UserDict) and torch.compiler.is_compiling():
         return type(value)({**value, **changed})
     filled = copy.copy(value)
     for key, item in changed.items():

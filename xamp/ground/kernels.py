@@ -25,6 +25,7 @@ __all__ = [
     "multiply_",
     "norms",
     "note",
+    "on",
     "unscale_",
     "update_scale_",
 ]
@@ -121,6 +122,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         tensor.mul_(wide)
 
 
+@torch.no_grad()  # as torch's kernel: gradients of gradients do not see it
 def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Do what :meth:`xamp.contract.Backend.unscale_` says, by torch's kernel for the dtypes that it takes here.
 
@@ -152,6 +154,9 @@ def update_scale_(
 ) -> None:
     """Do what ``torch._amp_update_scale_`` does: back off if ``found_inf``, else count, and grow when it is time.
 
+    Without the kernel the product is in fp32, the only dtype that every device has. The kernel's is in fp64 and rounded
+    to fp32, which for a factor that is no fp32 number, such as 1.1, may be the next one.
+
     Args:
         scale: fp32, one element.
         tracker: int32, one element: clean updates since the scale last moved.
@@ -173,6 +178,14 @@ def update_scale_(
 def mark_power_of_two(number: torch.Tensor, is_one: bool) -> None:
     """Say of a scalar tensor that its value is always a power of two, as the host knows without reading it."""
     setattr(number, POWER_OF_TWO, is_one)
+
+
+def on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
+    """Return a scalar tensor on ``device``, marked as it was."""
+    moved = number.to(device)
+    if moved is not number:
+        mark_power_of_two(moved, _is_power_of_two(number))
+    return moved
 
 
 def _is_power_of_two(number: torch.Tensor) -> bool:

@@ -30,9 +30,9 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``grads`` in place by a scalar tensor; each product is rounded once."""
-    for group in _by_kind(grads):
-        kernels.multiply_(group, factor.to(group[0].device))
+    """Multiply ``grads`` in place by a scalar tensor; each product is rounded once. Of a DTensor: this rank's part."""
+    for group in _by_kind(map(shards.local, grads)):
+        kernels.multiply_(group, kernels.on(group[0].device, factor))
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def unscale_by_group_(
     for group in _by_kind(map(shards.local, grads)):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
-        unscale_(group, found, inverse.to(device))
+        unscale_(group, found, kernels.on(device, inverse))
         torch.maximum(found_inf, found.to(found_inf.device), out=found_inf)
 
 

@@ -101,6 +101,11 @@ class ScaleRules:
         """Whether an overflow makes the scale smaller."""
         return self.dynamic and self.backoff_factor < 1.0
 
+    @property
+    def bounds_in_reach(self) -> Sequence[float]:
+        """The bounds at which a power of two may end: it never grows to inf, nor to more than 2**127 therefore."""
+        return (self.floor, self.ceiling) if self.ceiling < 2.0**127 else (self.floor,)
+
     def within(self, scale: float) -> float:
         """Return ``scale``, or the bound that it has passed."""
         return min(max(scale, self.floor), self.ceiling)
@@ -192,14 +197,16 @@ class LossScaler:
 
     def follow(self, rules: ScaleRules) -> None:
         """Use ``rules`` from now on."""
+        self.changed()
         self.rules = rules
-        moves = (rules.growth_factor, rules.backoff_factor, rules.floor, rules.ceiling) if rules.dynamic else ()
+        moves = (rules.growth_factor, rules.backoff_factor, *rules.bounds_in_reach) if rules.dynamic else ()
         self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
         self._mark()
-        self.changed()
 
     def changed(self) -> None:
         """Forget what the host knew of the scale. Whoever writes to :attr:`scale` must call this."""
+        self.exact = False
+        self._mark()
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True
@@ -209,7 +216,8 @@ class LossScaler:
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
         # Compiled code always computes it: a second form without would be compiled at the next step.
-        if _is_compiling() or self._inverse_is_stale or (self._captures is not None and self._in_graph()):
+        # A capture is looked for first: what it records must be right for scales that are no power of two.
+        if _is_compiling() or (self._captures is not None and self._in_graph()) or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse

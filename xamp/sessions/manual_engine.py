@@ -92,7 +92,7 @@ class ManualEngine(Engine):
         self._scaler_settings = ScalerSettings()
         self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
         self._factors = [self.scaler.factor]
-        self._known_version = -1  # version counter of the factor when the engine last looked at it
+        self._known_version = self.scaler.factor._version  # when the engine last looked at it
         self._began = False  # a loss was scaled since the last update
         self._finished_updates = self.scaler.updates  # moves of the scale of which the iteration has ended
 
@@ -240,6 +240,7 @@ class ManualEngine(Engine):
         self.memory = new
         self.scaler.live_in(new)
         self._factors.append(self.scaler.factor)
+        self._known_version = self.scaler.factor._version
         for use in self.uses.values():
             use.state.outcomes.observe_all()
             use.state.live_in(new)

@@ -23,7 +23,7 @@ from ci.gpu.__main__ import main
 from ci.stages import process
 from ci.stages.log import Log
 from ci.stages.runner import Runner, surroundings
-from ci.stages.stage import Stage
+from ci.stages.stage import Stage, Step
 
 LIMIT = 60.0  # seconds in which another process does something
 
@@ -166,6 +166,15 @@ def test_tests_that_passed_are_not_run_again(workers: Sequence[str], runner: Run
     assert (tmp_path / "ran").read_text().count("a") == 1
     counts = result.made(runner.log, [stage], {}, "project", rehearsal=True)["stages"][0]["counts"]
     assert counts == {"passed": 4, "skipped": 1}
+
+
+def test_tests_that_end_half_way_have_not_passed(runner: Runner, tmp_path: Path) -> None:
+    """An error of the command itself ends with the code that failed tests end with."""
+    log = "from ci.stages.keep import LOG; from ci.stages.log import Log; import os, pathlib; "
+    log += "Log(pathlib.Path(os.environ[LOG])).add('half', 'test', test='a', outcome='passed', seconds=0, reason='')"
+    step = Step("suite", [sys.executable, "-c", f"{log}; raise RuntimeError"], accepts=(0, 1), tests=True)
+    half = Stage("half", "ends half-way", 60.0, [step])
+    assert outcome(runner, half) == ("failed", "suite ended with code 1, and no test had failed")
 
 
 def test_tests_that_lack_a_package_say_so(runner: Runner, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -125,6 +125,18 @@ def test_what_is_no_lower_or_single_float_passes_as_the_same_object(value: Any, 
     assert result[0] is value
     assert result[1]["x"] is value
     assert result[1]["t"].dtype == HALF
+
+
+@both
+def test_a_mapping_keeps_what_was_set_on_it(cast: Cast) -> None:
+    """The dict of ``state_dict()`` has the versions of its modules in ``_metadata``."""
+    state = nn.BatchNorm1d(2).state_dict()
+    found = cast(state, HALF)
+    assert found["weight"].dtype is HALF
+    assert found._metadata == state._metadata  # type: ignore[attr-defined]
+    given = UserDict(a=floats())
+    given.name = "mine"  # type: ignore[attr-defined]
+    assert cast(given, HALF).name == "mine"
 
 
 @both

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from refusing import Refusing
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.ground import kernels
@@ -224,6 +225,65 @@ def test_what_the_operator_refuses_is_refused_and_left(kind: str) -> None:
         kernels.unscale_(grads, found, torch.tensor(0.5))
     assert grads[0].eq(1).all()
     assert found.item() == 0.0
+
+
+def test_what_is_done_by_plain_operators_is_unseen_by_autograd_too() -> None:
+    """Gradients that ``backward(create_graph=True)`` made keep what they were made by, as by torch's kernel."""
+    for dtype in (torch.float32, torch.bfloat16):
+        grad = torch.ones(3, dtype=dtype, requires_grad=True) * 2
+        made_by = grad.grad_fn
+        with Lacking(UNSCALE, torch.bfloat16):
+            kernels.unscale_([grad], torch.zeros(()), torch.tensor(0.5))
+        assert grad.grad_fn is made_by
+        assert grad.eq(1).all()
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators on lists that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "foreach_mul_" in str(func):
+            self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class _Forcing(xamp.GradScaler):
+    def force(self, scale: float) -> None:
+        assert self._scale is not None
+        self._scale.fill_(scale)
+
+
+def test_a_scaler_by_hand_multiplies_by_one_kernel_until_its_scale_is_no_power_of_two() -> None:
+    """With a factor of another dtype than the list's it would be a launch for each tensor."""
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(5)]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    scaler = _Forcing(init_scale=2.0**10)
+    with Lacking(UNSCALE, torch.bfloat16):
+        for scale, operator in ((2.0**10, "Tensor"), (3.0, "List"), (2.0**8, "List")):
+            if scale != 2.0**10:
+                scaler.force(scale)  # the host does not know to what
+            optimizer.zero_grad()
+            scaler.scale(sum(p.float().sum() for p in params) * 1.1).backward()  # type: ignore[union-attr, arg-type]
+            given = [p.grad.clone() for p in params if p.grad is not None]
+            with _Operators() as mode:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert mode.called == [f"aten._foreach_mul_.{operator}"]
+            wanted = [(grad.float() * torch.tensor(scale).reciprocal()).bfloat16() for grad in given]
+            same([p.grad for p in params], wanted)
+
+
+def test_a_number_on_another_device_is_marked_as_it_was() -> None:
+    for is_one in (True, False):
+        number = torch.tensor(0.5)
+        kernels.mark_power_of_two(number, is_one)
+        assert kernels.on(torch.device("cpu"), number) is number
+        assert getattr(kernels.on(torch.device("meta"), number), kernels.POWER_OF_TWO) is is_one
 
 
 # --- training

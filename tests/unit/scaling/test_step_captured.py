@@ -23,7 +23,14 @@ class Training:
     """One small model; ``step`` runs one whole training step on ``x``, whose storage stays."""
 
     def __init__(
-        self, way: str, *, fused: bool = True, floor: float = 2.0**-3, device: str = "cpu", make: Any = torch.optim.SGD
+        self,
+        way: str,
+        *,
+        fused: bool = True,
+        floor: float = 2.0**-3,
+        device: str = "cpu",
+        make: Any = torch.optim.SGD,
+        **options: Any,
     ) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).to(device)
@@ -37,7 +44,7 @@ class Training:
         else:
             xamp.initialize(
                 self.model, self.optimizer, level=way, growth_interval=INTERVAL, init_scale=2.0**10,
-                min_loss_scale=floor, fused="auto" if fused else False, verbosity=0,
+                min_loss_scale=floor, fused="auto" if fused else False, verbosity=0, **options,
             )  # fmt: skip
 
     def feed(self, number: int, spoilt: bool) -> None:
@@ -56,6 +63,10 @@ class Training:
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    @property
+    def engine(self) -> Any:
+        return xamp.session(self.optimizer).engine if self.scaler is None else self.scaler._engine
 
     @property
     def told(self) -> Any:
@@ -138,17 +149,29 @@ def test_a_capture_of_what_the_host_decides_is_refused(recorder: GraphRecorder, 
         assert not all(torch.equal(a, b) for a, b in zip(loop.weights(), held, strict=True))
 
 
-def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(recorder: GraphRecorder) -> None:
+@pytest.mark.parametrize("way", ["O1", "O2", "O5", "GradScaler"])
+def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(
+    recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
     """A power of two may be cast to the dtype of the gradients; a graph is replayed at scales that are none."""
-    loop = Training("O1")
+    loop = Training(way, **({"loss_scale": "dynamic"} if way == "O5" else {}))
     for number in range(2):
         loop.feed(number, False)
         loop.step()
-    (scaler,) = xamp.session(loop.optimizer).engine.scalers
+    (scaler,) = loop.engine.scalers
     assert getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    unscaled, unscale_ = [], kernels.unscale_
+
+    def watched(*args: Any) -> None:
+        unscaled.append(getattr(args[2], kernels.POWER_OF_TWO))
+        unscale_(*args)
+
+    monkeypatch.setattr(kernels, "unscale_", watched)
+    loop.feed(2, False)
+    loop.step()
     with recorder.capture():
         loop.step()
-    assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
+    assert unscaled == [True, False]  # what is recorded is what replays do
     scaler.set(2.0)
     assert not getattr(scaler.inverse, kernels.POWER_OF_TWO)
 

@@ -29,11 +29,14 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import xamp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, levels_where
+from xamp.scaling import foreach
+from xamp.scaling.entry import Entry
 
 MASTERS = levels_where(lambda row: row.master_weights)
 OPERATORS = levels_where(lambda row: row.casts_operators)
@@ -107,6 +110,19 @@ def assert_trains_as_whole(sharded: nn.Module, level: str, whole: nn.Module, **o
 @pytest.mark.parametrize("level", [*OPERATORS, *MASTERS])
 def test_sharded_before_trains_as_a_whole_model(level: str, how: str) -> None:
     assert_trains_as_whole(shard(net(), how), level, net())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 2), ()], ids=["matrix", "number"])
+def test_gradients_in_parts_are_multiplied_without_a_word(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """torch warns where a number with a dimension meets a DTensor. Each write is counted once, for an undo."""
+    place = [Shard(0)] if shape else [Replicate()]
+    mesh = init_device_mesh("cpu", (1,))
+    grads = [distribute_tensor(torch.full(shape, 3.0, dtype=dtype), mesh, place) for _ in range(2)]
+    entry = Entry(grads, complete=False)
+    foreach.multiply_(grads, torch.tensor(1 / 3))
+    assert all(grad.to_local().eq(1).all() for grad in grads)  # type: ignore[attr-defined]
+    assert entry.was_multiplied()
 
 
 @pytest.mark.parametrize("how", ["fsdp1", "fsdp2"])
