@@ -32,6 +32,7 @@ from xamp.casting import active
 from xamp.policy import LEVELS
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 from xamp.registry.registry import HOST
+from xamp.testing import Conformance
 from xamp.testing.lane import in_full_fp32
 
 _UNCOVERED = (
@@ -113,8 +114,13 @@ def _lanes(config: pytest.Config) -> list[Lane]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "lane" in metafunc.fixturenames:
+    if "lane" in metafunc.fixturenames and not _suite_of(metafunc.cls):
         metafunc.parametrize("lane", _lanes(metafunc.config), ids=str)
+
+
+def _suite_of(cls: type | None) -> str:
+    """The backend on which a class of the conformance suite runs, which has a lane of its own; empty for others."""
+    return str(cls.backend) if cls is not None and issubclass(cls, Conformance) else ""
 
 
 def _not_measured(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -148,8 +154,8 @@ def _lacks(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take out what the ledger names
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = bool(config.getoption("--device"))  # then tests of other lanes are not there
-    items += version_ledger.hold(session, items, config.stash[_LEDGER], in_part=chosen)
+    lanes = config.getoption("--device")  # then tests of other lanes are not there
+    items += version_ledger.hold(session, items, config.stash[_LEDGER], in_part=bool(lanes))
     for item in items:
         if "lane" in getattr(item, "fixturenames", ()):
             item.add_marker("device")
@@ -158,6 +164,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             item.add_marker("no_cover")
     marker = "sample" if config.getoption("--all") else "thorough"
     left = {item for item in items if item.get_closest_marker(marker)}
+    if lanes:
+        left |= {item for item in items if _suite_of(getattr(item, "cls", None)) not in ("", *lanes)}
     if strength := config.getoption("--strength"):
         left |= {*items} - {*covering((item for item in items if item not in left and not _lacks(item)), strength)}
     if left:
