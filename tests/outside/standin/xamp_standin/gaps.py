@@ -19,7 +19,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 def install(name: str) -> None:
     """Take from the device ``name`` what the facts say that it lacks."""
-    kernels.watchers.append(_refuse)
+    kernels.watchers += [_refuse, _refuse_other_memory]
     # Some are made of other operators, by torch, where a device has no kernel of its own.
     for operator in {*facts().refuses, *facts().waits}:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, "PrivateUse1"):
@@ -51,6 +51,14 @@ def _refuse(op: Any, args: Any) -> None:
         error = refused.get(str(getattr(tensor, "dtype", None)).removeprefix("torch."))
         if error:
             raise NotImplementedError(error)
+
+
+def _refuse_other_memory(op: Any, args: Any) -> None:
+    """A fused step is one kernel, which reads no memory but the device's; not even a counter on the host."""
+    if op.name().startswith("aten::_fused_ada"):
+        for tensor in (tensor for each in args if isinstance(each, (list, tuple)) for tensor in each):
+            if tensor.is_cpu:
+                raise RuntimeError(f"an illegal memory access was encountered in {op.name()}")
 
 
 def _with_fp32_numbers(op: Any, *args: Any, **kwargs: Any) -> Any:
