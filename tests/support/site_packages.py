@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
+
 ROOT = Path(__file__).resolve().parents[2]
 _PIP = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 _STEERING = re.compile(
@@ -48,8 +50,8 @@ def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:
 
 
 def run_doctor(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``xamp doctor`` in a new process that sees the distributions in ``folder``."""
-    command = [sys.executable, "-m", "xamp", "doctor", *arguments]
+    """``xamp doctor`` in a new process that sees the distributions in ``folder``; so are those that it starts."""
+    command = [forked_python.executable(), "-m", "xamp", "doctor", *arguments]
     environment = plain_environment(folder, **variables)
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
