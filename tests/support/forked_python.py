@@ -1,9 +1,9 @@
-"""A Python that starts in a tenth of the time: an executable whose processes are forked from one that has imported torch.
+"""A Python that starts in a tenth of the time: its processes are forked from one that has imported torch.
 
-``[forked_python.executable(), "-c", ...]`` stands in a command where ``[sys.executable, "-c", ...]`` would: arguments,
-environment, folder, standard streams and exit code are those of the command, and who kills it kills what it runs. A
-command that a fork cannot do right is run by ``sys.executable`` itself; :func:`_is_new` says which these are. So is each
-where processes cannot be forked, or a device was started by the imports.
+``[python(), "-c", ...]`` stands in a command where ``[sys.executable, "-c", ...]`` would: arguments, environment,
+folder, standard streams and exit code are those of the command, and who kills it kills what it runs. A command that a
+fork cannot do right is run by ``sys.executable`` itself; :func:`_is_new` says which these are. So is each where
+processes cannot be forked, or a device was started by the imports.
 
 A test that asks what an import brings, or how Python starts, takes ``sys.executable``: here torch is imported already.
 """
@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.metadata
 import json
 import os
 import re
@@ -30,11 +31,11 @@ import tempfile
 import threading
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["executable"]
+__all__ = ["python"]
 
 _IMPORTED = ("torch", "torch._dynamo", "pytest")  # the first step of an optimizer imports dynamo
 _HERE = Path(__file__).resolve()
@@ -43,17 +44,19 @@ _ENVIRONMENT = os.environ.copy()  # of the whole run: a test changes its own, al
 _FILTERS = [*warnings.filters]
 _WORDS = {"-c", "-m", "-W", "-X"}  # the options of Python that have a word after them
 _READ_AT_START = re.compile(
-    r"PYTHON(?!PATH$|DONTWRITEBYTECODE$|UNBUFFERED$).*|(PY)?TORCH(?!INDUCTOR_CACHE_DIR$).*|[A-Z]*OMP_(?!NUM_THREADS$).*|MKL_.*"
+    r"PYTHON(?!PATH$|DONTWRITEBYTECODE$|UNBUFFERED$).*|(PY)?TORCH(?!INDUCTOR_CACHE_DIR$|_DEVICE_BACKEND_AUTOLOAD$|_NCCL_|ELASTIC_).*"
+    r"|[A-Z]*OMP_(?!NUM_THREADS$).*|MKL_.*"
     r"|.*(TF32|FPMATH|CPU_ISA|CPU_CAPABILITY|WORKSPACE_CONFIG).*"
 )
 """Variables that Python reads as it starts, or torch as it is imported."""
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 # --- in the process of the tests
 
 
 @functools.cache
-def executable() -> str:
+def python() -> str:
     """The path of the executable; that of this Python where no process can be forked from one that imported torch."""
     if not (hasattr(os, "fork") and hasattr(socket, "send_fds")):
         return sys.executable
@@ -187,16 +190,22 @@ def _is_new(asked: dict[str, Any]) -> bool:
     It has other variables that are read at the start, an option of Python that cannot be set later, or folders on its
     path with a module that Python or torch imports as it starts.
     """
-    known, given = ({n: v for n, v in e.items() if _READ_AT_START.fullmatch(n)} for e in (_ENVIRONMENT, asked["env"]))
-    from forking import SETTINGS
-
-    for name in SETTINGS:
-        known.pop(name, None)
     options, rest = _parse(asked["words"])
     odd = [each for each in options if each[0] not in ("-W", "-X", "-u") or each[1:] not in _CAN_BE_SET[each[0]]]
-    if known != given or odd or not rest or not (rest[0] in ("-c", "-m") or Path(asked["cwd"], rest[0]).is_file()):
+    if odd or not rest or not (rest[0] in ("-c", "-m") or Path(asked["cwd"], rest[0]).is_file()):
         return True
-    return any(map(_begins_otherwise, {*asked["env"].get("PYTHONPATH", "").split(os.pathsep), _first_entry(asked, rest)}))
+    loads = asked["env"].get(_AUTOLOAD) != "0"
+    if _read_at_start(asked["env"]) != _read_at_start(_ENVIRONMENT) or (not loads and _extensions()):
+        return True
+    folders = {*_entries(asked), _first_entry(asked, rest)} - {"", *_PATH}
+    return any(_shadows(folder) or (loads and _extensions(folder)) for folder in folders if os.path.isdir(folder))
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    import forking
+
+    names = {name for name in environment if _READ_AT_START.fullmatch(name)} - {*forking.SETTINGS}
+    return {name: environment[name] for name in names}
 
 
 _CAN_BE_SET = {"-W": [("error",), ("ignore",), ("default",)], "-X": [("faulthandler",)], "-u": [()]}
@@ -221,15 +230,32 @@ def _first_entry(asked: dict[str, Any], rest: Sequence[str]) -> str:
     return folder if rest[0] == "-m" else os.path.dirname(os.path.realpath(os.path.join(folder, rest[0])))
 
 
-def _begins_otherwise(folder: str) -> bool:
-    if not folder or not os.path.isdir(folder):
-        return False
-    names = os.listdir(folder)
+def _entries(asked: dict[str, Any]) -> list[str]:
+    """What the command adds to the path."""
+    entries = asked["env"].get("PYTHONPATH", "").split(os.pathsep)
+    return [os.path.join(asked["cwd"], entry) for entry in entries if entry]
+
+
+def _shadows(folder: str) -> bool:
+    """Whether a folder has a module that is imported here already, or runs as Python starts."""
     imported = {name.partition(".")[0] for name in sys.modules} - {"__main__", "forking"}
-    if {name.partition(".")[0] for name in names} & {*imported, "sitecustomize", "usercustomize"}:
-        return True
-    points = [Path(folder, name, "entry_points.txt") for name in names if name.endswith(".dist-info")]
-    return any(b"torch.backends" in path.read_bytes() for path in points if path.is_file())
+    with os.scandir(folder) as entries:
+        modules = [each.name for each in entries if each.is_dir() or each.name.endswith((".py", ".pyc", ".so"))]
+    there = {name.partition(".")[0] for name in modules}
+    return bool(there & {*imported, "sitecustomize", "usercustomize"})
+
+
+def _extensions(*folder: str) -> bool:
+    """Whether torch finds extensions there that it loads as it is imported, or on the path of this process."""
+    found = importlib.metadata.distributions(**({"path": [*folder]} if folder else {}))
+    return any(point.group == "torch.backends" for each in found for point in _points(each))
+
+
+def _points(distribution: importlib.metadata.Distribution) -> Iterable[importlib.metadata.EntryPoint]:
+    try:
+        return distribution.entry_points
+    except ValueError:  # the file is damaged; torch does not read it either
+        return ()
 
 
 # --- in a process that was forked
@@ -287,8 +313,7 @@ def _set(options: Sequence[tuple[str, ...]]) -> None:
 
 
 def _find_modules(asked: dict[str, Any], rest: Sequence[str]) -> None:
-    more = [os.path.join(asked["cwd"], entry) for entry in asked["env"].get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [_first_entry(asked, rest), *more, *_PATH]
+    sys.path[:] = [_first_entry(asked, rest), *_entries(asked), *_PATH]
     for name in ("forking", "measuring"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import forked_python
 import pytest
+from forked_python import python
 from site_packages import distribution, plain_environment
 
 TORCH = "import sys; print('torch' in sys.modules)"
@@ -41,12 +41,12 @@ COMMANDS = {
 }
 
 
-def run(python: str, words: list[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+def run(executable: str, words: list[str], folder: Path, **variables: str) -> tuple[int, str, str]:
     environment = plain_environment(folder, **variables)
     done = subprocess.run(
-        [python, *words], env=environment, cwd=folder, input="said\n", capture_output=True, text=True, check=False
+        [executable, *words], env=environment, cwd=folder, input="said\n", capture_output=True, text=True, check=False
     )
-    return done.returncode, done.stdout, done.stderr.replace(python, "python")
+    return done.returncode, done.stdout, done.stderr.replace(executable, "python")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +61,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_ends_as_under_python(name: str, folder: Path) -> None:
-    found = run(forked_python.executable(), COMMANDS[name], folder, MINE="1")
+    found = run(python(), COMMANDS[name], folder, MINE="1")
     wanted = run(sys.executable, COMMANDS[name], folder, MINE="1")
     assert found == wanted
 
 
 def test_torch_is_imported_already_and_xamp_is_not() -> None:
-    forks = forked_python.executable() != sys.executable
-    code, said, _ = run(forked_python.executable(), ["-c", f"{TORCH}; print('xamp' in sys.modules)"], Path.cwd())
+    forks = python() != sys.executable
+    code, said, _ = run(python(), ["-c", f"{TORCH}; print('xamp' in sys.modules)"], Path.cwd())
     assert (code, said) == (0, f"{forks}\nFalse\n")
 
 
@@ -84,24 +84,26 @@ def test_what_a_fork_would_miss_gets_an_interpreter_of_its_own(files: dict[str, 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert run(forked_python.executable(), ["-c", TORCH], tmp_path)[1] == "False\n"
+    assert run(python(), ["-c", TORCH], tmp_path)[1] == "False\n"
 
 
-@pytest.mark.parametrize("name", ["TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONOPTIMIZE", "NVIDIA_TF32_OVERRIDE"])
+@pytest.mark.parametrize("name", ["TORCH_SHOW_CPP_STACKTRACES", "PYTHONOPTIMIZE", "NVIDIA_TF32_OVERRIDE"])
 def test_a_variable_that_is_read_at_the_start_gets_one_too(name: str, tmp_path: Path) -> None:
-    assert run(forked_python.executable(), ["-c", TORCH], tmp_path, **{name: "0"})[1] == "False\n"
+    assert run(python(), ["-c", TORCH], tmp_path, **{name: "0"})[1] == "False\n"
 
 
 def test_an_extension_of_torch_gets_one_too(tmp_path: Path) -> None:
     distribution(tmp_path, "quipu", "quipu = quipu:start", "torch.backends", quipu="def start(): pass")
-    assert run(forked_python.executable(), ["-c", TORCH], tmp_path)[1] == "False\n"
+    assert run(python(), ["-c", TORCH], tmp_path)[1] == "False\n"
+    without = run(python(), ["-c", TORCH], tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert without[1] == run(python(), ["-c", TORCH], tmp_path.parent)[1]
 
 
 def test_what_is_killed_ends_with_all_that_it_started(tmp_path: Path) -> None:
     sleeps = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\n'); time.sleep(1e6)"
     code = f"import os, sys\nos.fork()\nexec({sleeps!r})"
     pids = tmp_path / "pids"
-    process = subprocess.Popen([forked_python.executable(), "-c", code, str(pids)], start_new_session=True)
+    process = subprocess.Popen([python(), "-c", code, str(pids)], start_new_session=True)
     while not pids.exists() or len(pids.read_text().split()) < 2:
         assert process.poll() is None
         time.sleep(0.01)

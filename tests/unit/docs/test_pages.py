@@ -19,6 +19,7 @@ import docs_pages
 import pytest
 import torch
 from docs_pages import DOCS, ELSEWHERE, ROOT
+from forked_python import python
 
 import xamp
 from xamp.cli import _parser
@@ -41,7 +42,7 @@ def test_blocks_on_ranks_run(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), *sys.path])
     done = subprocess.run(
-        [sys.executable, docs_pages.__file__, str(tmp_path), *ON_RANKS],
+        [python(), docs_pages.__file__, str(tmp_path), *ON_RANKS],
         env={**os.environ, **ranks, "XAMP_DEVICE": "cpu", "PYTHONPATH": paths},
         capture_output=True,
         text=True,

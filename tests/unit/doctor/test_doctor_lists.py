@@ -14,6 +14,7 @@ from xamp.casting.ops.observe import has_entry
 from xamp.casting.ops.samples import HERE
 from xamp.casting.ops.survey import own_list
 from xamp.casting.ops.table import LAYERS, OWN, RULES
+from xamp.cli._doctor_text import render, report
 from xamp.doctor import lists
 from xamp.doctor.lists import list_findings
 from xamp.registry.findings import NOTE, Finding
