@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import measuring
 import pytest
 from ci_scripts import ROOT
+from forked_python import python
 
 from ci import devices, devices_matrix, devices_page
 from ci.devices import DevicesError, RowError
@@ -60,7 +61,7 @@ def with_rows(folder: Path, *rows: str) -> Path:
 def call(*words: str, data: Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of ci/, with this Python as it is."""
     kept = {name: value for name, value in measuring.without(os.environ).items() if not name.startswith("XAMP_")}
-    environment = {**kept, "XAMP_DEVICES": str(data), "XAMP_NO_VENV": "1", "PYTHON": sys.executable, **variables}
+    environment = {**kept, "XAMP_DEVICES": str(data), "XAMP_NO_VENV": "1", "PYTHON": python(), **variables}
     start = [sys.executable] if words[0].endswith(".py") else []
     command = [*start, str(ROOT / "ci" / words[0]), *words[1:]]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)

@@ -93,6 +93,11 @@ def of(found: dict[str, Any], name: str, registered_as: str = "") -> dict[str, A
     return row_of(found, registered_as or name, f"dist-{name} 1.5")
 
 
+def timeless(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The findings of a row but for how long it took, which a busy machine decides."""
+    return [each for each in row["findings"] if not re.search(r" takes [\d.]+ s to (load|start)", each["text"])]
+
+
 # --- entry points that cannot be loaded
 
 
@@ -148,7 +153,7 @@ def test_a_backend_whose_start_hangs_is_reported(found: dict[str, Any]) -> None:
 def test_a_backend_that_crashes_on_what_it_declares_stays_usable_with_a_defect(found: dict[str, Any]) -> None:
     row = of(found, "tried")
     assert row["usable"] is True
-    assert row["findings"] == [
+    assert timeless(row) == [
         {"severity": "defect", "text": "trying what it declares ends its process with exit code 3", "cure": REPAIR}
     ]
 
@@ -167,7 +172,7 @@ def test_an_error_that_nobody_foresaw_is_broken_and_a_missing_framework_is_not(f
 
 def test_a_slow_entry_point_works_and_says_how_slow(found: dict[str, Any]) -> None:
     row = of(found, "slow")
-    (finding,) = row["findings"]
+    finding = row["findings"][0]
     assert (row["usable"], finding["severity"]) == (True, "warning")
     told = r"its entry point takes ([\d.]+) s to load, and everything that asks xamp for a backend waits for it"
     assert float(re.match(told, finding["text"])[1]) >= 2.2  # type: ignore[index]
@@ -176,7 +181,7 @@ def test_a_slow_entry_point_works_and_says_how_slow(found: dict[str, Any]) -> No
 def test_a_loud_one_works_and_says_how_loud(found: dict[str, Any]) -> None:
     row = of(found, "chatty")
     assert row["usable"] is True
-    assert [(each["severity"], each["text"]) for each in row["findings"]] == [
+    assert [(each["severity"], each["text"]) for each in timeless(row)] == [
         ("warning", "it prints 2.0 MB while it starts")
     ]
 
@@ -210,7 +215,7 @@ def test_each_lie_is_a_finding(found: dict[str, Any], lie: str) -> None:
     (finding,) = [finding for finding in row["findings"] if finding["text"].startswith(lie)]
     assert finding["severity"] == "defect"
     assert finding["cure"].startswith("the backend's capabilities() must declare what the device does")
-    assert len(row["findings"]) == 11
+    assert len(timeless(row)) == 11
 
 
 # --- the others
@@ -218,8 +223,8 @@ def test_each_lie_is_a_finding(found: dict[str, Any], lie: str) -> None:
 
 def test_the_others_work(found: dict[str, Any]) -> None:
     good, cpu = of(found, "good"), row_of(found, "cpu")
-    assert (good["usable"], good["devices"], good["findings"]) == (True, ["Good 1"], [])
-    assert (cpu["usable"], cpu["findings"]) == (True, [])
+    assert (good["usable"], good["devices"], timeless(good)) == (True, ["Good 1"], [])
+    assert (cpu["usable"], timeless(cpu)) == (True, [])
     assert found["torch"]["version"]
     assert (found["ok"], found["chosen"]["reason"]) == (False, "")
     assert found["recommended"]["level"].startswith("O")

@@ -198,7 +198,8 @@ import torch, torch.multiprocessing as mp
 def work(rank):
     torch.zeros(2).cuda(rank)
 if __name__ == "__main__":
-    mp.spawn(work, nprocs=2)
+    work(0)
+    mp.spawn(work, nprocs=1)
 """
 
 
