@@ -44,7 +44,7 @@ _ENVIRONMENT = os.environ.copy()  # of the whole run: a test changes its own, al
 _FILTERS = [*warnings.filters]
 _WORDS = {"-c", "-m", "-W", "-X"}  # the options of Python that have a word after them
 _READ_AT_START = re.compile(
-    r"PYTHON(?!PATH$|DONTWRITEBYTECODE$|UNBUFFERED$).*|(PY)?TORCH(?!INDUCTOR_CACHE_DIR$|_DEVICE_BACKEND_AUTOLOAD$|_NCCL_|ELASTIC_).*"
+    r"PYTHON(?!PATH$|DONTWRITEBYTECODE$|UNBUFFERED$).+|(PY)?TORCH(?!INDUCTOR_CACHE_DIR$|_DEVICE_BACKEND_AUTOLOAD$|_NCCL_|ELASTIC_).*"
     r"|[A-Z]*OMP_(?!NUM_THREADS$).*|MKL_.*"
     r"|.*(TF32|FPMATH|CPU_ISA|CPU_CAPABILITY|WORKSPACE_CONFIG).*"
 )
