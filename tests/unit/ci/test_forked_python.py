@@ -34,6 +34,7 @@ COMMANDS = {
     "handlers": ["-c", "import atexit, sys; atexit.register(print, 'end'); sys.stdout.write('no line')"],
     "leaves": ["-c", "import os; print('lost'); os._exit(9)"],
     "signal": ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"],
+    "kill": ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"],
     "crash": ["-c", "import ctypes; ctypes.string_at(0)"],
     "folder": ["-c", "import os; print(os.getcwd(), os.environ['MINE'], os.environ.get('HOME'))"],
     "options": ["-I", "-c", "import sys; print(sys.flags)"],
