@@ -146,11 +146,12 @@ class _Server:
             self._waiting.register(command, selectors.EVENT_READ)
             self._running[pid] = command
         else:
-            for each in (command, *self._running.values(), self._listening, self._woken, self._wake, self._waiting):
+            for each in (command, *self._running.values(), self._listening, self._woken, self._wake):
                 each.close()
-            for number in (signal.SIGCHLD, signal.SIGINT):
-                signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+            self._waiting.close()
             signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             return _become(asked, streams, str(self._stand_in))
         for stream in streams:
             os.close(stream)
@@ -191,7 +192,7 @@ def _is_new(asked: dict[str, Any]) -> bool:
     path with a module that Python or torch imports as it starts.
     """
     options, rest = _parse(asked["words"])
-    odd = [each for each in options if each[0] not in ("-W", "-X", "-u") or each[1:] not in _CAN_BE_SET[each[0]]]
+    odd = [option for option, *words in options if tuple(words) not in _CAN_BE_SET.get(option, ())]
     if odd or not rest or not (rest[0] in ("-c", "-m") or Path(asked["cwd"], rest[0]).is_file()):
         return True
     loads = asked["env"].get(_AUTOLOAD) != "0"
@@ -208,7 +209,11 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in names}
 
 
-_CAN_BE_SET = {"-W": [("error",), ("ignore",), ("default",)], "-X": [("faulthandler",)], "-u": [()]}
+_CAN_BE_SET: dict[str, list[tuple[str, ...]]] = {
+    "-W": [("error",), ("ignore",), ("default",)],
+    "-X": [("faulthandler",)],
+    "-u": [()],
+}
 
 
 def _parse(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -247,7 +252,7 @@ def _shadows(folder: str) -> bool:
 
 def _extensions(*folder: str) -> bool:
     """Whether torch finds extensions there that it loads as it is imported, or on the path of this process."""
-    found = importlib.metadata.distributions(**({"path": [*folder]} if folder else {}))
+    found = importlib.metadata.distributions(path=[*folder]) if folder else importlib.metadata.distributions()
     return any(point.group == "torch.backends" for each in found for point in _points(each))
 
 
@@ -303,13 +308,14 @@ def _set(options: Sequence[tuple[str, ...]]) -> None:
 
         faulthandler.enable()
     # What an import adds to the filters stands before those of the command line, and these before Python's own.
-    added = [each for each in warnings.filters if each not in _FILTERS]
-    warnings.filters[:] = _FILTERS
+    filters: Any = warnings.filters
+    added = [each for each in filters if each not in _FILTERS]
+    filters[:] = _FILTERS
     for option, *words in options:
         if option == "-W":
             sys.warnoptions.append(*words)
             warnings.simplefilter(*words)  # type: ignore[arg-type]
-    warnings.filters[:0] = added
+    filters[:0] = added
 
 
 def _find_modules(asked: dict[str, Any], rest: Sequence[str]) -> None:

@@ -26,7 +26,8 @@ def _ask(folder: str, words: list[str]) -> int | None:
     """How the command ended; None where it needs an interpreter of its own."""
     if _open() != [0, 1, 2]:  # it takes over, or lacks, what no other process can give it
         return None
-    asked = {"words": words, "env": dict(os.environ), "cwd": os.getcwd()}
+    here = os.getcwd()
+    asked = {"words": words, "env": dict(os.environ), "cwd": here}
     os.chdir(folder)
     try:
         with socket.socket(socket.AF_UNIX) as server:
@@ -37,7 +38,7 @@ def _ask(folder: str, words: list[str]) -> int | None:
                 sent += server.send(data[sent:])
             answer = server.recv(4096)
     finally:
-        os.chdir(asked["cwd"])
+        os.chdir(here)
     return json.loads(answer).get("code", None) if answer else -signal.SIGKILL
 
 
