@@ -2,8 +2,8 @@
 
 ``[python(), "-c", ...]`` stands in a command where ``[sys.executable, "-c", ...]`` would: arguments, environment,
 folder, standard streams and exit code are those of the command, and who kills it kills what it runs. A command that a
-fork cannot do right, by ``is_new`` in ``forked_python_server.py``, is run by ``sys.executable`` itself. So is each where
-processes cannot be forked, or a device was started by the imports.
+fork cannot do right is run by ``sys.executable`` itself: ``is_new`` of ``forked_python_server.py`` says which. So is
+each where processes cannot be forked, or a device was started by the imports.
 
 A test that asks what an import brings, or how Python starts, takes ``sys.executable``: here torch is imported already.
 """
