@@ -152,6 +152,15 @@ def _lacks(item: pytest.Item) -> str:
     return ""
 
 
+def _beyond_pairs(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests marked ``pairwise`` that bring no two arguments together that others do not."""
+    lanes: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise") and not _lacks(item):
+            lanes.setdefault(item.callspec.params.get("lane"), []).append(item)  # type: ignore[attr-defined]
+    return {item for same in lanes.values() for item in {*same} - {*covering(same, 2)}}
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m take out what the ledger names
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     lanes = config.getoption("--device")  # then tests of other lanes are not there
@@ -166,6 +175,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     left = {item for item in items if item.get_closest_marker(marker)}
     if lanes:
         left |= {item for item in items if _suite_of(getattr(item, "cls", None)) not in ("", *lanes)}
+    if not config.getoption("--all"):
+        left |= _beyond_pairs(items)
     if strength := config.getoption("--strength"):
         left |= {*items} - {*covering((item for item in items if item not in left and not _lacks(item)), strength)}
     if left:

@@ -154,7 +154,7 @@ def run() -> dict[str, Any]:
 def main() -> None:
     """As one rank. Rank 0 adds what it found to the file that the first argument names, under the number of ranks."""
     os.environ["XAMP_DEVICE"] = "cpu"
-    dist.init_process_group(xamp.distributed_backend(), timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group(xamp.distributed_backend(), timeout=datetime.timedelta(seconds=600))
     found = run()
     if dist.get_rank() == 0:
         file = Path(sys.argv[1])

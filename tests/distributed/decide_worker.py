@@ -29,11 +29,11 @@ import xamp
 from xamp.scaling import distributed
 
 LEVELS = ("O1", "O2", "O4", "O5")
-LIMIT = datetime.timedelta(seconds=20)
+LIMIT = datetime.timedelta(seconds=240)
 Result = dict[str, Any]
 
 
-def group(*ranks: int, seconds: float = 20.0) -> Any:
+def group(*ranks: int, seconds: float = 240.0) -> Any:
     return dist.new_group(list(ranks) or None, timeout=datetime.timedelta(seconds=seconds))
 
 
@@ -325,7 +325,7 @@ def different(name: str, wrapper: str) -> Result:
     mine = DIFFERENT[name][dist.get_rank() == dist.get_world_size() - 1]
     dist.barrier()  # some ranks may have waited for others in vain
     waits_in_vain = (name, wrapper) == ("enabled", "ddp")
-    where = group(*range(dist.get_world_size()), seconds=3.0 if waits_in_vain else 20.0)
+    where = group(*range(dist.get_world_size()), seconds=3.0 if waits_in_vain else 240.0)
     torch.manual_seed(0)
     model: Any = nn.Linear(8, 4) if wrapper == "ddp before" else nn.Sequential(nn.Linear(8, 4))
     outer = DistributedDataParallel(model, process_group=where) if wrapper == "ddp before" else model

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train(name: str) -> dict[str, Any]:
     rank = dist.get_rank()
-    where = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=20))
+    where = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=240))
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     zero, params = name.endswith("ZeRO"), model.parameters()
@@ -67,7 +67,7 @@ def train(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     found = {}
     for case in CASES:
         found[case] = train(case)

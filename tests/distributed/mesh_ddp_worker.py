@@ -150,7 +150,7 @@ def cast(mesh: DeviceMesh, level: str) -> Result:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     found: Result = {"by hand": by_hand(mesh, skips=False), "by hand, skipped": by_hand(mesh, skips=True)}
     for level in ("O0", "O1", "O4"):

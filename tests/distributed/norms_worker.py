@@ -242,7 +242,7 @@ def one_without_gradient() -> float:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     norms: dict[str, Any] = {}
     values: dict[str, float] = {}
     cases = CASES if dist.get_world_size() > 2 else CASES[:-1]  # torch's FSDP1 takes no DTensors in one copy

@@ -50,7 +50,7 @@ def reference() -> list[nn.Module]:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     rank = dist.get_rank()
     part = net()[rank]
     names: dict[str, Any] = {

@@ -126,7 +126,7 @@ def off(found: dict[str, torch.Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     found = {
         f"{engine}{', compiled' if compiles else ''} {level}": train(engine, level, compiles)
         for engine in COMPILERS

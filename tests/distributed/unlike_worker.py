@@ -145,7 +145,7 @@ def left_over(rank: int) -> list[float]:
 
 
 def main(folder: Path) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     rank = dist.get_rank()
     found: dict[str, Any] = {}
     for mode in ("ignored", "own", "frozen"):

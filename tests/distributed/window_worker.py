@@ -179,7 +179,7 @@ def reference(frozen: bool) -> dict[str, torch.Tensor]:
 
 
 def windows_of_engines() -> dict[str, float]:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     # Each at O1, and at one of the two levels with masters: in turn, so that each engine and each window meet both.
     cases = [
         (engine, window, level)
@@ -195,7 +195,7 @@ def windows_of_compiled() -> dict[str, tuple[list[float], list[float]]]:
     # Every other session is made before the process group. So all pairs of level, of what is compiled, and of early or
     # late occur. A case compiles for half a second.
     early = {case: session(case[0]) for case, place in cases.items() if place % 2}
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     return {", ".join(case): compiled(*(early.get(case) or session(case[0])), case[1]) for case in cases}
 
 

@@ -14,6 +14,7 @@ import sys
 import emulated_cards
 import pytest
 import torch
+from gathering import cases
 from torch_versions import MINIMUM
 
 import xamp
@@ -67,13 +68,16 @@ def test_every_module_stands_in_a_package() -> None:
         assert (path.parent / "__init__.py").is_file(), f"{name}: {path.parent} has no __init__.py"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_module_is_installed(name: str) -> None:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    if FROM_WHEEL:
-        assert ROOT not in pathlib.Path(spec.origin).resolve().parents
+def test_every_module_is_installed() -> None:
+    assert len(SOURCES) >= 400
+    with cases() as case:
+        for name in SOURCES:
+            with case(name):
+                spec = importlib.util.find_spec(name)
+                assert spec is not None
+                assert spec.origin is not None
+                if FROM_WHEEL:
+                    assert ROOT not in pathlib.Path(spec.origin).resolve().parents
 
 
 def test_typed() -> None:
@@ -118,9 +122,9 @@ def test_the_torch_of_the_extra_is_one_that_was_tested(setup_cfg: configparser.C
     assert extras["npu"].split()[0] == f"torch-npu>={emulated_cards.TORCH}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md", "docs/start.md", "docs/zh/start.md"])
-def test_pages_name_the_oldest_torch(page: str) -> None:
-    assert f"torch {MINIMUM} " in (ROOT / page).read_text(encoding="utf-8")
+def test_pages_name_the_oldest_torch() -> None:
+    pages = ("README.md", "README.zh-CN.md", "docs/start.md", "docs/zh/start.md")
+    assert [page for page in pages if f"torch {MINIMUM} " not in (ROOT / page).read_text(encoding="utf-8")] == []
 
 
 def test_license(distribution: importlib.metadata.Distribution) -> None:

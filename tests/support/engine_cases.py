@@ -265,7 +265,7 @@ def work(
         on_two_ranks: if there is any, it takes the place of both where the script was asked for ``"two"``.
     """
     which, folder = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=600))
     found: dict[str, Any] = {}
     if which == "two" and on_two_ranks is not None:
         cases, others = on_two_ranks, None

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,23 @@ _IMPORTED = (
     "torch._inductor.compile_fx",  # brings what a first compilation imports: 560 modules, 2.2 s in each rank
 )
 _c10d: Any = torch._C._distributed_c10d  # not all that it has stands in torch's types
+_RANK = "--rank"
 _LIMIT = 300.0  # seconds that ranks may take
 _POLL = 0.02
 _COVERED_RANKS = 2  # how many: further ones reach the same lines
 
 
 class Ranks:
-    """Runs scripts, one after another. A context manager."""
+    """Runs scripts, one after another. A context manager.
 
-    def __init__(self) -> None:
+    Args:
+        imported: what is imported before ranks are forked.
+    """
+
+    def __init__(self, imported: Sequence[str] = _IMPORTED) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._server = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -87,8 +93,8 @@ class Ranks:
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _serve() -> None:
-    for name in _IMPORTED:
+def _serve(imported: Sequence[str]) -> None:
+    for name in imported:
         importlib.import_module(name)
     compiling.log_less()
     gc.collect()
@@ -107,7 +113,7 @@ def _serve() -> None:
 
 
 def _start_rank(rank: int, line: str) -> int:
-    return os.posix_spawn(sys.executable, [sys.executable, __file__, str(rank), line], os.environ)
+    return os.posix_spawn(sys.executable, [sys.executable, __file__, _RANK, str(rank), line], os.environ)
 
 
 def _be_rank(rank: int, asked: dict[str, Any]) -> None:
@@ -144,7 +150,7 @@ def _wait(pids: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        _be_rank(int(sys.argv[1]), json.loads(sys.argv[2]))
+    if sys.argv[1] == _RANK:
+        _be_rank(int(sys.argv[2]), json.loads(sys.argv[3]))
     else:
-        _serve()
+        _serve(sys.argv[1:])

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from forked_python import python
+
 ROOT = Path(__file__).resolve().parents[2]
 _PIP = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 _STEERING = re.compile(
@@ -20,6 +22,27 @@ _STEERING = re.compile(
 
 INSTALLED = frozenset(entry.name for entry in importlib.metadata.entry_points(group="xamp.backends"))
 """The names of backends that stand in this environment beside xamp's: of a device that this machine has, mostly."""
+
+
+LIMIT = 3
+"""Seconds that a step of the doctor's may take in :func:`run_doctor`, once it has said that it hangs."""
+
+HANGS = "import pathlib, sys; pathlib.Path(sys.argv[1]).with_name('hangs').touch()"
+"""For a module that a child of the doctor imports."""
+
+_DOCTOR = """
+import sys, time
+from xamp.cli import main
+from xamp.doctor import children
+
+def wait(process, journal, limit, wait=children._wait):
+    while process.poll() is None and not journal.with_name("hangs").exists():  # it may be slow for as long as it is
+        time.sleep(0.02)
+    return wait(process, journal, 2 * limit)  # it prints at 0.9 of the limit where it hangs
+
+children._wait = wait
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def distribution(folder: Path, name: str, entry_points: str, group: str = "xamp.backends", /, **modules: str) -> None:
@@ -48,8 +71,11 @@ def plain_environment(*folders: Path, **variables: str) -> dict[str, str]:
 
 
 def run_doctor(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``xamp doctor`` in a new process that sees the distributions in ``folder``."""
-    command = [sys.executable, "-m", "xamp", "doctor", *arguments]
+    """``xamp doctor`` in a new process that sees the distributions in ``folder``; so are those that it starts.
+
+    What hangs has to say so, by :data:`HANGS`.
+    """
+    command = [python(), "-c", _DOCTOR, "doctor", "--timeout", str(LIMIT), *arguments]
     environment = plain_environment(folder, **variables)
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 

@@ -15,6 +15,7 @@ from typing import Any
 import apex_messages
 import forking
 import pytest
+from forked_python import python
 
 from xamp.apex import amp
 
@@ -97,7 +98,7 @@ for name in sys.argv[2:]:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
     """Of each case in a process that has imported torch and xamp, and has done nothing yet."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, json.dumps(sys.path), *ALONE]
+    command = [python(), "-W", "ignore", "-c", FORKED, json.dumps(sys.path), *ALONE]
     environment = {**os.environ, **forking.SETTINGS}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     lines = [line.partition("ANSWER ")[2] for line in done.stdout.splitlines() if "ANSWER " in line]

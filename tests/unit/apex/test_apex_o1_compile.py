@@ -19,6 +19,7 @@ import torch
 import torch.compiler.config
 import torch.nn.functional as F
 from apex_casts import BF16, FP16, FP32, casts, stop
+from forked_python import python
 from torch import nn
 
 from xamp.apex import _patches
@@ -297,7 +298,7 @@ def test_caches_on_disk_know_of_casts() -> None:
         print(made(torch.ones(4, 4)).dtype)
     """
     for which, wanted in (("plain", "torch.float32"), ("casts", "torch.float16"), ("plain", "torch.float32")):
-        command = [sys.executable, "-c", textwrap.dedent(code), which]
+        command = [python(), "-c", textwrap.dedent(code), which]
         assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == wanted
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from apex_casts import BF16, FP16, FP32, attributes, casts, stop
+from forked_python import python
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -220,7 +221,7 @@ def test_where_there_is_cuda_nothing_warns_and_inductor_comes_only_after_a_compi
         init()
         assert ("torch._inductor.cudagraph_trees" in sys.modules) is {compiled}
     """
-    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True)
+    subprocess.run([python(), "-W", "error", "-c", textwrap.dedent(code)], check=True)
 
 
 def test_a_user_may_change_the_lists() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 from site_packages import plain_environment
 
 from xamp.apex import _real
@@ -52,7 +52,7 @@ def test_it_is_told_without_being_imported(site: Path, kind: str, monkeypatch: p
 @pytest.mark.parametrize("site", ["impostor"], indirect=True)
 @pytest.mark.parametrize("option", ["--json", "--report", ""])
 def test_doctor_names_it(site: Path, option: str) -> None:
-    command = [sys.executable, "-m", "xamp", "doctor", *option.split()]
+    command = [python(), "-m", "xamp", "doctor", *option.split()]
     done = subprocess.run(command, env=plain_environment(site), capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)["apex"]["says"] if option == "--json" else " ".join(done.stdout.split())
     assert "pip uninstall apex" in said

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import importlib
 import subprocess
-import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from forked_python import python
 from torch import nn
 
 import xamp.apex
@@ -81,7 +81,7 @@ def test_nothing_is_imported_before_it_is_used() -> None:
         "xamp.apex.optimizers.FusedSGD\n"
         "assert 'xamp.apex.optimizers.fused_lamb' not in sys.modules and 'xamp.apex.parallel' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    subprocess.run([python(), "-c", code], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("shape", [5, (5,), (3, 5)])

@@ -16,6 +16,7 @@ import compiling
 import pytest
 import torch
 import torch.nn.functional as F
+from forked_python import python
 from lanes import Lane
 from managed_models import start
 from torch import nn
@@ -565,7 +566,8 @@ class Model(torch.nn.Module):
 model = xamp.initialize(Model(), level="O4", cast_model_outputs=False, verbosity=0)
 print(torch.compile(model, fullgraph=True, backend="aot_eager")(torch.ones(2)).dtype)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    executable = python() if first == "compile" else sys.executable  # the other has not even imported it
+    done = subprocess.run([executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "torch.bfloat16\n"
 
 

@@ -9,7 +9,6 @@ import io
 import pickle
 import re
 import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked_python import python
 from gpu_kernels import GPU_KERNELS
 from table_ops import BF16, FP16, FP32, LOWER, Calls, assert_equal, batch, gradients, many, noted, promised, start
 from table_ops import region as make_region
@@ -273,7 +273,7 @@ def test_a_pickled_model_brings_its_policy_into_a_new_process() -> None:
         "import io, sys, torch; model = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)\n"
         "print(model(torch.ones(2, 2, dtype=torch.bfloat16)).dtype)"
     )
-    out = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=True)
+    out = subprocess.run([python(), "-c", code], input=file.getvalue(), capture_output=True, check=True)
     assert out.stdout.decode().strip() == "torch.float32"
 
 
@@ -446,7 +446,7 @@ def test_a_native_session_installs_nothing() -> None:
         "xamp.initialize(torch.nn.Linear(1, 1), level='O4', op_policy='portable', backend='cpu', verbosity=0)\n"
         "print(native - before, key() - before)"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    out = subprocess.run([python(), "-c", code], capture_output=True, check=True, text=True)
     added, after = map(int, out.stdout.split())
     assert added == 0
     assert after > 70

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_python import python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.casting.ops.portable import PLAIN
@@ -18,7 +18,7 @@ WORKER = Path(__file__).resolve().parents[2] / "support" / "foreign_code.py"
 
 
 def test_foreign_code_is_bit_identical_also_beside_a_region_in_another_thread() -> None:
-    done = subprocess.run([sys.executable, str(WORKER)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python(), str(WORKER)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     ran, changed, beside = map(int, done.stdout.split())
     assert ran >= 60  # computations in bfloat16, each in three states of autocast
@@ -136,7 +136,7 @@ with torch.autocast("cpu", torch.bfloat16), Mode():
 
 
 def printed(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
 

@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 import measuring
 import pytest
 from ci_scripts import ROOT
+from forked_python import python
+from gathering import cases
 
 from ci import devices, devices_matrix, devices_page
 from ci.devices import DevicesError, RowError
@@ -60,7 +62,7 @@ def with_rows(folder: Path, *rows: str) -> Path:
 def call(*words: str, data: Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """A script of ci/, with this Python as it is."""
     kept = {name: value for name, value in measuring.without(os.environ).items() if not name.startswith("XAMP_")}
-    environment = {**kept, "XAMP_DEVICES": str(data), "XAMP_NO_VENV": "1", "PYTHON": sys.executable, **variables}
+    environment = {**kept, "XAMP_DEVICES": str(data), "XAMP_NO_VENV": "1", "PYTHON": python(), **variables}
     start = [sys.executable] if words[0].endswith(".py") else []
     command = [*start, str(ROOT / "ci" / words[0]), *words[1:]]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
@@ -158,45 +160,52 @@ def test_the_badge_can_be_read() -> None:
         assert 1.05 / (0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05) >= 4.5
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        ('name = "twin"', "", "number 9: name is missing"),
-        ('name = "twin"', 'name = "the twin"', "small letters, digits and -"),
-        ('name = "twin"', 'name = "cpu"', "2 rows have this name"),
-        ('name = "twin"', 'name = "lint"', "2 rows have this name"),
-        ('how = "host"', 'how = "host"\nhost = 1', "host is no key of it; there are name, title, how"),
-        ('how = "host"', 'how = "guess"', "how = 'guess': it must be one of host, emulated, third-party, hardware"),
-        ('how = "host"', 'how = "emulated"', 'given where how is "emulated"'),
-        ('how = "host"', 'how = "third-party"', 'given where how is "third-party"'),
-        ('["somewhere"]', "[]", "labels of a runner must stand there"),
-        ('["somewhere"]', '"somewhere"', "a list of texts is needed"),
-        ('["3.12"]', "[3.12]", "a list of texts is needed"),
-        ('["3.12"]', '["three"]', "versions, such as 3.11 or 2.13.0"),
-        ('["3.12"]', "[]", "only a job on hardware takes what the machine has"),
-        ('["O1"]', '["O1; ls"]', "names, as xamp conformance --require has them"),
-        ('"a row more"', '"a | b"', r"no line break, \|, <, > or ` may be in it"),
-        ('"a row more"', '"a\\nb"', "no line break"),
-        ('"a row more"', "7", "a text is needed"),
-        ('device = "cpu"', "count = 2", "1, or more if emulated"),
-        ('device = "cpu"', "tests = 1", "bool is needed"),
-        ('device = "cpu"', 'build = "metal"', "one of cuda, hip, or left out"),
-        ('device = "cpu"', "ready = false", "only hardware can be missing"),
-        ('device = "cpu"', 'index = "ftp://x"', "begins with https://"),
-        ("[[device]]", "[device]", "Cannot|no TOML"),
-        ("[[device]]", "[[devise]]", r"\[\[devise\]\] is no table of it"),
-    ],
-)
-def test_a_wrong_row(old: str, new: str, text: str, tmp_path: Path) -> None:
-    with pytest.raises(DevicesError, match=text) as caught:
-        devices.read(with_rows(tmp_path, TWIN.replace(old, new, 1)))
-    assert isinstance(caught.value, RowError) or "TOML" in str(caught.value) or "no table" in str(caught.value)
+WRONG = [
+    ('name = "twin"', "", "number 9: name is missing"),
+    ('name = "twin"', 'name = "the twin"', "small letters, digits and -"),
+    ('name = "twin"', 'name = "cpu"', "2 rows have this name"),
+    ('name = "twin"', 'name = "lint"', "2 rows have this name"),
+    ('how = "host"', 'how = "host"\nhost = 1', "host is no key of it; there are name, title, how"),
+    ('how = "host"', 'how = "guess"', "how = 'guess': it must be one of host, emulated, third-party, hardware"),
+    ('how = "host"', 'how = "emulated"', 'given where how is "emulated"'),
+    ('how = "host"', 'how = "third-party"', 'given where how is "third-party"'),
+    ('["somewhere"]', "[]", "labels of a runner must stand there"),
+    ('["somewhere"]', '"somewhere"', "a list of texts is needed"),
+    ('["3.12"]', "[3.12]", "a list of texts is needed"),
+    ('["3.12"]', '["three"]', "versions, such as 3.11 or 2.13.0"),
+    ('["3.12"]', "[]", "only a job on hardware takes what the machine has"),
+    ('["O1"]', '["O1; ls"]', "names, as xamp conformance --require has them"),
+    ('"a row more"', '"a | b"', r"no line break, \|, <, > or ` may be in it"),
+    ('"a row more"', '"a\\nb"', "no line break"),
+    ('"a row more"', "7", "a text is needed"),
+    ('device = "cpu"', "count = 2", "1, or more if emulated"),
+    ('device = "cpu"', "tests = 1", "bool is needed"),
+    ('device = "cpu"', 'build = "metal"', "one of cuda, hip, or left out"),
+    ('device = "cpu"', "ready = false", "only hardware can be missing"),
+    ('device = "cpu"', 'index = "ftp://x"', "begins with https://"),
+    ("[[device]]", "[device]", "Cannot|no TOML"),
+    ("[[device]]", "[[devise]]", r"\[\[devise\]\] is no table of it"),
+]
 
 
-@pytest.mark.parametrize("run", ["rm -rf /", "ci/../x.sh", "python x.py", "xci/lint.sh"])
-def test_a_job_runs_a_script_of_ci(run: str, tmp_path: Path) -> None:
-    with pytest.raises(RowError, match="a script in ci/, with its words"):
-        devices.read_jobs(with_rows(tmp_path, JOBS.replace("ci/npu_cache.sh", run)))
+def test_a_wrong_row(tmp_path: Path) -> None:
+    with cases() as case:
+        for old, new, text in WRONG:
+            with case(new or f"no {old}"):
+                with pytest.raises(DevicesError, match=text) as caught:
+                    devices.read(with_rows(tmp_path, TWIN.replace(old, new, 1)))
+                told = str(caught.value)
+                assert isinstance(caught.value, RowError) or "TOML" in told or "no table" in told
+
+
+NO_SCRIPTS = ["rm -rf /", "ci/../x.sh", "python x.py", "xci/lint.sh"]
+
+
+def test_a_job_runs_a_script_of_ci(tmp_path: Path) -> None:
+    with cases() as case:
+        for run in NO_SCRIPTS:
+            with case(run), pytest.raises(RowError, match="a script in ci/, with its words"):
+                devices.read_jobs(with_rows(tmp_path, JOBS.replace("ci/npu_cache.sh", run)))
 
 
 def test_single_brackets_and_files_that_are_not_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def start():
     device.is_available, device._is_in_bad_fork = lambda: True, lambda: os.getpid() != owner
     sys.modules["torch"].quipu = device
 """
-TELL = "[torch.quipu._is_in_bad_fork() if hasattr(torch, 'quipu') else None, 'torch._inductor' in sys.modules]"
+TELL = "[torch.quipu._is_in_bad_fork() if hasattr(torch, 'quipu') else None, 'colorsys' in sys.modules]"
 RANK = f"""
 import json, os, sys, torch
 open(sys.argv[1] + "/" + os.environ["RANK"] + ".json", "w").write(json.dumps({TELL}))
@@ -41,7 +41,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ranks(folder: Path) -> list[list[bool | None]]:
     (folder / "rank.py").write_text(RANK)
-    with Ranks() as server:
+    with Ranks(["torch", "torch.distributed", "colorsys"]) as server:  # the last tells who was forked
         return server.results(folder / "rank.py", folder=folder, covered=False)
 
 

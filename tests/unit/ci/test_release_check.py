@@ -7,8 +7,8 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-import pytest
 from ci_scripts import ROOT, script
+from gathering import cases
 
 release_check = script("release_check")
 TODAY = datetime.date(2026, 12, 1)
@@ -27,29 +27,36 @@ def test_a_right_changelog_passes() -> None:
     assert about(LOG.replace("## [Unreleased]\n\n", "")) == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        ("2026-11-30", "unreleased", "0.2.0 has unreleased for a date: write '## [0.2.0] - 2026-12-01'"),
-        (" - 2026-11-30", "", "0.2.0 has nothing for a date"),
-        ("2026-11-30", "2026-12-02", "dated 2026-12-02, which is not yet"),
-        ("2026-11-30", "2026-11-31", "0.2.0 has 2026-11-31 for a date"),
-        ("[Unreleased]\n", "[Unreleased]\n\n- New.\n", "there is something under [Unreleased]: move it to [0.2.0]"),
-        ("[0.2.0]", "[0.3.0]", "the newest section is [0.3.0]: write '## [0.2.0] - 2026-12-01' above it"),
-        ("- A thing.", "", "the section of 0.2.0 says nothing"),
-        ("## [0.1.0] - 2026-01-01", "## 0.1.0", "'## 0.1.0' is no section"),
-        (LOG, "# Changelog\n", "the newest section is none"),
-    ],
-)
-def test_a_wrong_changelog(old: str, new: str, text: str) -> None:
-    assert old in LOG
-    (found,) = about(LOG.replace(old, new, 1))
-    assert text in found
+WRONG = [
+    ("2026-11-30", "unreleased", "0.2.0 has unreleased for a date: write '## [0.2.0] - 2026-12-01'"),
+    (" - 2026-11-30", "", "0.2.0 has nothing for a date"),
+    ("2026-11-30", "2026-12-02", "dated 2026-12-02, which is not yet"),
+    ("2026-11-30", "2026-11-31", "0.2.0 has 2026-11-31 for a date"),
+    ("[Unreleased]\n", "[Unreleased]\n\n- New.\n", "there is something under [Unreleased]: move it to [0.2.0]"),
+    ("[0.2.0]", "[0.3.0]", "the newest section is [0.3.0]: write '## [0.2.0] - 2026-12-01' above it"),
+    ("- A thing.", "", "the section of 0.2.0 says nothing"),
+    ("## [0.1.0] - 2026-01-01", "## 0.1.0", "'## 0.1.0' is no section"),
+    (LOG, "# Changelog\n", "the newest section is none"),
+]
 
 
-@pytest.mark.parametrize("version", ["0.2", "0.2.0.dev1", "", "v0.2.0"])
-def test_a_number_that_is_none(version: str) -> None:
-    assert any("is no number of a release" in each for each in release_check.about_version(version, ""))
+def test_a_wrong_changelog() -> None:
+    with cases() as case:
+        for old, new, text in WRONG:
+            with case(text):
+                assert old in LOG
+                (found,) = about(LOG.replace(old, new, 1))
+                assert text in found
+
+
+NO_NUMBERS = ["0.2", "0.2.0.dev1", "", "v0.2.0"]
+
+
+def test_a_number_that_is_none() -> None:
+    with cases() as case:
+        for version in NO_NUMBERS:
+            with case(version):
+                assert any("is no number of a release" in each for each in release_check.about_version(version, ""))
 
 
 def test_another_number_than_asked_for() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gathering import cases
 
 from ci import report, report_page
 from ci.devices import read as read_devices
@@ -143,34 +144,37 @@ def test_the_page_is_one_file_and_texts_stay_texts(page: Any) -> None:
     assert "<img" not in re.sub("`[^`]*`", "", text)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "is no JSON"),
-        ("[]", "schema None; this reads 1"),
-        (json.dumps(result(schema=2)), "schema 2; this reads 1"),
-        (json.dumps({**result(), "run": {}}), "it lacks 'how'|it lacks 'when'"),
-        (
-            json.dumps(ran(how="dreamt")),
-            "dreamt",
-        ),
-        (json.dumps(ran(when="today")), "today"),
-        (json.dumps(ran(by="me")), "'me'"),
-        (json.dumps(result(lanes=[])), "no result of"),
-        (json.dumps(result(tiers={"probe": {"won": 1}})), "counts 'won'"),
-        (json.dumps(result(tiers={"probe": {"passed": -1}})), "counts 'passed'"),
-        (json.dumps(result(tiers={}, results=[{**FAILED, "outcome": "<script>"}])), "outcome is '<script>'"),
-        (json.dumps(result(xamp=1)), "1 stands where a text is needed"),
-    ],
-)
-def test_what_is_no_result_is_refused(tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+NO_RESULTS = [
+    ("{", "is no JSON"),
+    ("[]", "schema None; this reads 1"),
+    (json.dumps(result(schema=2)), "schema 2; this reads 1"),
+    (json.dumps({**result(), "run": {}}), "it lacks 'how'|it lacks 'when'"),
+    (
+        json.dumps(ran(how="dreamt")),
+        "dreamt",
+    ),
+    (json.dumps(ran(when="today")), "today"),
+    (json.dumps(ran(by="me")), "'me'"),
+    (json.dumps(result(lanes=[])), "no result of"),
+    (json.dumps(result(tiers={"probe": {"won": 1}})), "counts 'won'"),
+    (json.dumps(result(tiers={"probe": {"passed": -1}})), "counts 'passed'"),
+    (json.dumps(result(tiers={}, results=[{**FAILED, "outcome": "<script>"}])), "outcome is '<script>'"),
+    (json.dumps(result(xamp=1)), "1 stands where a text is needed"),
+]
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.json"
-    file.write_text(text)
-    with pytest.raises(ResultError, match=why):
-        read(file)
-    assert report.main([str(file), "--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]) == 2
-    assert "a.json" in capsys.readouterr().err
-    assert not (tmp_path / "a.html").exists()
+    with cases() as case:
+        for text, why in NO_RESULTS:
+            file.write_text(text)
+            with case(why):
+                with pytest.raises(ResultError, match=why):
+                    read(file)
+                pages = ["--html", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
+                assert report.main([str(file), *pages]) == 2
+                assert "a.json" in capsys.readouterr().err
+                assert not (tmp_path / "a.html").exists()
 
 
 @pytest.mark.parametrize("private", ["/home/somebody/x.py", "C:\\Users\\x.py", "~/x.py", "node7.cluster.internal"])
@@ -185,21 +189,22 @@ def test_a_result_that_names_a_path_or_a_host_is_refused_until_it_is_cleaned(tmp
     assert private not in note.reason
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"results": [{**FAILED, "reason": "File:/home/somebody/x.py"}]},
-        {"results": [{**FAILED, "reason": "file:///home/somebody/x.py"}]},
-        {"results": [{**FAILED, "clause": "scaling./home/x.py /home/somebody/x.py"}]},
-        {"clauses": ["/home/somebody/x.py"]},
-        {"xamp": "0.1.0 /home/somebody/x"},
-    ],
-)
-def test_every_text_that_is_shown_is_searched_for_paths(tmp_path: Path, changes: dict[str, Any]) -> None:
+PRIVATE = [
+    {"results": [{**FAILED, "reason": "File:/home/somebody/x.py"}]},
+    {"results": [{**FAILED, "reason": "file:///home/somebody/x.py"}]},
+    {"results": [{**FAILED, "clause": "scaling./home/x.py /home/somebody/x.py"}]},
+    {"clauses": ["/home/somebody/x.py"]},
+    {"xamp": "0.1.0 /home/somebody/x"},
+]
+
+
+def test_every_text_that_is_shown_is_searched_for_paths(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
-    file.write_text(json.dumps(result(**changes)))
-    with pytest.raises(ResultError, match="names a path or a host"):
-        read(file)
+    with cases() as case:
+        for changes in PRIVATE:
+            file.write_text(json.dumps(result(**changes)))
+            with case(changes), pytest.raises(ResultError, match="names a path or a host"):
+                read(file)
 
 
 def test_what_is_kept_says_the_same(tmp_path: Path, page: Any) -> None:

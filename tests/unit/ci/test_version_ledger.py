@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import version_ledger
 from ci_scripts import ROOT
+from gathering import cases
 from version_ledger import Entry, read
 
 HERE = "2.11"
@@ -154,24 +155,25 @@ def test_files_collected_in_part_cannot_tell(project: Path) -> None:
         assert found == {"passed": 2, "xfailed": 4}
 
 
-@pytest.mark.parametrize(
-    ("key", "known", "there", "holds"),
-    [
-        ("torch", ("2.11",), "2.11.0+cu130", True),
-        ("torch", ("2.11",), "2.11.1", True),
-        ("torch", ("2.11",), "2.11", True),
-        ("torch", ("2.11",), "2.11.0a0+git1", True),
-        ("torch", ("2.1",), "2.11.0", False),
-        ("torch", ("2.12", "2.13"), "2.11.0", False),
-        ("torch", ("2.12", "2.11"), "2.11.0", True),
-        ("python", ("3.12",), "3.12.3", True),
-        ("python", ("3.1",), "3.12.3", False),
-    ],
-)
-def test_where_it_holds(key: str, known: tuple[str, ...], there: str, holds: bool) -> None:
-    versions = {"torch_version": "2.99.0", "python_version": "3.99.0", f"{key}_version": there}
-    entry = Entry("tests/a.py::b", "So.", **{key: known})
-    assert entry.holds(**versions) is holds
+HOLDS = [
+    ("torch", ("2.11",), "2.11.0+cu130", True),
+    ("torch", ("2.11",), "2.11.1", True),
+    ("torch", ("2.11",), "2.11", True),
+    ("torch", ("2.11",), "2.11.0a0+git1", True),
+    ("torch", ("2.1",), "2.11.0", False),
+    ("torch", ("2.12", "2.13"), "2.11.0", False),
+    ("torch", ("2.12", "2.11"), "2.11.0", True),
+    ("python", ("3.12",), "3.12.3", True),
+    ("python", ("3.1",), "3.12.3", False),
+]
+
+
+def test_where_it_holds() -> None:
+    with cases() as case:
+        for key, known, there, holds in HOLDS:
+            versions = {"torch_version": "2.99.0", "python_version": "3.99.0", f"{key}_version": there}
+            with case(f"{known} on {there}"):
+                assert Entry("tests/a.py::b", "So.", **{key: known}).holds(**versions) is holds
 
 
 def test_both_versions_must_be_those() -> None:
@@ -191,33 +193,36 @@ def test_only_a_star_is_special() -> None:
 GOOD = 'test = "tests/a.py::b"\nwhy = "So."\ntorch = ["2.11"]\n'
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (GOOD, "its tables are written"),
-        ("[fails]\n" + GOOD, "its tables are written"),
-        ("[[fails]]\n" + GOOD + 'reason = "x"\n', r"number 1: reason is no key of it; there are test, why, torch"),
-        ("[[fails]]\n" + GOOD.replace("why", "#"), "why is missing, or no text"),
-        ("[[fails]]\n" + GOOD.replace("So.", " "), "why is missing, or no text"),
-        ("[[fails]]\n" + GOOD.replace("a.py", "*.py"), r"with \* after :: only"),
-        ("[[fails]]\n" + GOOD.replace("::b", ""), "test is an id such as"),
-        ("[[fails]]\n" + GOOD.replace('["2.11"]', '"2.11"'), r"torch is a list of versions such as \[\"2.11\"\]"),
-        ("[[fails]]\n" + GOOD.replace('["2.11"]', '["<2.12"]'), "torch is a list of versions"),
-        ("[[fails]]\n" + GOOD.replace("torch", "#"), "neither torch nor python says where it fails"),
-        ("[[fails]]\n" + GOOD + "[[fails]]\n", "number 2: test is missing"),
-    ],
-)
-def test_a_wrong_file_is_told(text: str, told: str, tmp_path: Path) -> None:
+WRONG = [
+    (GOOD, "its tables are written"),
+    ("[fails]\n" + GOOD, "its tables are written"),
+    ("[[fails]]\n" + GOOD + 'reason = "x"\n', r"number 1: reason is no key of it; there are test, why, torch"),
+    ("[[fails]]\n" + GOOD.replace("why", "#"), "why is missing, or no text"),
+    ("[[fails]]\n" + GOOD.replace("So.", " "), "why is missing, or no text"),
+    ("[[fails]]\n" + GOOD.replace("a.py", "*.py"), r"with \* after :: only"),
+    ("[[fails]]\n" + GOOD.replace("::b", ""), "test is an id such as"),
+    ("[[fails]]\n" + GOOD.replace('["2.11"]', '"2.11"'), r"torch is a list of versions such as \[\"2.11\"\]"),
+    ("[[fails]]\n" + GOOD.replace('["2.11"]', '["<2.12"]'), "torch is a list of versions"),
+    ("[[fails]]\n" + GOOD.replace("torch", "#"), "neither torch nor python says where it fails"),
+    ("[[fails]]\n" + GOOD + "[[fails]]\n", "number 2: test is missing"),
+]
+
+
+def test_a_wrong_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "ledger.toml"
-    path.write_text(text)
-    with pytest.raises(pytest.UsageError, match=told):
-        read(path)
+    with cases() as case:
+        for text, told in WRONG:
+            path.write_text(text)
+            with case(text), pytest.raises(pytest.UsageError, match=told):
+                read(path)
 
 
-@pytest.mark.parametrize("entry", read(), ids=lambda entry: entry.test.removeprefix("tests/"))
-def test_the_projects_own_name_functions_of_files_that_are_there(entry: Entry) -> None:
+def test_the_projects_own_name_functions_of_files_that_are_there() -> None:
     """On any version: where none of those runs on which they hold, nothing else would see it."""
-    path = version_ledger.LEDGER.parents[1] / entry.file
-    function = entry.test.partition("::")[2].partition("[")[0]
-    assert re.search(rf"^def {re.escape(function)}\(", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert entry.why.endswith(".")
+    with cases() as case:
+        for entry in read():
+            function = entry.test.partition("::")[2].partition("[")[0]
+            with case(entry.test):
+                text = (version_ledger.LEDGER.parents[1] / entry.file).read_text(encoding="utf-8")
+                assert re.search(rf"^def {re.escape(function)}\(", text, re.MULTILINE) is not None
+                assert entry.why.endswith(".")

@@ -11,6 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from forked_python import python
 from mutants import registered
 
 from xamp.cli import main
@@ -159,7 +160,7 @@ def test_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 def _run(words: list[str], folder: Path, **variables: str) -> Any:
     """``xamp conformance`` in a process of its own, in ``folder``."""
-    command = [sys.executable, "-m", "xamp", "conformance", *words]
+    command = [python(), "-m", "xamp", "conformance", *words]
     environment = {**os.environ, **variables}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
 
@@ -208,7 +209,7 @@ def test_a_third_party_runs_pytest(cls: str, failed: int, tmp_path: Path) -> Non
     here = Path(__file__).resolve().parents[2]
     folders = here / "conformance", here / "support", here.parent  # the last where this xamp is not installed
     environment = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     chosen = "overflow_is_found or effective or unscale_multiplies"
     done: Any = subprocess.run(
         [*command, "-k", chosen], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 from site_packages import plain_environment
 
-from xamp.cli import main
+from xamp.cli import main, policy
 
 COMMANDS = {
-    "policy": ["policy", "show", "cuda"],
+    "policy": ["policy", "show", "cpu.json"],
     "version": ["--version"],
     "help": ["conformance", "--help"],
 }
@@ -26,15 +27,22 @@ def run(shell: str, folder: Path, *words: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a device that was saved, to show which takes no torch."""
+    (tmp_path / "cpu.json").write_text(json.dumps(policy.show("cpu", "native")))
+    return tmp_path
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_closed_output_is_no_error(name: str, tmp_path: Path) -> None:
-    done = run(">&-", tmp_path, *COMMANDS[name])
+def test_a_closed_output_is_no_error(name: str, folder: Path) -> None:
+    done = run(">&-", folder, *COMMANDS[name])
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_output_is_said_in_one_line(tmp_path: Path) -> None:
-    done = run("> /dev/full", tmp_path, *COMMANDS["policy"])
+def test_a_full_output_is_said_in_one_line(folder: Path) -> None:
+    done = run("> /dev/full", folder, *COMMANDS["policy"])
     assert done.returncode == 2
     assert done.stderr == f"xamp: the output cannot be written: {os.strerror(errno.ENOSPC)}\n"
 

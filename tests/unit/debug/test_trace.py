@@ -6,12 +6,12 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_python import python
 from planted import Mlp, loss_of, optimizer_of, train
 from torch.nn.modules import module as hooks
 
@@ -128,9 +128,7 @@ def test_a_killed_process_leaves_its_steps(tmp_path: Path) -> None:
         "for step in range(40):\n    model(torch.ones(1, 2)).sum().backward()\n    recorder.step(float(step))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
+    done = subprocess.run([python(), "-c", code, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == -signal.SIGKILL
     run = read(path)
     assert [row.loss for row in run.rows.values()] == [float(step) for step in range(32)]

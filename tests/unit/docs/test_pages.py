@@ -19,6 +19,8 @@ import docs_pages
 import pytest
 import torch
 from docs_pages import DOCS, ELSEWHERE, ROOT
+from forked_python import python
+from gathering import cases
 
 import xamp
 from xamp.cli import _parser
@@ -41,7 +43,7 @@ def test_blocks_on_ranks_run(tmp_path: Path) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     paths = os.pathsep.join([str(ROOT / "tests" / "support"), *sys.path])
     done = subprocess.run(
-        [sys.executable, docs_pages.__file__, str(tmp_path), *ON_RANKS],
+        [python(), docs_pages.__file__, str(tmp_path), *ON_RANKS],
         env={**os.environ, **ranks, "XAMP_DEVICE": "cpu", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -57,12 +59,13 @@ def test_blocks_of_other_pages_are_run_by_their_tests() -> None:
         assert Path(page).name in text or Path(page).stem.capitalize() in text, f"{test} does not name {page}"
 
 
-@pytest.mark.parametrize("page", docs_pages.pages())
-def test_blocks_are_run_or_say_why_not(page: str) -> None:
-    for block in docs_pages.blocks(page):
-        assert block.language in docs_pages.LANGUAGES, block
-        if block.language == "sh":
-            assert len(block.reason) > 10, f"{page}: a block of commands needs <!-- not run: reason -->\n{block.code}"
+def test_blocks_are_run_or_say_why_not() -> None:
+    with cases() as case:
+        for page, block in ((each, block) for each in docs_pages.pages() for block in docs_pages.blocks(each)):
+            with case(page):
+                assert block.language in docs_pages.LANGUAGES, block
+                if block.language == "sh":
+                    assert len(block.reason) > 10, f"a block of commands needs <!-- not run: reason -->\n{block.code}"
 
 
 def commands(page: str) -> Iterator[list[str]]:
@@ -91,14 +94,13 @@ def options(words: list[str]) -> set[str]:
     return set(of(subparsers.choices[words[0]]))
 
 
-@pytest.mark.parametrize("page", docs_pages.pages())
-def test_commands_and_their_options_exist(page: str) -> None:
-    for words in commands(page):
-        known = options(words)
-        if words[0] in ("run", "emulate"):
-            continue  # what follows belongs to the script
-        given = {word.partition("=")[0] for word in words if word.startswith("--")}
-        assert given <= known, f"{page}: xamp {shlex.join(words)}"
+def test_commands_and_their_options_exist() -> None:
+    with cases() as case:
+        for page, words in ((each, words) for each in docs_pages.pages() for words in commands(each)):
+            with case(f"{page}: xamp {shlex.join(words)}"):
+                known = options(words)
+                if words[0] not in ("run", "emulate"):  # what follows there belongs to the script
+                    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
 
 
 @functools.lru_cache(None)
@@ -120,14 +122,18 @@ def quoted(page: str) -> list[str]:
     return re.findall(r"^### `(.+)`$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("message", quoted("docs/troubleshooting.md"))
-def test_quoted_messages_are_in_the_code(message: str) -> None:
-    if message.isidentifier():
-        assert issubclass(getattr(xamp, message), xamp.XampError)
-        return
-    # Three dots stand for a value, unless they are the text's own, as in scale_loss(...).
-    pattern = re.escape(message).replace(re.escape("..."), r"(?:[^\n]{0,60}?|\.\.\.)")
-    assert re.search(pattern, texts()), f"no text in the code is {message!r}"
+def test_quoted_messages_are_in_the_code() -> None:
+    messages = quoted("docs/troubleshooting.md")
+    assert len(messages) >= 40
+    with cases() as case:
+        for message in messages:
+            with case(message):
+                if message.isidentifier():
+                    assert issubclass(getattr(xamp, message), xamp.XampError)
+                    continue
+                # Three dots stand for a value, unless they are the text's own, as in scale_loss(...).
+                pattern = re.escape(message).replace(re.escape("..."), r"(?:[^\n]{0,60}?|\.\.\.)")
+                assert re.search(pattern, texts()) is not None, "no text in the code is this"
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from docs_pages import ROOT
+from gathering import cases
 
 PAIRS = {
     "README.md": "README.zh-CN.md",
@@ -30,20 +30,24 @@ def shape(page: str) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize(("original", "translation"), PAIRS.items())
-def test_a_translation_has_all_of_its_original(original: str, translation: str) -> None:
-    assert shape(translation) == shape(original)
+def test_a_translation_has_all_of_its_original() -> None:
+    with cases() as case:
+        for original, translation in PAIRS.items():
+            with case(translation):
+                assert shape(translation) == shape(original)
 
 
-@pytest.mark.parametrize(("original", "translation"), PAIRS.items())
-def test_names_are_those_of_the_original(original: str, translation: str) -> None:
+def test_names_are_those_of_the_original() -> None:
     """What stands in backticks is code: a translation drops none."""
 
     def code(page: str) -> set[str]:
         prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         return set(re.findall(r"`([^`\n]+)`", prose))
 
-    assert code(original) == code(translation)
+    with cases() as case:
+        for original, translation in PAIRS.items():
+            with case(translation):
+                assert code(original) == code(translation)
 
 
 def test_every_page_of_the_chinese_folder_has_an_original() -> None:

@@ -36,7 +36,7 @@ from xamp.doctor import survey
 from xamp.cli import main
 calls, run_child = [], survey.run_child
 survey.run_child = lambda *arguments: calls.append(arguments) or run_child(*arguments)
-code = main(["doctor", "--json"])
+code = main(["doctor", "--json", "--timeout", "3600"])
 heavy = [name for name in sys.modules if name.split(".")[0] in ("torch", "numpy") or name.startswith("xamp.backends")]
 print(code, len(calls), heavy, file=sys.stderr)
 """

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from site_packages import distribution, doctor_finds, run_doctor
+from site_packages import distribution, doctor_finds
 
 import xamp
 from xamp.casting.ops.observe import has_entry
 from xamp.casting.ops.samples import HERE
 from xamp.casting.ops.survey import own_list
 from xamp.casting.ops.table import LAYERS, OWN, RULES
+from xamp.cli._doctor_text import render, report
 from xamp.doctor import lists
 from xamp.doctor.lists import list_findings
 from xamp.registry.findings import NOTE, Finding
@@ -59,9 +60,8 @@ def test_overloads_that_the_table_does_not_know_are_told_with_their_device(tmp_p
         *map(dataclasses.asdict, PLAIN),
         {**told, "text": f"{WHERE} cpu {text} hypot"},
     ]
-    shown, reported = (run_doctor(*arguments, folder=tmp_path).stdout for arguments in ([], ["--report"]))
-    assert f"note {WHERE} cpu {text} hypot cure {CURE}" in " ".join(shown.split())
-    assert f"\n  note: {WHERE} cuda {text} abs, relu\n" in reported
+    assert f"note {WHERE} cpu {text} hypot cure {CURE}" in " ".join(render(found).split())
+    assert f"\n  note: {WHERE} cuda {text} abs, relu\n" in report(found)
 
 
 def test_overloads_that_a_list_lacks_are_told_where_torch_has_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from site_packages import INSTALLED, best_of, distribution, doctor_finds, row_of
+from site_packages import HANGS, INSTALLED, LIMIT, best_of, distribution, doctor_finds, row_of
 
 from xamp.cli._doctor_text import render, report
 
-LIMIT = 8.0  # seconds; a step of a healthy child takes two on a busy machine
 REPAIR = "report it to whoever ships the backend"
 HEAD = "from xamp.contract import Backend, BackendSpec, Capabilities, Cause, Setting\n"
 
@@ -35,8 +35,8 @@ MODULES = {
     "quits": "import sys; sys.exit('licence expired')",
     "leaves": "import os; print('no licence', flush=True); os._exit(9)",
     "crashes": "import ctypes\ndef read_null():\n    ctypes.string_at(0)\nread_null()",
-    "hangs": "import time\nwhile True:\n    time.sleep(1)",
-    "floods": "while True:\n    print('x' * 10_000)",
+    "hangs": f"import time; {HANGS}\nwhile True:\n    time.sleep(1)",
+    "floods": f"import time\nfor _ in range(4_000):\n    print('x' * 10_000)\n{HANGS}\ntime.sleep(1e6)",
     "interrupts": "raise KeyboardInterrupt",
     "late": plugin(
         "late",
@@ -46,7 +46,7 @@ MODULES = {
         causes="p_late:CAUSES",
         priority=-20,
     ),
-    "waits": plugin("waits", "def probe(self):\n    import time\n    time.sleep(1e6)", priority=-21),
+    "waits": plugin("waits", f"def probe(self):\n    import time; {HANGS}\n    time.sleep(1e6)", priority=-21),
     "tried": plugin("tried", "def unscale_(self, *arguments):\n    import os\n    os._exit(3)", priority=-22),
     "unforeseen": plugin("unforeseen", "def probe(self):\n    return 1 // 0", priority=-8),
     "absent": plugin(
@@ -86,11 +86,16 @@ def site(folder: Path, *names: str) -> Path:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All of them in one environment."""
     folder = site(tmp_path_factory.mktemp("site"), *MODULES)
-    return doctor_finds("--timeout", str(LIMIT), folder=folder, code=1)
+    return doctor_finds(folder=folder, code=1)
 
 
 def of(found: dict[str, Any], name: str, registered_as: str = "") -> dict[str, Any]:
     return row_of(found, registered_as or name, f"dist-{name} 1.5")
+
+
+def timeless(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The findings of a row but for how long it took, which a busy machine decides."""
+    return [each for each in row["findings"] if not re.search(r" takes [\d.]+ s to (load|start)", each["text"])]
 
 
 # --- entry points that cannot be loaded
@@ -103,8 +108,8 @@ def of(found: dict[str, Any], name: str, registered_as: str = "") -> dict[str, A
         ("quits", "failed: SystemExit: licence expired", ""),
         ("leaves", "ends its process with exit code 9", "no licence"),
         ("crashes", "ends its process by SIGSEGV (segmentation fault)", "line 3 in read_null"),
-        ("hangs", "does not finish within 8 s", 'p_hangs.py", line 3 in <module>'),
-        ("floods", "does not finish within 8 s, and prints ", "xxx"),
+        ("hangs", f"does not finish within {LIMIT} s", 'p_hangs.py", line 3 in <module>'),
+        ("floods", f"does not finish within {LIMIT} s, and prints ", "xxx"),
         ("interrupts", "ends its process ", "KeyboardInterrupt"),
     ],
 )
@@ -141,14 +146,14 @@ def test_a_backend_whose_start_crashes_is_told_in_the_words_of_its_table(found: 
 
 def test_a_backend_whose_start_hangs_is_reported(found: dict[str, Any]) -> None:
     row = of(found, "waits")
-    assert (row["usable"], row["reason"]) == (False, "using it does not finish within 8 s")
+    assert (row["usable"], row["reason"]) == (False, f"using it does not finish within {LIMIT} s")
     assert row["hint"] == "update the driver of its device, or uninstall dist-waits 1.5"
 
 
 def test_a_backend_that_crashes_on_what_it_declares_stays_usable_with_a_defect(found: dict[str, Any]) -> None:
     row = of(found, "tried")
     assert row["usable"] is True
-    assert row["findings"] == [
+    assert timeless(row) == [
         {"severity": "defect", "text": "trying what it declares ends its process with exit code 3", "cure": REPAIR}
     ]
 
@@ -167,16 +172,16 @@ def test_an_error_that_nobody_foresaw_is_broken_and_a_missing_framework_is_not(f
 
 def test_a_slow_entry_point_works_and_says_how_slow(found: dict[str, Any]) -> None:
     row = of(found, "slow")
-    (finding,) = row["findings"]
+    finding = row["findings"][0]
     assert (row["usable"], finding["severity"]) == (True, "warning")
-    assert finding["text"].startswith("its entry point takes 2.")
-    assert "s to load, and everything that asks xamp for a backend waits for it" in finding["text"]
+    told = r"its entry point takes ([\d.]+) s to load, and everything that asks xamp for a backend waits for it"
+    assert float(re.match(told, finding["text"])[1]) >= 2.2  # type: ignore[index]
 
 
 def test_a_loud_one_works_and_says_how_loud(found: dict[str, Any]) -> None:
     row = of(found, "chatty")
     assert row["usable"] is True
-    assert [(each["severity"], each["text"]) for each in row["findings"]] == [
+    assert [(each["severity"], each["text"]) for each in timeless(row)] == [
         ("warning", "it prints 2.0 MB while it starts")
     ]
 
@@ -210,7 +215,7 @@ def test_each_lie_is_a_finding(found: dict[str, Any], lie: str) -> None:
     (finding,) = [finding for finding in row["findings"] if finding["text"].startswith(lie)]
     assert finding["severity"] == "defect"
     assert finding["cure"].startswith("the backend's capabilities() must declare what the device does")
-    assert len(row["findings"]) == 11
+    assert len(timeless(row)) == 11
 
 
 # --- the others
@@ -218,8 +223,8 @@ def test_each_lie_is_a_finding(found: dict[str, Any], lie: str) -> None:
 
 def test_the_others_work(found: dict[str, Any]) -> None:
     good, cpu = of(found, "good"), row_of(found, "cpu")
-    assert (good["usable"], good["devices"], good["findings"]) == (True, ["Good 1"], [])
-    assert (cpu["usable"], cpu["findings"]) == (True, [])
+    assert (good["usable"], good["devices"], timeless(good)) == (True, ["Good 1"], [])
+    assert (cpu["usable"], timeless(cpu)) == (True, [])
     assert found["torch"]["version"]
     assert (found["ok"], found["chosen"]["reason"]) == (False, "")
     assert found["recommended"]["level"].startswith("O")
@@ -248,7 +253,7 @@ def test_two_that_only_break_together_are_reported_and_the_choice_is_made_withou
     second = "import os, sys\nif 'p_one' in sys.modules:\n    os._exit(5)\n" + plugin("two", priority=-2)
     distribution(tmp_path, "dist-one", "one = p_one:SPEC", p_one=plugin("one", priority=-1))
     distribution(tmp_path, "dist-two", "two = p_two:SPEC", p_two=second)
-    found = doctor_finds("--timeout", str(LIMIT), folder=tmp_path, code=1)
+    found = doctor_finds(folder=tmp_path, code=1)
     assert of(found, "one")["usable"] is True
     reason = of(found, "two")["reason"]
     assert reason.startswith("its entry point 'p_two:SPEC' works by itself, but together with one (dist-one 1.5)")

@@ -6,10 +6,10 @@ import importlib
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import python
 
 import xamp
 
@@ -42,7 +42,7 @@ def test_ddp_runs() -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = os.pathsep.join([str(Path(xamp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ddp.py"), "--quick"],
+        [python(), str(EXAMPLES / "ddp.py"), "--quick"],
         env={**env, "XAMP_DEVICE": "cpu", "PYTHONPATH": paths},
         capture_output=True,
         text=True,

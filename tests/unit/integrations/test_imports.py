@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from forked_python import python
 
 from xamp import integrations
 from xamp.integrations import lightning, transformers
@@ -17,7 +18,7 @@ LIBRARIES = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
 def test_importing_the_adapters_imports_no_library() -> None:
     parts = ", ".join(f"xamp.integrations.{name}" for name in integrations.__all__)
     code = f"import sys, {parts}; sys.exit(str([name for name in {LIBRARIES} if name in sys.modules] or 0))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (1, "0")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 from port_sites import certain, leftovers, spoken
 
 import xamp
@@ -92,14 +93,20 @@ def test_a_port_runs_at_other_levels(
     assert all(math.isclose(a, b, rel_tol=0.05, abs_tol=0.02) for a, b in zip(found, o1, strict=True))
 
 
-@pytest.mark.slow
 def two_ranks(folder: Path) -> list[float]:
     """The losses that rank 0 of ``train.py`` in ``folder`` prints.
 
     The scripts end while their DDP still holds the group, as real ones do. On a busy machine a thread of gloo may then
     meet the end of the interpreter, and torch aborts (pytorch/pytorch#190489). Such a run is made again.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    command = [
+        python(),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "train.py",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XAMP_DEVICE": "cpu"}
     for _ in range(3):
         done = subprocess.run(
@@ -112,6 +119,7 @@ def two_ranks(folder: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_two_ranks_of_a_port(tmp_path: Path) -> None:
     found = []
     for text in (port_text(source("ddp")).text, source("ddp.by_hand")):

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from forked_python import python
 from site_packages import distribution
 
 import xamp
@@ -388,7 +389,11 @@ print(json.dumps([rows, tried]))
 def in_new_process(code: str, folder: Path, **variables: str) -> str:
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=False
+        [python(), "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

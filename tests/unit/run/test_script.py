@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 
 from xamp.cli import main
 
@@ -74,7 +75,7 @@ def test_it_waits_for_the_scripts_threads_and_for_no_others(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(THREADS, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-c", BESIDE, str(script)], capture_output=True, text=True, timeout=600, check=True
+        [python(), "-c", BESIDE, str(script)], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stdout == "done\n0 True\n"
 
@@ -197,7 +198,8 @@ import torch, torch.multiprocessing as mp
 def work(rank):
     torch.zeros(2).cuda(rank)
 if __name__ == "__main__":
-    mp.spawn(work, nprocs=2)
+    work(0)
+    mp.spawn(work, nprocs=1)
 """
 
 
@@ -221,7 +223,9 @@ def test_the_command_lasts_until_threads_and_exit_handlers_have_ended(tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(EXITS)
     done = subprocess.run(
-        [sys.executable, "-m", "xamp", "run", "--device", "cpu", str(script)], capture_output=True, text=True
+        [python(), "-m", "xamp", "run", "--device", "cpu", str(script)],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (5, "cpu\ncpu\n")
     assert "Tensor.cuda()" in done.stderr

@@ -8,7 +8,6 @@ import io
 import os
 import pickle
 import subprocess
-import sys
 import types
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import python
 from lanes import Lane
 from stepping import (
     Dot,
@@ -293,9 +293,7 @@ def test_a_pickle_loads_where_there_is_no_xamp(lane: Lane, level: str, tmp_path:
     )
     # Nor the device that it was made on.
     alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600, env=alone
-    )
+    done = subprocess.run([python(), "-c", script], capture_output=True, text=True, check=False, timeout=600, env=alone)
     assert done.stdout.strip() == "stepped", done.stderr
 
 

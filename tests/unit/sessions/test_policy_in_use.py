@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_python import python
 from lanes import Lane
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -145,7 +146,7 @@ def test_only_rank_0_speaks(process_group: int, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(("verbosity", "said"), [(1, f"xamp: {SPOKEN}\n"), (0, "")])
 def test_without_logging_set_up_it_goes_to_stderr(verbosity: int, said: str) -> None:
     script = SCRIPT.format(verbosity=verbosity)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run([python(), "-c", script], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == ""
     assert "".join(line for line in done.stderr.splitlines(True) if "NumPy" not in line) == said
 
@@ -155,7 +156,7 @@ def test_with_logging_set_up_it_goes_there_only() -> None:
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(name)s|%(message)s')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script + SCRIPT.format(verbosity=1)],
+        [python(), "-c", script + SCRIPT.format(verbosity=1)],
         capture_output=True,
         text=True,
         timeout=600,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import sys
 import textwrap
 
 import pytest
+from forked_python import python
 from torch.cuda import amp as torch_amp
 
 import xamp as amp
@@ -83,7 +83,8 @@ def test_apexs_arguments_of_initialize() -> None:
 
 
 def run(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=600)
+    command = [python(), "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

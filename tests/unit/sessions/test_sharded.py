@@ -10,7 +10,6 @@ import contextlib
 import copy
 import importlib
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ import compiling
 import pytest
 import torch
 import torch.distributed as dist
+from forked_python import python
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -255,12 +255,13 @@ def test_looking_for_torchs_states_does_not_unwrap_them() -> None:
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "xamp.initialize(model, optimizer, level='O2', verbosity=0)\n"
         "name = 'torch.distributed.checkpoint.state_dict'\n"
+        "import sys; assert name not in sys.modules\n"
         "assert importlib.util.find_spec(name) is not None\n"
         "import torch.distributed.checkpoint.state_dict as found\n"
         "assert hasattr(found._get_optim_state_dict, '_xamp_inner')\n"
-        "import sys; assert not any('xamp' in type(each).__module__ for each in sys.meta_path)\n"
+        "assert not any('xamp' in type(each).__module__ for each in sys.meta_path)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
