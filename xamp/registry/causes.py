@@ -13,12 +13,27 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from xamp.contract import BackendSpec, Cause, Diagnosis, Explanation, Failure
+from xamp.errors import StateError
 
-__all__ = ["TorchFailure", "explain", "explain_torch", "first_line", "full_text", "may_pass", "one_line", "table_of"]
+__all__ = [
+    "NotNow",
+    "TorchFailure",
+    "explain",
+    "explain_torch",
+    "first_line",
+    "full_text",
+    "may_pass",
+    "one_line",
+    "table_of",
+]
 
 _REASON_LENGTH = 400
 _PASSING = re.compile(r"out of memory|resource busy|busy or unavailable|cannot allocate memory(?! in static)", re.I)
 _CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
+
+
+class NotNow(StateError):
+    """A device was to be tried where a trial would do harm, so nothing was found out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +117,11 @@ def full_text(error: BaseException) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether ``error``, or one behind it, says that memory was used up or a device was busy: both may pass."""
+    """Whether ``error``, or one behind it, is of the moment: memory was used up, or the device was busy or captured."""
     return any(
-        isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or _PASSING.search(_text(link))
+        isinstance(link, MemoryError | NotNow)
+        or type(link).__name__ == "OutOfMemoryError"
+        or _PASSING.search(_text(link))
         for link in _chain(error)
     )
 
