@@ -25,34 +25,33 @@ def as_in_a_new_process(device: torch.device) -> Iterator[None]:
     Raises:
         NotNow: a graph is being captured on the device, which a trial would end with an error.
     """
-    module = _module_of(device)
-    captures = getattr(module, "is_current_stream_capturing", None)
-    if captures is not None and captures():
+    if _ask(device, "is_current_stream_capturing"):
         raise NotNow(
             f"a graph is being captured on {device}, and what the device can do was not tried before. Run at least one "
             "whole training step before the capture."
         )
-    with torch.device("cpu"), torch._C._DisableAutocast(), _waiting_allowed(module):
+    with torch.device("cpu"), torch._C._DisableAutocast(), _waiting_allowed(device):
         yield
 
 
 @contextlib.contextmanager
-def _waiting_allowed(module: Any) -> Iterator[None]:
+def _waiting_allowed(device: torch.device) -> Iterator[None]:
     """Suspend a mode in which torch warns, or raises, where the host waits for the device: a trial waits."""
-    mode = module.get_sync_debug_mode() if hasattr(module, "get_sync_debug_mode") else 0
-    if mode in (0, "default"):
+    mode = _ask(device, "get_sync_debug_mode")
+    if mode in (None, 0, "default"):
         yield
         return
-    module.set_sync_debug_mode("default")
+    set_mode = torch.get_device_module(device.type).set_sync_debug_mode
+    set_mode("default")
     try:
         yield
     finally:
-        module.set_sync_debug_mode(mode)
+        set_mode(mode)
 
 
-def _module_of(device: torch.device) -> Any:
-    """The device's module in torch; None if it has none."""
+def _ask(device: torch.device, function: str) -> Any:
+    """Call a function of the device's module; None where there is no such module, function or device."""
     try:
-        return torch.get_device_module(device.type)
-    except RuntimeError:
+        return getattr(torch.get_device_module(device.type), function)()
+    except (AttributeError, RuntimeError, AssertionError):
         return None

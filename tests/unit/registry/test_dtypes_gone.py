@@ -151,6 +151,7 @@ def test_a_device_that_is_there_and_broken_is_not_passed_over_in_silence(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(device_in_use.DEVICE_VARIABLE)
+    monkeypatch.setattr(device_in_use, "_told", set())
     with registered(f"{__name__}:Broken")():
         with pytest.raises(BackendUnavailable, match="cpu is there, but computing in float32 fails"):
             REGISTRY.resolve("mutant", "cpu")
