@@ -293,3 +293,10 @@ def test_a_survey_says_what_the_device_does_and_what_xamp_does(dtype: torch.dtyp
         row = rows[overload]
         assert (row.native, row.added, row.source, row.agrees) == ("float16", "lower", "called", True)
         assert row.results == {"fp32": name, "lower": name, "mixed": name, "named": None}
+
+
+@each_policy
+def test_who_looks_at_the_device_without_rules_leaves_the_regions_as_they_are(op_policy: str) -> None:
+    survey("cpu", {}, BF16, "native")
+    managed(layer(), op_policy=op_policy)(series())
+    assert half_layers.calls[-1] == (BF16, {BF16}, True)
