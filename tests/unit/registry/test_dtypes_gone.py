@@ -16,7 +16,6 @@ from xamp.contract import Backend
 from xamp.doctor.trial import find_gaps, find_mismatches
 from xamp.errors import BackendUnavailable, UnsupportedPolicy
 from xamp.registry import device_in_use
-from xamp.registry.kernel_trials import ask_kernels
 from xamp.registry.registry import REGISTRY
 
 REASON = 'computing in bfloat16 fails: NotImplementedError: "aten::mm" not implemented for torch.bfloat16'
@@ -61,13 +60,6 @@ class NoZero(CpuBackend):
     def _defect(self, device: torch.device, dtype: str) -> str:
         with Refusing("zero_", torch.float32):
             return super()._defect(device, dtype)
-
-
-@pytest.fixture(autouse=True)
-def _the_cpu_s_own_again() -> Iterator[None]:
-    yield
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        ask_kernels(CPU, dtype)
 
 
 @pytest.fixture
