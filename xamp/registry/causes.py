@@ -21,6 +21,7 @@ __all__ = [
     "explain",
     "explain_torch",
     "first_line",
+    "first_sentence",
     "full_text",
     "may_pass",
     "one_line",
@@ -109,6 +110,12 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of the text of ``error`` that is not blank."""
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
+
+
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of the text of ``error``, without its full stop. torch's may go on for a kilobyte."""
+    sentence = re.split(r"[.!?]\s", first_line(error), maxsplit=1)[0].rstrip(".")
+    return sentence if len(sentence) <= _REASON_LENGTH else sentence[: _REASON_LENGTH - 3] + "..."
 
 
 def full_text(error: BaseException) -> str:

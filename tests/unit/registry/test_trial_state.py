@@ -156,8 +156,7 @@ def test_a_full_device_says_nothing_about_its_fused_forms(monkeypatch: pytest.Mo
 
 def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may stand in a stretch in which the caller forbade to wait; the first loss is scaled before."""
-    backend: Any = registry.resolve("auto", "cpu")
-    backend._fused.cache_clear()
+    monkeypatch.setattr(registry.REGISTRY, "_outcomes", {})  # a backend that nobody asked yet
     param = nn.Parameter(torch.ones(3))
     optimizer, scaler = AdamW([param], fused=True), xamp.GradScaler(init_scale=8.0)
     scaler.scale(param.sum()).backward()
@@ -167,3 +166,24 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
     scaler.update()
     assert tried == []
     assert scaler.last_step is xamp.StepOutcome.APPLIED
+
+
+def test_who_compares_or_shows_capabilities_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = new_backend()
+    with monkeypatch.context() as forbidden:
+        forbidden.setattr(fused, "_steps_alike", full)
+        can = backend.capabilities(CPU)
+        assert can == backend.capabilities()
+        assert can in {backend.capabilities(torch.device("cpu"))}
+        assert "fused_optimizers='(not tried)', overflow='inf'" in repr(can)
+    assert can.fused_optimizers == FORMS
+    assert f"fused_optimizers={FORMS}, overflow='inf'" in repr(can)
+
+
+def test_a_device_is_asked_once_for_its_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(CpuBackend, "dtypes", lambda self, device: asked.append(device) or ("bfloat16",))
+    backend = new_backend()
+    assert [backend.capabilities(CPU).dtypes for _ in range(3)] == [("bfloat16",)] * 3
+    assert asked == [CPU]
+    assert backend.capabilities(CPU).lacking == (("float16", "the device has no arithmetic of its own for it"),)
