@@ -268,6 +268,21 @@ def test_weights_that_are_lowered_are_joined_once() -> None:
     assert {each.dtype for each in tensors(model(series()))} == {FP32}
 
 
+def test_weights_that_torch_has_put_together_are_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's are in fp16."""
+
+    def flatten(module: Any) -> None:
+        with torch.no_grad():
+            half_layers.HalfLayers.join_weights_(None, module._flat_weights, "by torch")  # type: ignore[arg-type]
+
+    model = layer()
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+    managed(model, "O5")
+    assert half_layers.joined == ["by torch"]
+    model(series())
+    assert half_layers.calls == [(BF16, {BF16}, True)]
+
+
 def test_tied_weights_stay_tied() -> None:
     model = layer()
     model.weight_hh_l1 = model.weight_hh_l0
