@@ -270,15 +270,16 @@ def test_weights_that_are_lowered_are_joined_once() -> None:
 
 def test_weights_that_torch_has_put_together_are_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cuDNN's are in fp16."""
+    by_torch: Any = ["by torch"]
 
     def flatten(module: Any) -> None:
         with torch.no_grad():
-            half_layers.HalfLayers.join_weights_(None, module._flat_weights, "by torch")  # type: ignore[arg-type]
+            half_layers.HalfLayers.join_weights_(None, module._flat_weights, by_torch[0])  # type: ignore[arg-type]
 
     model = layer()
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
     managed(model, "O5")
-    assert half_layers.joined == ["by torch"]
+    assert half_layers.joined == by_torch
     model(series())
     assert half_layers.calls == [(BF16, {BF16}, True)]
 

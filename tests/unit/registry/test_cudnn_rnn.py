@@ -128,7 +128,12 @@ def test_a_card_is_asked_once(flattened: list[Any], machine: Any, monkeypatch: p
     machine(*NEWEST)
     asked: list[int] = []
     cards = {0: types.SimpleNamespace(major=8, minor=0), 1: types.SimpleNamespace(major=7, minor=5)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: asked.append(card) or cards[card])
+
+    def properties(card: int) -> types.SimpleNamespace:
+        asked.append(card)
+        return cards[card]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     for _ in range(3):
         join_weights(nn.LSTM(8, 4).bfloat16(), CudaBackend(CUDA).join_weights_)
     assert (len(flattened), asked) == (3, [0])

@@ -160,11 +160,11 @@ def test_a_scaler_s_first_step_tries_nothing(monkeypatch: pytest.MonkeyPatch) ->
     param = nn.Parameter(torch.ones(3))
     optimizer, scaler = AdamW([param], fused=True), xamp.GradScaler(init_scale=8.0)
     scaler.scale(param.sum()).backward()
-    tried: list[Any] = []
-    monkeypatch.setattr(fused, "_steps_alike", lambda *args: tried.append(args) or True)
+    waits = Waits(0)
+    monkeypatch.setattr(fused, "_steps_alike", waits.look)
     scaler.step(optimizer)
     scaler.update()
-    assert tried == []
+    assert waits.seen == []
     assert scaler.last_step is xamp.StepOutcome.APPLIED
 
 
@@ -182,7 +182,12 @@ def test_who_compares_or_shows_capabilities_tries_nothing(monkeypatch: pytest.Mo
 
 def test_a_device_is_asked_once_for_its_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(CpuBackend, "dtypes", lambda self, device: asked.append(device) or ("bfloat16",))
+
+    def dtypes(_: CpuBackend, device: torch.device) -> tuple[str, ...]:
+        asked.append(device)
+        return ("bfloat16",)
+
+    monkeypatch.setattr(CpuBackend, "dtypes", dtypes)
     backend = new_backend()
     assert [backend.capabilities(CPU).dtypes for _ in range(3)] == [("bfloat16",)] * 3
     assert asked == [CPU]
