@@ -37,6 +37,7 @@ class CudaBackend(ModuleBackend):
     """NVIDIA and AMD GPUs, by torch.autocast("cuda") and scaling on the device."""
 
     process_group = "nccl"
+    left_out = "this card only emulates it"
     # They call cuDNN or MIOpen, for which torch's autocast has entries that cast to fp16 (ATen/cudnn/AutocastRNN.cpp,
     # ATen/miopen/AutocastRNN.cpp).
     op_rules = dict.fromkeys([f"{layer}.{form}" for layer in cudnn_rnn.MODES for form in ("data", "input")], "float16")

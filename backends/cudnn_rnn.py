@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,9 +44,15 @@ def join_(weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
 
 def has_bf16(device: torch.device) -> bool:
     """Whether cuDNN runs recurrent layers in bf16 on a card: torch decides it by its build and the card."""
+    index: int | None = device.index
+    return _card_has_bf16(torch.cuda.current_device() if index is None else index)
+
+
+@functools.cache  # at O4 each forward of a layer asks
+def _card_has_bf16(card: int) -> bool:
     if torch.version.hip is not None:  # MIOpen has them in fp16 and fp32
         return False
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(card)
     return _is_new_enough(_torch_version(), _cudnn_built_with(), (properties.major, properties.minor))
 
 

@@ -6,6 +6,7 @@ module in torch (such as ``torch.xpu``), so such a backend is only a few class a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -49,15 +50,16 @@ class NativeBackend(Backend):
     Attributes:
         fast_dtypes: see :class:`~xamp.contract.Capabilities`; dtypes that the device lacks are left out.
         process_group: see :class:`~xamp.contract.Capabilities`.
+        left_out: why :meth:`dtypes` leaves a lower dtype out, as ``Capabilities.lacking`` says it.
     """
 
     fast_dtypes: tuple[str, ...] = ()
     process_group: str = "gloo"
+    left_out: str = "the device has no arithmetic of its own for it"
 
     def __init__(self, spec: BackendSpec) -> None:
         super().__init__(spec)
-        self._lacking = functools.lru_cache(maxsize=None)(self._try_dtypes)
-        self._fused = functools.lru_cache(maxsize=None)(self.fused_optimizers_of)
+        self._of = functools.lru_cache(maxsize=None)(self._capabilities_of)
 
     def probe(self) -> None:
         """See :meth:`xamp.contract.Backend.probe`: find a device, and compute in float32 and each lower dtype.
@@ -90,15 +92,13 @@ class NativeBackend(Backend):
 
     def capabilities(self, device: torch.device | None = None) -> Capabilities:
         """See :meth:`xamp.contract.Backend.capabilities`: the levels follow from the dtypes in which it computes."""
-        if device is None or device.index is None:
-            device = self.probed_device()
-        lacking = self._lacking(device)
-        failing = dict(lacking)
-        works = "float32" not in failing
-        dtypes = tuple(name for name in self.dtypes(device) if works and name not in failing)
+        return self._of(self.probed_device() if device is None or device.index is None else device)
+
+    def _capabilities_of(self, device: torch.device) -> Capabilities:
+        dtypes, lacking = self._try_dtypes(device)
         return _Tried(
-            functools.partial(self._fused, device),
-            levels=levels_for(dtypes) if works else (),
+            functools.partial(self.fused_optimizers_of, device),
+            levels=() if "float32" in dict(lacking) else levels_for(dtypes),
             dtypes=dtypes,
             fast_dtypes=tuple(name for name in self.fast_dtypes_of(device) if name in dtypes),
             overflow="inf" if self.keeps_inf(device) else "flag",
@@ -114,13 +114,16 @@ class NativeBackend(Backend):
         """Names of the classes of torch.optim whose fused form is right on ``device``: asked once for each device."""
         return fused_forms(device)
 
-    def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, str], ...]:
-        """Compute in each dtype, once for each device; return those that fail, each with the defect."""
+    def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Compute in each dtype; return the lower ones that work, and the others, each with why it is not there."""
         # Without float32 no trial of another dtype ends well.
         if defect := self._defect(device, "float32"):
-            return (("float32", defect),)
-        tried = [(name, self._defect(device, name)) for name in self.dtypes(device)]
-        return tuple((name, defect) for name, defect in tried if defect)
+            return (), (("float32", defect),)
+        wanted = self.dtypes(device)
+        left = dict.fromkeys((name for name in LOWER_DTYPES if name not in wanted), self.left_out)
+        found = {**{name: self._defect(device, name) for name in wanted}, **left}
+        there = tuple(name for name, defect in found.items() if not defect)
+        return there, tuple((name, defect) for name, defect in found.items() if defect)
 
     def _defect(self, device: torch.device, dtype: str) -> str:
         return defect_of(device, dtype, self.keeps_inf(device), self.unscale_)
@@ -130,9 +133,10 @@ class NativeBackend(Backend):
 
 
 class _Tried(Capabilities):
-    """Capabilities whose fused optimizers are tried when somebody first asks for them.
+    """Capabilities whose fused optimizers are tried when somebody first asks for them; one record for each device.
 
-    A step of torch.optim imports torch's compiler, which takes 0.7 s. What only wants to know the device need not wait.
+    An optimizer of torch imports torch's compiler, which takes 0.7 s. What only wants to know the device need not wait.
+    So a record equals none but itself, and its text shows what was tried: neither runs a step.
     """
 
     def __init__(self, forms: Callable[[], tuple[str, ...]] | None = None, **fields: Any) -> None:
@@ -146,6 +150,16 @@ class _Tried(Capabilities):
         """See :class:`~xamp.contract.Capabilities`."""
         found: tuple[str, ...] = self.__dict__["_forms"]()
         return found
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        known = {field.name: self.__dict__.get(field.name, "(not tried)") for field in dataclasses.fields(self)}
+        return f"Capabilities({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
 
 class ModuleBackend(NativeBackend):

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 from xamp.casting import active
+from xamp.ground import kernels
 from xamp.policy import LEVELS
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 from xamp.registry.registry import HOST
@@ -244,6 +245,12 @@ def _the_lane_is_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """The device in use is the lane's, and never one that is better: without a lane it is the CPU (see above)."""
     if lane := _lane_of(request):
         monkeypatch.setenv(DEVICE_VARIABLE, str(lane.device))
+
+
+@pytest.fixture(autouse=True)
+def _gaps_that_a_test_makes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the devices that are here were found before, when the lanes were."""
+    monkeypatch.setattr(kernels, "_missing", {**kernels._missing})
 
 
 @pytest.fixture(autouse=True)

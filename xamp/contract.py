@@ -131,7 +131,7 @@ class Capabilities:
     def why_not(self, dtype: str | None) -> str:
         """Why ``dtype`` is not among :attr:`dtypes`, as a sentence to put behind another one; empty if nobody knows."""
         reason = dict(self.lacking).get(dtype or "")
-        return f" {dtype} is not there because {reason}." if reason else ""
+        return f" {dtype} is not there because {reason.rstrip('.')}." if reason else ""
 
 
 class Diagnosis(NamedTuple):

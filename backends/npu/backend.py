@@ -117,7 +117,7 @@ class NpuBackend(ModuleBackend):
     def clear_overflow(self, device: torch.device) -> None:
         """See :meth:`xamp.contract.Backend.clear_overflow`."""
         if self._saturates:
-            status = torch.zeros(_STATUS, device=device)
+            status = torch.zeros(_STATUS, dtype=torch.float32, device=device)
             sys.modules[_PACKAGE].npu_clear_float_status(status)
 
     def unscale_(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class NpuBackend(ModuleBackend):
             if grads:
                 super().unscale_(grads, found_inf, inv_scale)
             return
-        status = torch.zeros(_STATUS, device=found_inf.device)
+        status = torch.zeros(_STATUS, dtype=torch.float32, device=found_inf.device)
         flag = sys.modules[_PACKAGE].npu_get_float_status(status)[0]
         torch.maximum(found_inf, flag.ne(0).to(found_inf.dtype).reshape(found_inf.shape), out=found_inf)
         if grads:

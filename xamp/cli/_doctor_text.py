@@ -108,7 +108,9 @@ def _choice(findings: Findings) -> Iterator[str]:
         return
     yield from _field("device", chosen["device"], 2)
     yield from _field("backend", chosen["backend"], 2)
-    if recommended is not None:
+    if recommended is None:
+        yield from _field("level", "none runs there; the findings of the backend say why", 2)
+    else:
         yield from _field("level", f"{recommended['level']}: {recommended['reason']}", 2)
         for level, when in recommended["alternatives"]:
             yield from _field("", f"or {level}: {when}", 2)

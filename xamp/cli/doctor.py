@@ -73,7 +73,7 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
         :class:`~xamp.contract.BackendReport`, ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``),
         ``chosen`` (``device``, ``backend``, ``reason``; null where there is none), ``environment`` (the variables that
         are set and matter here) and ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without
-        a device). While ``schema`` stays the same, keys may be added and are never removed.
+        a device, or where it runs no level). While ``schema`` stays the same, keys may be added and are never removed.
     """
     found, apex = examine_machine(limit, _say), find_apex()
     return {

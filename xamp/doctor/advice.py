@@ -33,9 +33,11 @@ class Advice:
     shapes: str
 
 
-def advise(backend: Backend, device: torch.device) -> Advice:
-    """Recommend a level for ``device``; choose it as ``initialize`` does."""
+def advise(backend: Backend, device: torch.device) -> Advice | None:
+    """Recommend a level for ``device``; choose it as ``initialize`` does. None where the device runs no level."""
     level, can = _best_level(backend, device), backend.capabilities(device)
+    if not can.levels:
+        return None
     alternatives = [(name, when) for name, when in _alternatives(level, can.fast_dtypes) if name in can.levels]
     shapes = "" if level.dtype is None else _shape_hint(level)
     return Advice(level.name, WHY_BEST[level.dtype], tuple(alternatives), shapes)

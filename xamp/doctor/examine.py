@@ -206,7 +206,8 @@ def _choose(found: object) -> dict[str, Any]:
         device = device_in_use.device()
         backend = REGISTRY.resolve("auto", device.type)
         chosen = {"device": str(device), "backend": backend.name, "reason": ""}
-        return {"chosen": chosen, "recommended": dataclasses.asdict(advise(backend, device))}
+        advice = advise(backend, device)
+        return {"chosen": chosen, "recommended": None if advice is None else dataclasses.asdict(advice)}
     except Exception as error:
         reason = str(error) if isinstance(error, XampError) else one_line(error)
         return no_choice(reason)

@@ -37,7 +37,8 @@ class Examined:
         rows: one for every backend and broken entry point, with the fields of :class:`~xamp.contract.BackendReport`,
             ``broken``, ``findings``, ``settings``, ``seconds`` and ``printed``.
         chosen: ``device``, ``backend``, ``reason``.
-        recommended: the fields of :class:`xamp.doctor.advice.Advice`; None where no device could be chosen.
+        recommended: the fields of :class:`xamp.doctor.advice.Advice`; None where no device could be chosen, or where it
+            runs no level.
     """
 
     torch: Record

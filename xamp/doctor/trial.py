@@ -128,9 +128,10 @@ def _computing(can: Capabilities, device: torch.device, unscale_: Any) -> _Misma
 
 def _unscaling(backend: Backend, can: Capabilities, device: torch.device) -> _Mismatches:
     """Check that ``unscale_`` finds an overflow that the backend makes, and finds none in a finite gradient."""
-    half, declared = torch.full((), 0.5, device=device), f"overflow={can.overflow!r}"
+    made: Any = {"dtype": torch.float32, "device": device}
+    half, declared = torch.full((), 0.5, **made), f"overflow={can.overflow!r}"
     for overflows in (False, True):
-        grad, found = torch.ones(8, device=device), torch.zeros((), device=device)
+        grad, found = torch.ones(8, **made), torch.zeros((), **made)
         try:
             backend.clear_overflow(device)
             if overflows:
@@ -158,14 +159,15 @@ def _fused_defect(name: str, device: torch.device) -> str:
         return "torch.optim has none of that name"
     cls: Any = kind
     try:
-        weight = torch.nn.Parameter(torch.ones(8, device=device))
-        weight.grad = torch.ones(8, device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
+        weight = torch.nn.Parameter(one.repeat(8))
+        weight.grad = one.repeat(8)
         optimizer: Any = kind([weight], lr=0.1, fused=True)  # type: ignore[call-arg]
-        optimizer.grad_scale, optimizer.found_inf = None, torch.ones((), device=device)
+        optimizer.grad_scale, optimizer.found_inf = None, one
         optimizer.step()
         if not weight.eq(1.0).all().item():
             return "its step changes the parameter where found_inf says to skip it"
-        optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.found_inf = torch.zeros_like(one)
         optimizer.step()
         if weight.eq(1.0).any().item():
             return "its step changes nothing"

@@ -2,7 +2,7 @@
 
 No device has all of them in every dtype: torch's CUDA kernel that unscales gradients has no bfloat16, and a vendor's
 device may have no operators on lists at all. Which are missing is not listed here. The device is asked when its backend
-is probed (:mod:`xamp.registry.kernel_trials`), and :func:`note` keeps the answer. A function below calls torch's
+is probed (:mod:`xamp.registry.kernel_trials`), and :func:`note` keeps what it lacks. A function below calls torch's
 operator where the device has it in the dtypes of its arguments, else operators on single tensors with the same results.
 No function waits for the device, and all of them can stand in a graph.
 """
@@ -44,16 +44,17 @@ _is_compiling = torch.compiler.is_compiling
 # --- what the device has
 
 
-def note(kernel: str, device_type: str, dtype: torch.dtype, *, there: bool) -> None:
-    """Keep whether devices of a type have ``kernel``, an operator's name in torch, for ``dtype``."""
-    known = _missing.pop((kernel, device_type), frozenset())
-    left = known - {dtype} if there else known | {dtype}
-    if left:
-        _missing[kernel, device_type] = left
+def note(kernel: str, device_type: str, dtype: torch.dtype) -> None:
+    """Keep that a device of a type lacks ``kernel``, an operator's name in torch, for ``dtype``.
+
+    From then on no device of that type is asked to run it: cards of one machine may differ, the plain form is right on
+    all of them, and a thread that trains meanwhile never sees a gap closed.
+    """
+    _missing[kernel, device_type] = _missing.get((kernel, device_type), frozenset()) | {dtype}
 
 
 def missing(kernel: str, device_type: str) -> Set[torch.dtype]:
-    """Return the dtypes for which devices of a type were found to lack ``kernel``."""
+    """Return the dtypes for which a device of a type was found to lack ``kernel``."""
     return _missing.get((kernel, device_type), frozenset())
 
 

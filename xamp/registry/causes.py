@@ -13,12 +13,28 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from xamp.contract import BackendSpec, Cause, Diagnosis, Explanation, Failure
+from xamp.errors import StateError
 
-__all__ = ["TorchFailure", "explain", "explain_torch", "first_line", "full_text", "may_pass", "one_line", "table_of"]
+__all__ = [
+    "NotNow",
+    "TorchFailure",
+    "explain",
+    "explain_torch",
+    "first_line",
+    "first_sentence",
+    "full_text",
+    "may_pass",
+    "one_line",
+    "table_of",
+]
 
 _REASON_LENGTH = 400
 _PASSING = re.compile(r"out of memory|resource busy|busy or unavailable|cannot allocate memory(?! in static)", re.I)
 _CHAIN_LENGTH = 20  # chains are short; a cyclic one must not hang
+
+
+class NotNow(StateError):
+    """A device was to be tried where a trial would do harm, so nothing was found out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +112,23 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
 
 
+def first_sentence(error: BaseException) -> str:
+    """The first sentence of the text of ``error``, without its full stop. torch's may go on for a kilobyte."""
+    sentence = re.split(r"[.!?]\s", first_line(error), maxsplit=1)[0].rstrip(".")
+    return sentence if len(sentence) <= _REASON_LENGTH else sentence[: _REASON_LENGTH - 3] + "..."
+
+
 def full_text(error: BaseException) -> str:
     """Type and whole text of ``error`` and of every error that it was raised from."""
     return "\n".join(f"{type(link).__name__}: {_text(link)}" for link in _chain(error))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether ``error``, or one behind it, says that memory was used up or a device was busy: both may pass."""
+    """Whether ``error``, or one behind it, is of the moment: memory was used up, or the device was busy or captured."""
     return any(
-        isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" or _PASSING.search(_text(link))
+        isinstance(link, MemoryError | NotNow)
+        or type(link).__name__ == "OutOfMemoryError"
+        or _PASSING.search(_text(link))
         for link in _chain(error)
     )
 

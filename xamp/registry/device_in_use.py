@@ -12,6 +12,7 @@ import torch
 
 from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, PolicyError
+from xamp.registry.probe import Failed
 from xamp.registry.registry import BACKEND_VARIABLE, HOST, REGISTRY
 
 __all__ = [
@@ -44,7 +45,8 @@ def device(index: int | None = None) -> torch.device:
     Returns:
         The device that ``XAMP_DEVICE`` names (``"cpu"``, or a type with or without ``:index``). Where the variable is
         not set, the usable accelerator whose backend has the highest priority; where there is none, the CPU. The first
-        such call of a process uses the accelerator, to see whether it works.
+        such call of a process uses the accelerator, to see whether it works. A warning names one that is there and does
+        not work or has no memory left; later calls try the latter again.
 
     Raises:
         BackendUnavailable: ``XAMP_DEVICE`` names a device that is unknown or cannot be used, or there is no device of
@@ -118,10 +120,12 @@ def in_use() -> InUse:
     """
     global _last
     key = (os.environ.get(DEVICE_VARIABLE), os.environ.get(BACKEND_VARIABLE), REGISTRY, REGISTRY.generation)
-    if _last is None or _last[0] != key or not REGISTRY.is_settled:
-        chosen = device()
-        _last = key, InUse(chosen, REGISTRY.resolve("auto", chosen.type))
-    return _last[1]
+    if _last is not None and _last[0] == key and REGISTRY.is_settled:
+        return _last[1]
+    chosen = device()
+    found = InUse(chosen, REGISTRY.resolve("auto", chosen.type))
+    _last = (key, found) if REGISTRY.is_settled else None  # what stands in for a device that is full is not kept
+    return found
 
 
 def names_device(value: object) -> bool:
@@ -189,29 +193,29 @@ def _requested() -> _Choice | None:
 
 def _best() -> _Choice:
     backend: Backend | None = None
-    broken = []
+    passed_over: dict[str, Failed] = {}
     for spec in REGISTRY.specs():
-        try:
-            backend = REGISTRY.load(spec)
-        except BackendUnavailable as error:
-            if getattr(error.__cause__, "is_there", False):
-                broken.append(f"{error}")
+        outcome = REGISTRY.outcome(spec)
+        if isinstance(outcome, Failed):
+            if outcome.may_pass or getattr(outcome.error, "is_there", False):
+                passed_over[spec.name] = outcome
             continue
-        if backend.device_type != HOST:
+        _told.discard(spec.name)
+        if outcome.backend.device_type != HOST:
+            backend = outcome.backend
             break
-    else:
-        backend = None
     kind = HOST if backend is None else backend.device_type
-    _tell(broken, kind)
+    _tell(passed_over, kind)
     return kind, None, backend
 
 
-def _tell(broken: list[str], chosen: str) -> None:
-    """Log, once a process, that another device is taken in place of one that is there and does not work."""
-    for reason in broken:
-        if reason not in _told:
-            _told.add(reason)
-            _logger.warning("%s\nSo the device in use is %s. %s=%s says so.", reason, chosen, DEVICE_VARIABLE, chosen)
+def _tell(passed_over: dict[str, Failed], chosen: str) -> None:
+    """Log that another device is taken in place of one that is there and does not work, once until it works."""
+    for name, failed in passed_over.items():
+        if name not in _told:
+            _told.add(name)
+            text = "backend %r cannot be used: %s\nSo the device in use is %s. %s=%s says so."
+            _logger.warning(text, name, failed, chosen, DEVICE_VARIABLE, chosen)
 
 
 def require_index(kind: str, index: int, backend: Backend, origin: str) -> torch.device:

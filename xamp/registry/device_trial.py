@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from xamp.registry.causes import may_pass
+from xamp.registry.causes import first_sentence, may_pass
 
 if TYPE_CHECKING:
     import torch
@@ -45,23 +45,25 @@ def defect_of(
 
     from xamp.ground import kernels
     from xamp.registry.kernel_trials import ask_kernels
+    from xamp.registry.trial_state import as_in_a_new_process
 
     try:
         kind: torch.dtype = getattr(torch, dtype)
-        if product_only:
-            return _wrong_product(device, kind)
-        ask_kernels(device, kind, keeps_inf)
-        return (
-            _wrong_product(device, kind)
-            or (_lost_inf(device, kind) if keeps_inf else "")
-            or _wrong_arithmetic(device, kind)
-            or _wrong_lists(device, kind)
-            or _wrong_unscaling(device, kind, keeps_inf, unscale_ or kernels.unscale_)
-        )
+        with as_in_a_new_process(device):
+            if product_only:
+                return _wrong_product(device, kind)
+            ask_kernels(device, kind, keeps_inf)
+            return (
+                _wrong_product(device, kind)
+                or (_lost_inf(device, kind) if keeps_inf else "")
+                or _wrong_arithmetic(device, kind)
+                or _wrong_lists(device, kind)
+                or _wrong_unscaling(device, kind, keeps_inf, unscale_ or kernels.unscale_)
+            )
     except Exception as error:
         if may_pass(error):
             raise
-        return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
+        return f"computing in {dtype} fails: {type(error).__name__}: {first_sentence(error)}"
 
 
 def _wrong_product(device: torch.device, kind: torch.dtype) -> str:
@@ -102,9 +104,10 @@ def _wrong_lists(device: torch.device, kind: torch.dtype) -> str:
 
     from xamp.ground import kernels
 
-    wide, lowered = torch.full((4,), 3.0, device=device), torch.zeros(4, dtype=kind, device=device)
+    wide = torch.full((4,), 3.0, dtype=torch.float32, device=device)
+    lowered = torch.zeros(4, dtype=kind, device=device)
     kernels.copy_([lowered], [wide])
-    kernels.multiply_([lowered], torch.full((), 0.5, device=device))
+    kernels.multiply_([lowered], torch.full((), 0.5, dtype=torch.float32, device=device))
     kernels.copy_([wide], [lowered])
     return "" if wide.eq(1.5).all().item() else f"copies and products of {_name(kind)} lists are wrong"
 
@@ -112,11 +115,11 @@ def _wrong_lists(device: torch.device, kind: torch.dtype) -> str:
 def _wrong_unscaling(device: torch.device, kind: torch.dtype, keeps_inf: bool, unscale_: Unscale) -> str:
     import torch
 
-    half = torch.full((), 0.5, device=device)
+    half = torch.full((), 0.5, dtype=torch.float32, device=device)
     for value in (2.0, math.inf, math.nan) if keeps_inf else (2.0,):
         grads = [torch.full((), 2.0, dtype=kind, device=device), torch.full((3, 4), 2.0, dtype=kind, device=device)]
         grads[1][1, 2] = value
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
         unscale_(grads, found, half)
         if keeps_inf and found.item() != float(value != 2.0):
             seen = "sees an overflow where there is none" if value == 2.0 else f"overlooks {value}"

@@ -15,6 +15,7 @@ import torch
 
 from xamp.ground import kernels
 from xamp.registry.causes import may_pass
+from xamp.registry.trial_state import as_in_a_new_process
 
 __all__ = ["KERNELS", "Kernel", "Trial", "ask_kernels", "ask_once"]
 
@@ -69,15 +70,16 @@ class Kernel(NamedTuple):
 
 
 def ask_kernels(device: torch.device, dtype: torch.dtype, keeps_inf: bool = True) -> None:
-    """Find out which operators of :data:`KERNELS` the device has for ``dtype``, and note it.
+    """Find out which operators of :data:`KERNELS` the device lacks for ``dtype``, and note them.
 
     Raises:
         Exception: the device had no memory left, or was busy. That says nothing about what it has.
     """
-    for kernel in KERNELS:
-        if (not kernel.dtypes or dtype in kernel.dtypes) and (keeps_inf or not kernel.finds_inf):
-            there = _works(kernel, Trial(device, dtype, keeps_inf))
-            kernels.note(kernel.name, device.type, dtype, there=there)
+    with as_in_a_new_process(device):
+        for kernel in KERNELS:
+            asked = (not kernel.dtypes or dtype in kernel.dtypes) and (keeps_inf or not kernel.finds_inf)
+            if asked and not _works(kernel, Trial(device, dtype, keeps_inf)):
+                kernels.note(kernel.name, device.type, dtype)
     _asked.add((device.type, dtype))
 
 

@@ -19,11 +19,15 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.registry.causes import one_line
+from xamp.registry.causes import may_pass, one_line
+from xamp.registry.trial_state import as_in_a_new_process
 from xamp.scaling.shards import is_dtensor
 from xamp.scaling.step_counters import StepCounters
 
 __all__ = ["FusedForm", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
+"""What torch raises where a class has no fused form for a device or a dtype."""
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -223,14 +227,17 @@ def _is_plain(param: torch.Tensor) -> bool:
 def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
     """Try one step of the fused form and return its error message; an empty string where it steps.
 
-    ``momentum``: step with or without momentum; None: the class has no such option.
+    ``momentum``: step with or without momentum; None: the class has no such option. What is raised is not remembered.
     """
-    param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
-    param.grad = torch.ones_like(param)
     options = {} if momentum is None else {"momentum": 0.9 if momentum else 0.0}
     try:
-        cls([param], lr=0.125, fused=True, **options).step()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        with as_in_a_new_process(device):
+            param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
+            param.grad = torch.ones_like(param)
+            cls([param], lr=0.125, fused=True, **options).step()
+    except _REFUSALS as error:
+        if may_pass(error):
+            raise
         return one_line(error)
     return ""
 
@@ -264,6 +271,9 @@ def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> 
 
     torch says which classes have such a form; the device is tried, because torch has kernels for some devices only, and
     which they are changes with its releases. The trials take 10 ms on a CPU, once a process.
+
+    Raises:
+        Exception: see :func:`is_right`.
     """
     classes = ((name, getattr(torch.optim, name)) for name in torch.optim.__all__)
     fused = ((name, cls) for name, cls in classes if _has_fused(cls) and offered(name))
@@ -280,20 +290,27 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
     Right means: with ``found_inf`` raised no parameter moves, else the step equals the step of the plain form. The
     trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
-    fused SGD in half precision on a CPU is wrong in exactly these cases.
+    fused SGD in half precision on a CPU is wrong in exactly these cases. The answer is kept for the process.
+
+    Raises:
+        Exception: the device had no memory left, or a graph was being captured. That says nothing about the form, so
+            it is tried again when somebody asks again.
     """
     options: list[dict[str, float]] = [{}]
     if "momentum" in inspect.signature(cls).parameters:
         options.append({"momentum": 0.9})
     try:
-        return all(_steps_alike(cls, device, dtype, extra) for extra in options)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError):
+        with as_in_a_new_process(device):
+            return all(_steps_alike(cls, device, dtype, extra) for extra in options)
+    except _REFUSALS as error:
+        if may_pass(error):
+            raise
         return False
 
 
 def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
     """Return whether the fused form takes and skips the same steps as the plain form, to the same parameters."""
-    start = torch.linspace(0.5, 1.5, 67).to(device, dtype)
+    start = torch.linspace(0.5, 1.5, 67, dtype=torch.float32, device="cpu").to(device, dtype)
 
     def run(fused: bool) -> torch.Tensor:
         param = torch.nn.Parameter(start.clone())
@@ -302,7 +319,7 @@ def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: d
             param.grad = torch.full_like(param, float("nan")) if found else start / (number + 1)
             if fused:
                 optimizer.grad_scale = None
-                optimizer.found_inf = torch.full((), found, device=device)
+                optimizer.found_inf = torch.full((), found, dtype=torch.float32, device=device)
             if fused or not found:
                 optimizer.step()
         return param.detach().float()

@@ -43,8 +43,8 @@ def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None =
         device: The device.
         one: An fp32 tensor of 1.0 on the device; a caller that reads often passes it to save making it.
     """
-    found = torch.zeros((), device=device)
-    backend.unscale_([], found, torch.ones((), device=device) if one is None else one)
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    backend.unscale_([], found, torch.ones_like(found) if one is None else one)
     return found
 
 
@@ -61,7 +61,7 @@ class FlagWatch:
         self._backend = backend
         self._device = device
         self._note = note
-        self._one = torch.ones((), device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
         """Watch the forwards of ``models``."""

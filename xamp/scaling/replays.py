@@ -36,7 +36,8 @@ class Replays:
         self._told = 0
         if captures is not None:
             self._counts = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, run, complete runs
-            self._scales = torch.full((losses,), float("inf"), device=device)  # after the step before
+            # After the step before.
+            self._scales = torch.full((losses,), float("inf"), dtype=torch.float32, device=device)
 
     def capturing(self) -> bool:
         """Return whether a graph is being captured now."""

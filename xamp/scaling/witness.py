@@ -41,7 +41,7 @@ class GradientWitness:
         self._left: tuple[torch.Tensor, int] | None = None
         self._second = _elsewhere(pairs, self._param)
         self._left_there: tuple[torch.Tensor, int] | None = None
-        self._asked = torch.zeros((), device=self._param.device)
+        self._asked = torch.zeros((), dtype=torch.float32, device=self._param.device)
         for param in (self._param, self._second):
             if param is not None:
                 _witnesses[param] = weakref.ref(self)  # weak: this object holds the parameter, the key

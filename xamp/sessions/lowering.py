@@ -229,10 +229,13 @@ class Plan:
         self._join_rnns()
 
     def _join_rnns(self) -> None:
-        """Let the backend join the weights of the recurrent layers that were lowered, which torch may leave apart."""
+        """Let the backend join the weights of the recurrent layers that were lowered, where torch left them apart."""
         lowered = {id(param) for param in self.lowered}
         for module in (m for model in self.models() for m in model.modules() if isinstance(m, nn.RNNBase)):
-            if self._join is not None and all(id(weight) in lowered for weight in module._flat_weights):
+            weights: list[Any] = module._flat_weights
+            if self._join is None or not all(id(weight) in lowered for weight in weights):
+                continue
+            if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
                 join_weights(module, self._join)
 
     def _make_master(self, param: nn.Parameter) -> nn.Parameter:

@@ -88,6 +88,7 @@ class ManualEngine(Engine):
         self.uses: Any = WeakIdKeyDictionary()
         self.checked: set[int] = set()
         super().__init__(policy, backend, device, [], process_group=process_group)
+        self._fused = backend.capabilities(device).fused_optimizers  # here, for it may wait for trials: no step does
         self.prepare_state(_SLOTS)
         self._scaler_settings = ScalerSettings()
         self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
@@ -227,8 +228,7 @@ class ManualEngine(Engine):
         index = next(i for i in range(len(taken) + 1) if i not in taken)
         if index >= len(self.memory.flags):
             self._make_room()
-        names = self.backend.capabilities(self.device).fused_optimizers
-        return OptimizerState(self, optimizer, index, FusedForm(optimizer, False, names, sparse=False))
+        return OptimizerState(self, optimizer, index, FusedForm(optimizer, False, self._fused, sparse=False))
 
     def _make_room(self) -> None:
         """Double the number of flags in the device state."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +29,9 @@ from xamp.casting.ops.table import Kind
 from xamp.errors import XampError
 from xamp.ground.version import __version__
 from xamp.registry import registry
+from xamp.registry.plugins import spec_of
 from xamp.testing.fact_calls import DTYPES, OPERATORS, STEPS, WAITING, Step
+from xamp.testing.processes import environment
 
 __all__ = ["LATEST", "main", "record"]
 
@@ -34,19 +39,23 @@ LATEST = 300
 """So many operators are put into the queue to see when a copy arrives; who arrives later is not waited for."""
 _LOWER = ("float16", "bfloat16")
 _LAYERS = (torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM)
+_LIMIT = 120.0
+"""Seconds in which a forked process has used the device."""
 _FORK = """
-import os, sys
+import json, os, sys
 from xamp.testing import facts
-facts.make_known(sys.argv[1])
+kind, specs = sys.argv[1:]
+facts.make_known(kind, json.loads(specs))
 import torch
-torch.ones(2, device=sys.argv[1]).add_(1)
-if os.fork():
-    os.wait()
+torch.ones(2, device=kind).add_(1)
+child = os.fork()
+if child:
+    print(json.dumps({"code": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}), flush=True)
 else:
     try:
-        torch.ones(2, device=sys.argv[1]).add_(1)
+        torch.ones(2, device=kind).add_(1)
     except Exception as error:
-        print(error, flush=True)
+        print(json.dumps({"error": str(error)}), flush=True)
     os._exit(0)
 """
 
@@ -58,7 +67,7 @@ def record(kind: str) -> dict[str, Any]:
         kind: the type, such as ``"cpu"``.
 
     Raises:
-        RuntimeError: torch has no such device.
+        RuntimeError: torch has no such device, or a fact could not be found out.
     """
     make_known(kind)
     torch.empty(1, device=kind)
@@ -79,8 +88,14 @@ def record(kind: str) -> dict[str, Any]:
     }
 
 
-def make_known(kind: str) -> None:
-    """Let the backend of ``kind`` teach torch the device, as its package may have to; it need not be usable."""
+def make_known(kind: str, specs: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Let the backend of ``kind`` teach torch the device, as its package may have to; it need not be usable.
+
+    ``specs``: of backends that another process has registered, as plain values.
+    """
+    for spec in map(spec_of, specs):
+        if spec not in registry.REGISTRY.specs():
+            registry.register_backend(spec, override=True)
     with contextlib.suppress(XampError):
         registry.resolve("auto", kind)
 
@@ -246,13 +261,33 @@ def _raising(set_mode: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fork(kind: str) -> str:
-    """The error of a forked process that uses the device after its parent did; empty where it works."""
-    command = [sys.executable, "-W", "ignore", "-c", _FORK, kind]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired:
-        return "a forked process that uses the device never ends"
-    return done.stdout.strip() or (f"it ends with code {done.returncode}" if done.returncode else "")
+    """The error of a forked process that uses the device after its parent did; empty where it works.
+
+    Raises:
+        RuntimeError: the parent did not get so far as to fork.
+    """
+    specs = [dataclasses.asdict(spec) for spec in registry.REGISTRY.specs() if kind in spec.device_types]
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, kind, json.dumps(specs)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A session of its own, so that what was forked can be ended with it.
+    with subprocess.Popen(command, **pipes, env=environment(), start_new_session=True) as parent:
+        try:
+            out, err = parent.communicate(timeout=_LIMIT)
+        except subprocess.TimeoutExpired:
+            return "a forked process that uses the device never ends"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    told = {
+        name: value for line in out.splitlines() if line.startswith("{") for name, value in json.loads(line).items()
+    }
+    if "code" not in told:
+        raise RuntimeError(
+            f"the process that was to fork on {kind} ended with code {parent.returncode}:\n{err[-2000:]}"
+        )
+    if told["code"] < 0:
+        return f"it ends by {signal.Signals(-told['code']).name}"
+    return str(told.get("error", "")).strip() or (f"it ends with code {told['code']}" if told["code"] else "")
 
 
 def main(words: list[str] | None = None) -> int:

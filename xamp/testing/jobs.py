@@ -8,6 +8,7 @@ of it, first, since it is the longest. ``overhead`` measures time: it runs at th
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import tempfile
 import time
@@ -38,7 +39,8 @@ def run(
 ) -> list[Result]:
     """Run the suite in ``jobs`` processes, lane after lane.
 
-    A clause that ends its process has failed; the others still run, in a new one.
+    A clause that ends its process has failed, also where the process ends after the clause and before the next, or
+    with an error when there is nothing more to do. The others still run, in a new one.
 
     Args:
         lanes: As in :func:`xamp.testing.run.run`, as are ``clauses`` and ``ledger``.
@@ -53,7 +55,7 @@ def run(
     Raises:
         PolicyError: as in a run in one process.
         KeyboardInterrupt: the user interrupted the run; no worker is left.
-        RuntimeError: a worker did not start, or pytest failed.
+        RuntimeError: a worker did not start, nor did the one in its place; or pytest failed.
     """
     told, collected = listener or Listener(), _collect(lanes, clauses, listener, ledger)
     choice = {"clauses": list(clauses), "ledger": ledger}
@@ -140,7 +142,9 @@ class _Pool:
         self._all = [start(self._inbox) for _ in range(count)]
         self._busy = set(self._all)
         self._tasks: dict[Worker, list[str]] = {}
+        self._second: set[Worker] = set()  # started in place of those that did not start
         self._began: dict[Worker, float] = {}  # of those in which a clause runs
+        self._last: dict[Worker, Result] = {}  # of clauses that ended, until the next starts: the process may end first
         self._results: dict[str, Result] = {}
 
     def run(self) -> dict[str, Result]:
@@ -160,40 +164,67 @@ class _Pool:
         if isinstance(message, Crash):
             self._ended(worker, message)
         elif "start" in message:
+            self._let_go(worker)
             self._began[worker] = time.monotonic()
             self._listener.start(self._lane.title, message["start"])
         elif "end" in message:
             del self._began[worker]
             del self._tasks[worker][0]
-            self._keep(Result(**message["end"]))
+            self._last[worker] = Result(**message["end"])
         elif batch := self._work.take():
             self._tasks[worker] = batch
             worker.ask(batch)
         else:
-            self._busy.remove(worker)
             worker.finish()
 
     def _ended(self, worker: Worker, crash: Crash) -> None:
-        """Fail the clause that ran, or would have run next, and leave the others to a new worker."""
+        """Fail the clause that ran, or had run last, or would have run first; leave the others to a new worker."""
         self._busy.remove(worker)
         if crash.interrupted:
             raise KeyboardInterrupt
         if not crash.was_ready:
-            raise RuntimeError(f"a worker of the suite {crash.how} before it ran anything\n{crash.said}")
-        if tasks := self._tasks.pop(worker, []):
-            self._fail(tasks[0], self._began.pop(worker, None), crash)
-            self._work.give_back(tasks[1:])
+            self._start_again(worker, crash)
+            return
+        tasks = self._tasks.pop(worker, [])
+        if worker not in self._began and worker in self._last:
+            self._let_go(worker, None if crash.was_due else crash)
+        elif tasks:
+            self._fail(tasks.pop(0), self._began.pop(worker, None), crash)
+        self._work.give_back(tasks)
         if self._work.left:
-            self._all.append(self._start(self._inbox))
-            self._busy.add(self._all[-1])
+            self._add()
+
+    def _start_again(self, worker: Worker, crash: Crash) -> None:
+        """Start another worker in place of one that did not start, once: a device may be full for a moment."""
+        if worker in self._second:
+            raise RuntimeError(f"a worker of the suite {crash.how} before it ran anything\n{crash.said}")
+        self._second.add(self._add())
+
+    def _add(self) -> Worker:
+        self._all.append(self._start(self._inbox))
+        self._busy.add(self._all[-1])
+        return self._all[-1]
 
     def _fail(self, clause: str, began: float | None, crash: Crash) -> None:
-        seconds, reason = 0.0, f"the process that was to run it {crash.how} after the clause before"
+        seconds, reason = 0.0, f"the process that was to run it {crash.how} before it ran anything"
         if began is None:
             self._listener.start(self._lane.title, clause)
         else:
             seconds, reason = time.monotonic() - began, f"the process that ran it {crash.how}"
         self._keep(Result(self._lane.title, clause, "failed", reason, seconds, crash.said))
+
+    def _let_go(self, worker: Worker, crash: Crash | None = None) -> None:
+        """Keep the last result of a worker: as it was, or as a failure where the process ended behind it."""
+        result = self._last.pop(worker, None)
+        if result is None:
+            return
+        if crash is not None:
+            reason = f"the process that ran it {crash.how} after it"
+            if result.outcome == "failed":
+                reason = f"{result.reason}; and {reason}"
+            text = "\n".join(filter(None, (result.text, crash.said)))
+            result = dataclasses.replace(result, outcome="failed", reason=reason, text=text)
+        self._keep(result)
 
     def _keep(self, result: Result) -> None:
         self._results[result.clause] = result

@@ -1,8 +1,9 @@
-"""A process that runs clauses for another one: ``python -m xamp.testing.worker LANE CHOICE``.
+"""A process that runs clauses for another one: ``python -m xamp.testing.worker LANE``.
 
-A line of JSON on its standard input is a list of clauses; it runs these and answers with lines of JSON on its
-standard output: ``{"ready": true}`` first, ``{"start": clause}`` and ``{"end": result}`` for each clause, and
-``{"ready": true}`` again when all of the list are done. It ends when its input does.
+The first line of JSON on its standard input has the ``clauses`` and the ``ledger`` of the run, which may be more than
+the 131,072 bytes that Linux lets an argument have. Each line after it is a list of clauses; it runs these and answers
+with lines of JSON on its standard output: ``{"ready": true}`` first, ``{"start": clause}`` and ``{"end": result}`` for
+each clause, and ``{"ready": true}`` again when all of the list are done. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ INTERRUPTED = 130
 """The exit code after a ``KeyboardInterrupt``."""
 
 
-def main(lane_as_text: str, choice: str) -> int:
-    """Run what is asked for until there is no more. ``choice`` names the ``clauses`` and the ``ledger`` of the run."""
+def main(lane_as_text: str) -> int:
+    """Run what is asked for until there is no more."""
     signal.signal(signal.SIGINT, _leave_it_to_the_parent)
     signal.signal(signal.SIGTERM, _interrupt)
     requests, replies = _channel()
-    told = json.loads(choice)
+    told = json.loads(next(requests))
     sender = _Sender(replies)
 
     def loop(found: Sequence[pytest.Item]) -> None:

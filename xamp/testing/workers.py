@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from xamp.testing.lane import Lane
 from xamp.testing.processes import described, environment
@@ -24,6 +26,7 @@ __all__ = ["Crash", "Inbox", "Message", "Worker"]
 
 _GRACE = 5.0  # seconds in which a worker that is interrupted ends its ranks and itself
 _LOOK = 1.0  # seconds after which the inbox looks whether a silent worker lives
+_END = 60.0  # seconds in which a worker with nothing more to do ends
 _SHOWN = 4000  # characters of a worker's stderr to show
 _number = itertools.count(1)
 
@@ -33,19 +36,21 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Crash:
-    """A worker ended that was to go on.
+    """How a worker ended.
 
     Attributes:
         how: Such as ``"ended by SIGSEGV"``.
         said: The end of its stderr.
         interrupted: It ended by a ``KeyboardInterrupt``.
         was_ready: It had said that it can run clauses.
+        was_due: There was nothing more to do for it, and it ended without an error.
     """
 
     how: str
     said: str
     interrupted: bool
     was_ready: bool
+    was_due: bool
 
 
 class Inbox:
@@ -64,6 +69,8 @@ class Inbox:
             try:
                 worker, line = self._messages.get(timeout=_LOOK)
             except queue.Empty:
+                for worker in workers:
+                    worker.kill_overdue()
                 # A process that a clause forked may keep the pipe of its dead worker open.
                 dead = next((worker for worker in workers if worker.is_dead), None)
                 if dead is None:
@@ -86,11 +93,13 @@ class Worker:
 
     def __init__(self, lane: Lane, choice: Mapping[str, object], folder: Path, inbox: Inbox, threads: int) -> None:
         self._was_ready = False
+        self._finished = math.inf  # when it was told that there is nothing more to do
+        self._overdue = False
         self._stderr = folder / f"worker{next(_number)}.txt"
         variables = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else it starts processes
         with self._stderr.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "xamp.testing.worker", described(lane), json.dumps(choice)],
+                [sys.executable, "-m", "xamp.testing.worker", described(lane)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -98,7 +107,7 @@ class Worker:
                 text=True,
                 encoding="utf-8",
             )
-        threading.Thread(target=self._listen, args=(inbox, self._process.stdout), daemon=True).start()
+        threading.Thread(target=self._talk, args=(inbox, json.dumps(choice)), daemon=True).start()
 
     @property
     def is_dead(self) -> bool:
@@ -107,10 +116,7 @@ class Worker:
 
     def ask(self, clauses: Sequence[str]) -> None:
         """Let it run these clauses. If it has ended, the inbox says so."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(clauses) + "\n")
-            self._process.stdin.flush()
+        self._write(json.dumps(clauses))
 
     def read(self, line: str) -> Message | Crash:
         """What a line says; an empty one: how the process ended."""
@@ -120,18 +126,28 @@ class Worker:
             return found
         code = self._process.wait()
         how = f"ended with code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+        if self._overdue:
+            how = f"was still there {_END:.0f} s after its last clause"
         said = self._stderr.read_text(encoding="utf-8", errors="replace")[-_SHOWN:]
-        return Crash(how, said, code == INTERRUPTED, self._was_ready)
+        due = self._finished < math.inf and code == 0
+        return Crash(how, said, code == INTERRUPTED, self._was_ready, due)
 
     def interrupt(self) -> None:
         """Tell it to end what it does. :meth:`stop` waits for that."""
         self._process.terminate()
 
     def finish(self) -> None:
-        """Tell it that there is nothing else to do."""
+        """Tell it that there is nothing more to do."""
+        self._finished = min(self._finished, time.monotonic())
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+
+    def kill_overdue(self) -> None:
+        """Kill it if it should have ended long ago."""
+        if not self._overdue and time.monotonic() - self._finished > _END:
+            self._overdue = True
+            self._process.kill()
 
     def stop(self) -> None:
         """End it: close its input, wait a moment, then kill it."""
@@ -142,8 +158,17 @@ class Worker:
             self._process.kill()
             self._process.wait()
 
-    def _listen(self, inbox: Inbox, stdout: IO[str]) -> None:
-        with stdout:
+    def _talk(self, inbox: Inbox, choice: str) -> None:
+        """Send what the process asks for first, which may be more than its pipe holds; then pass on what it says."""
+        self._write(choice)
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
             for line in stdout:
                 inbox.put(self, line)
         inbox.put(self, "")
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or its input was closed meanwhile
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()

@@ -19,6 +19,7 @@ import xamp
 from xamp import accel
 from xamp.backends import host, host_memory
 from xamp.backends.cpu import CpuBackend, processor_name
+from xamp.contract import Capabilities
 
 MB = 1024.0 * 1024.0
 
@@ -72,7 +73,7 @@ def test_properties_tell_of_the_machine() -> None:
 def test_bf16_is_what_the_backend_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accel.is_bf16_supported() is True
     for fast in (("bfloat16",), ()):
-        monkeypatch.setattr(CpuBackend, "fast_dtypes_of", lambda self, device=None, fast=fast: fast)
+        monkeypatch.setattr(CpuBackend, "capabilities", lambda self, fast=fast: Capabilities(fast_dtypes=fast))
         assert accel.is_bf16_supported(including_emulation=False) is (fast != ())
 
 

@@ -268,6 +268,22 @@ def test_weights_that_are_lowered_are_joined_once() -> None:
     assert {each.dtype for each in tensors(model(series()))} == {FP32}
 
 
+def test_weights_that_torch_has_put_together_are_not_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's are in fp16."""
+    by_torch: Any = ["by torch"]
+
+    def flatten(module: Any) -> None:
+        with torch.no_grad():
+            half_layers.HalfLayers.join_weights_(None, module._flat_weights, by_torch[0])  # type: ignore[arg-type]
+
+    model = layer()
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten)
+    managed(model, "O5")
+    assert half_layers.joined == by_torch
+    model(series())
+    assert half_layers.calls == [(BF16, {BF16}, True)]
+
+
 def test_tied_weights_stay_tied() -> None:
     model = layer()
     model.weight_hh_l1 = model.weight_hh_l0
@@ -293,3 +309,10 @@ def test_a_survey_says_what_the_device_does_and_what_xamp_does(dtype: torch.dtyp
         row = rows[overload]
         assert (row.native, row.added, row.source, row.agrees) == ("float16", "lower", "called", True)
         assert row.results == {"fp32": name, "lower": name, "mixed": name, "named": None}
+
+
+@each_policy
+def test_who_looks_at_the_device_without_rules_leaves_the_regions_as_they_are(op_policy: str) -> None:
+    survey("cpu", {}, BF16, "native")
+    managed(layer(), op_policy=op_policy)(series())
+    assert half_layers.calls[-1] == (BF16, {BF16}, True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from mutants import registered
 
 from xamp.backends.cpu import CpuBackend
 from xamp.cli import main
-from xamp.testing import jobs
+from xamp.testing import jobs, workers
 from xamp.testing.lane import open_lane
 from xamp.testing.run import Listener, Result
 
@@ -47,6 +51,14 @@ class Meets(CpuBackend):
         while len(list(folder.iterdir())) < 2:
             assert time.monotonic() < until, "nobody came"
             time.sleep(0.01)
+        super().make_overflow_(grad)
+
+
+class EndsBadly(CpuBackend):
+    """Lets its process end with an error when all is done, as a library that is unloaded may."""
+
+    def make_overflow_(self, grad: torch.Tensor) -> None:
+        atexit.register(os._exit, 3)
         super().make_overflow_(grad)
 
 
@@ -128,6 +140,79 @@ def test_a_worker_that_is_killed_fails_its_clause_alone(capsys: pytest.CaptureFi
     assert all("the last words" in each["text"] for each in failed.values())
     assert len(found) == 32
     assert "mutant: does not conform: " in capsys.readouterr().out
+
+
+def test_a_worker_that_ends_with_an_error_fails_what_it_ran_last() -> None:
+    """The choice is longer than an argument may be."""
+    with registered("test_cli_conformance_jobs:EndsBadly")():
+        found = jobs.run([open_lane("mutant")], ["*" * 140_000 + "probe.overflow_is_found"], jobs=1)
+    assert [each.outcome for each in found] == ["passed", "passed", "failed"]
+    assert found[-1].reason == "the process that ran it ended with code 3 after it"
+
+
+class Scripted(workers.Worker):
+    """Does not start a process: says what a process would, and ends after so many clauses, or when nothing is left."""
+
+    def __init__(self, inbox: workers.Inbox, clauses: float = math.inf, *, starts: bool = True) -> None:
+        self.inbox, self.left, self.ended = inbox, clauses, not starts
+        self._finished = math.inf
+        self.say({"ready": True} if starts else None)
+
+    def say(self, message: dict[str, Any] | None) -> None:
+        self.inbox.put(self, "" if message is None else json.dumps(message))
+
+    def read(self, line: str) -> workers.Message | workers.Crash:
+        due = self._finished < math.inf
+        return json.loads(line) if line else workers.Crash("ended by SIGABRT", "said", False, not self.ended, due)
+
+    def ask(self, clauses: Sequence[str]) -> None:
+        for clause in clauses:
+            self.say({"start": clause})
+            self.say({"end": dataclasses.asdict(Result("cpu", clause, "passed", "", 0.5))})
+            self.left -= 1
+        self.say({"ready": True} if self.left > 0 else None)
+
+    def finish(self) -> None:
+        if self._finished == math.inf:
+            self._finished = 0.0
+            self.say(None)
+
+    @property
+    def is_dead(self) -> bool:
+        return False
+
+    def interrupt(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def pooled(monkeypatch: pytest.MonkeyPatch, *scripts: dict[str, Any], listener: Listener | None = None) -> list[Result]:
+    """The results of a run of six clauses with one worker, and then another, each by its script."""
+    queue = [*scripts]
+    monkeypatch.setattr(jobs, "_starter", lambda *_: lambda inbox: Scripted(inbox, **queue.pop(0)))
+    try:
+        return jobs.run([open_lane("cpu")], ["probe.overflow_is_found", "probe.product"], listener, jobs=1)
+    finally:
+        assert queue == []
+
+
+def test_a_process_that_ends_between_two_batches_fails_the_clause_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = _Recorder()
+    found = pooled(monkeypatch, {"clauses": 3}, {}, listener=recorder)
+    assert [each.outcome for each in found] == ["passed", "passed", "failed", "passed", "passed", "passed"]
+    assert (found[2].reason, found[2].seconds, found[2].text) == (
+        "the process that ran it ended by SIGABRT after it",
+        0.5,
+        "said",
+    )
+    assert recorder.events == [("start", "probe"), ("end", "probe")] * 6
+
+
+def test_a_worker_that_does_not_start_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = pooled(monkeypatch, {"clauses": 3}, {"starts": False}, {})
+    assert [each.outcome for each in found].count("passed") == 5
+    with pytest.raises(RuntimeError, match="a worker of the suite ended by SIGABRT before it ran anything\nsaid"):
+        pooled(monkeypatch, {"starts": False}, {"starts": False})
 
 
 def test_a_worker_that_cannot_start_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

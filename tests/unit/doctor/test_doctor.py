@@ -166,6 +166,8 @@ def test_the_text_shows_every_backend_with_devices_or_cause_and_cure(found: dict
     assert f"level {found['recommended']['level']}: {words(found['recommended']['reason'])}" in text
     assert "no XAMP_ variable is set" in text
     assert "result fine" in text
+    without = words(render({**found, "recommended": None}))
+    assert "level none runs there; the findings of the backend say why" in without
 
 
 def test_the_text_ends_with_the_report(found: dict[str, Any]) -> None:

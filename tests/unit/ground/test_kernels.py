@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 NAMES = [kernel.name for kernel in KERNELS]
-
-
-@pytest.fixture(autouse=True)
-def _the_cpu_s_own_again() -> Iterator[None]:
-    yield
-    for dtype in DTYPES:
-        ask_kernels(CPU, dtype)
-    assert not [operator for operator, device in kernels._missing if device == "cpu"]
 
 
 class Lacking:
@@ -75,6 +67,14 @@ def test_what_a_device_lacks_is_noted_for_that_dtype_only(operator: str, dtype: 
         assert not any(kernels.missing(other, "cpu") for other in NAMES if other != operator)
 
 
+def test_what_one_device_of_a_type_lacks_no_other_brings_back() -> None:
+    with Lacking(UNSCALE, torch.bfloat16):
+        assert kernels.missing(UNSCALE, "cpu") == {torch.bfloat16}
+    for dtype in (torch.bfloat16, torch.float16):
+        ask_kernels(CPU, dtype)  # another card, which has it
+    assert kernels.missing(UNSCALE, "cpu") == {torch.bfloat16}
+
+
 def test_an_operator_that_overlooks_inf_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def overlooking(grads: list[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         for grad in grads:
@@ -83,7 +83,6 @@ def test_an_operator_that_overlooks_inf_is_done_without(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch, UNSCALE, overlooking)
     assert defect_of(CPU, "bfloat16") == ""
     assert kernels.missing(UNSCALE, "cpu") == {torch.bfloat16}
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), RuntimeError("out of memory")], ids=repr)
@@ -94,7 +93,6 @@ def test_no_memory_says_nothing_of_the_device(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(torch, UNSCALE, full)
     with pytest.raises(RuntimeError, match="out of memory"):
         ask_kernels(CPU, torch.bfloat16)
-    monkeypatch.undo()
 
 
 # --- the plain forms

@@ -224,9 +224,9 @@ def test_bf16_of_an_arm_processor_is_read_from_its_features(text: str, expected:
 
 
 def test_fast_bf16_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = cpu.CpuBackend(BackendSpec("cpu", ("cpu",), "a:B"))
     for native_bf16, fast in ((True, ("bfloat16",)), (False, ())):
         monkeypatch.setattr(cpu, "has_native_bf16", lambda answer=native_bf16: answer)
+        backend = cpu.CpuBackend(BackendSpec("cpu", ("cpu",), "a:B"))
         assert backend.capabilities(CPU).fast_dtypes == fast
 
 
@@ -531,6 +531,9 @@ def test_a_gpu_that_only_emulates_bf16_declares_no_bf16_level(
     declared = cuda.CudaBackend(BackendSpec("cuda", ("cuda",), "a:B")).capabilities(torch.device("cuda", 0))
     assert (declared.levels, declared.fast_dtypes) == (levels, fast)
     assert ("bfloat16" in declared.dtypes) is bf16
+    assert declared.why_not("bfloat16") == (
+        "" if bf16 else " bfloat16 is not there because this card only emulates it."
+    )
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,11 @@ OLDER = {
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def make(torch_version: Any, cudnn: Any, card: Any, hip: Any) -> None:
+        cudnn_rnn._card_has_bf16.cache_clear()
         properties = types.SimpleNamespace(major=card[0], minor=card[1])
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch, "__version__", ".".join(map(str, (*torch_version, "0+cu130"))))
         built_with = None if not cudnn else types.SimpleNamespace(getCompileVersion=lambda: cudnn)
         monkeypatch.setattr(torch._C, "_cudnn", built_with, raising=False)
@@ -41,7 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: bool(cudnn))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91200)
 
-    return make
+    yield make
+    cudnn_rnn._card_has_bf16.cache_clear()
 
 
 @pytest.fixture
@@ -119,6 +122,23 @@ def test_with_cudnn_switched_off_nothing_is_flattened(flattened: list[Any], mach
     with torch.backends.cudnn.flags(enabled=False):
         join_weights(nn.LSTM(8, 4).half(), CudaBackend(CUDA).join_weights_)
     assert flattened == []
+
+
+def test_a_card_is_asked_once(flattened: list[Any], machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(*NEWEST)
+    asked: list[int] = []
+    cards = {0: types.SimpleNamespace(major=8, minor=0), 1: types.SimpleNamespace(major=7, minor=5)}
+
+    def properties(card: int) -> types.SimpleNamespace:
+        asked.append(card)
+        return cards[card]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    for _ in range(3):
+        join_weights(nn.LSTM(8, 4).bfloat16(), CudaBackend(CUDA).join_weights_)
+    assert (len(flattened), asked) == (3, [0])
+    assert [cudnn_rnn.has_bf16(torch.device("cuda", index)) for index in (1, 0, 1)] == [False, True, False]
+    assert asked == [0, 1]
 
 
 def notes() -> list[Setting]:

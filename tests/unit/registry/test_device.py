@@ -46,6 +46,16 @@ class Busy(Backend):
             raise RuntimeError("all devices are busy or unavailable")
 
 
+class Full(Backend):
+    """A card whose memory others have used up."""
+
+    full = True
+
+    def probe(self) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
 class Unplugged(Backend):
     def probe(self) -> None:
         raise xamp.BackendUnavailable("no card in the slot\nput one in")
@@ -56,8 +66,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the process see these backends only: ``machine(meta=(TwoCards, 100))``; ``cpu`` is always there."""
     monkeypatch.delenv("XAMP_DEVICE", raising=False)
     monkeypatch.delenv("XAMP_BACKEND", raising=False)
+    monkeypatch.setattr(device_in_use, "_told", set())
     module = types.ModuleType(PLUGIN)
-    vars(module).update({one.__name__: one for one in (Cpu, TwoCards, OneXpu, Busy, Unplugged)})
+    vars(module).update({one.__name__: one for one in (Cpu, TwoCards, OneXpu, Busy, Full, Unplugged)})
     monkeypatch.setitem(sys.modules, PLUGIN, module)
 
     def build(**backends: tuple[type[Backend], int]) -> None:
@@ -94,6 +105,24 @@ def test_the_device_in_use_follows_the_variable(machine: Callable[..., None], mo
     monkeypatch.setenv("XAMP_DEVICE", "cpu")
     assert device_in_use.in_use().device == torch.device("cpu")
     monkeypatch.delenv("XAMP_DEVICE")
+    assert device_in_use.in_use().device == torch.device("meta")
+
+
+def test_a_full_card_is_not_replaced_in_silence_nor_for_good(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(meta=(Full, 100))
+    monkeypatch.setattr(Full, "full", True)
+    monkeypatch.setattr("xamp.registry.registry.RETRY_AFTER", 0.0)
+    assert [device_in_use.in_use().device.type for _ in range(3)] == ["cpu"] * 3
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("xamp", "WARNING")
+    assert record.message.startswith(
+        "backend 'meta' cannot be used: it was tried while it was out of memory or busy: OutOfMemoryError: CUDA out of "
+    )
+    assert record.message.endswith("\nSo the device in use is cpu. XAMP_DEVICE=cpu says so.")
+    monkeypatch.setattr(Full, "full", False)
+    assert xamp.device() == torch.device("meta")
     assert device_in_use.in_use().device == torch.device("meta")
 
 

@@ -12,11 +12,11 @@ from refusing import Refusing
 
 import xamp
 from xamp.backends.cpu import CpuBackend
-from xamp.contract import Backend
+from xamp.contract import Backend, Capabilities
+from xamp.doctor.advice import advise
 from xamp.doctor.trial import find_gaps, find_mismatches
 from xamp.errors import BackendUnavailable, UnsupportedPolicy
 from xamp.registry import device_in_use
-from xamp.registry.kernel_trials import ask_kernels
 from xamp.registry.registry import REGISTRY
 
 REASON = 'computing in bfloat16 fails: NotImplementedError: "aten::mm" not implemented for torch.bfloat16'
@@ -47,6 +47,22 @@ class NoFp32(CpuBackend):
             return super()._defect(device, dtype)
 
 
+class Wordy(CpuBackend):
+    """Says at length that it has no product in bfloat16, as torch does of an operator that a device lacks."""
+
+    says = "Could not run 'aten::mm' with arguments from the 'X' backend. This could be because...\nCPU: registered at"
+
+    def _defect(self, device: torch.device, dtype: str) -> str:
+        if dtype != "bfloat16":
+            return super()._defect(device, dtype)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch, "ones", self.refuse)
+            return super()._defect(device, dtype)
+
+    def refuse(self, *_: object, **__: object) -> None:
+        raise NotImplementedError(self.says)
+
+
 class Broken(CpuBackend):
     """Computes nothing."""
 
@@ -61,13 +77,6 @@ class NoZero(CpuBackend):
     def _defect(self, device: torch.device, dtype: str) -> str:
         with Refusing("zero_", torch.float32):
             return super()._defect(device, dtype)
-
-
-@pytest.fixture(autouse=True)
-def _the_cpu_s_own_again() -> Iterator[None]:
-    yield
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        ask_kernels(CPU, dtype)
 
 
 @pytest.fixture
@@ -97,6 +106,21 @@ def test_who_asks_for_such_a_level_learns_why(gone: Backend, level: str) -> None
     )
     assert model.weight.dtype is torch.float32
     xamp.initialize(model, optimizer, level="O2", backend="mutant", verbosity=0)
+
+
+def test_the_reason_is_the_first_sentence_of_what_torch_says() -> None:
+    with registered(f"{__name__}:Wordy")():
+        can = REGISTRY.resolve("mutant", "cpu").capabilities(CPU)
+    said = (
+        "computing in bfloat16 fails: NotImplementedError: Could not run 'aten::mm' with arguments from the 'X' backend"
+    )
+    assert can.lacking == (("bfloat16", said),)
+    assert can.why_not("bfloat16") == f" bfloat16 is not there because {said}."
+
+
+def test_a_reason_that_is_a_sentence_ends_once() -> None:
+    can = Capabilities(lacking=(("bfloat16", "the chip has none."),))
+    assert can.why_not("bfloat16") == " bfloat16 is not there because the chip has none."
 
 
 def test_a_region_in_it_says_why(gone: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +161,7 @@ def test_without_float32_the_device_stays_and_no_level_is_left(cls: str, operato
         can = backend.capabilities(CPU)
         assert (can.levels, can.dtypes) == ((), ())
         assert find_mismatches(backend, CPU) == []
+        assert advise(backend, CPU) is None
         finding = find_gaps(backend, CPU)[0]
         assert finding.text.startswith("float32 is not declared, and so neither are O0, O1, O2, O3, O4 and O5: ")
         model = torch.nn.Linear(2, 1)
@@ -151,6 +176,7 @@ def test_a_device_that_is_there_and_broken_is_not_passed_over_in_silence(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(device_in_use.DEVICE_VARIABLE)
+    monkeypatch.setattr(device_in_use, "_told", set())
     with registered(f"{__name__}:Broken")():
         with pytest.raises(BackendUnavailable, match="cpu is there, but computing in float32 fails"):
             REGISTRY.resolve("mutant", "cpu")

@@ -148,8 +148,8 @@ class FusedAdam(FusedOptimizer):
 
     def _step_capturable(self, group: dict[str, Any], masters: list[Any], grad_scaler: Any) -> None:
         device = group["params"][0].device
-        found_inf = torch.zeros(1, device=device)
-        inv_scale = torch.ones(1, device=device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        inv_scale = torch.ones_like(found_inf)
         if grad_scaler is not None:
             found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)
             inv_scale = grad_scaler._get_scale_async().double().reciprocal().float().reshape(1)

@@ -96,7 +96,8 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         if not grads:
             return loss
         device = grads[0].device
-        found_inf, scale = torch.zeros(1, device=device), torch.ones(1, device=device)
+        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+        scale = torch.ones_like(found_inf)
         if grad_scaler is not None:
             found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)
             scale = grad_scaler._get_scale_async().reshape(1)

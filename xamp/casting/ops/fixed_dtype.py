@@ -62,24 +62,27 @@ def added(device_type: str) -> frozenset[str]:
 
 
 def install(device_type: str, op_rules: Mapping[str, str]) -> None:
-    """Register the entries on ``device_type``, once per process. They act only in xamp's regions."""
-    if device_type in _added:
+    """Register the entries on ``device_type``, once per process. They act only in xamp's regions.
+
+    Rules that ask for none leave nothing behind: others may follow, of another backend or of who only looks.
+    """
+    found = fixed(op_rules)
+    if not found or device_type in _added:
         return
     with _lock:
         if device_type in _added:
             return
         library = torch.library.Library("aten", "IMPL")
-        key, found = autocast_key(device_type), fixed(op_rules)
+        key = autocast_key(device_type)
         lacked = frozenset(overload for overload in found if not has_entry(overload, key))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, own in found.items():
                 library.impl(overload, _entry(overload, own, device_type), key, with_keyset=True)
-        if found:
-            digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
-            cache_keys.put(f"{device_type}dtype", digest)
-            needs.ask_for_marks()
-            recompute.watch()
+        digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
+        cache_keys.put(f"{device_type}dtype", digest)
+        needs.ask_for_marks()
+        recompute.watch()
         _added[device_type] = lacked, library  # last: after an interrupt before, all is done again
 
 

@@ -42,6 +42,11 @@ def _is_in_bad_fork() -> bool:
     return queue.forked
 
 
+def get_sync_debug_mode() -> str:
+    """What a wait does."""
+    return queue.mode
+
+
 def set_sync_debug_mode(mode: str) -> None:
     """Choose what a wait does: ``"default"``, ``"warn"`` or ``"error"``.
 
