@@ -18,12 +18,14 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,10 @@ tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) 
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "ci" / "mutants.toml"
+KILLERS = ROOT / "ci" / "mutants_killers.tsv"
+"""The test that last killed each, so that a checkout without a map tries it first. Made by ``--keep``."""
 STATE = ROOT / ".mutants"
+_COMMAND = "ci/mutants.sh"
 LIMIT = 30.0
 """Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
 
@@ -115,7 +120,9 @@ def changed_functions(base: str, root: Path = ROOT) -> dict[str, set[str]]:
     names += _git(root, "ls-files", "--others", "--exclude-standard", "--", "xamp").splitlines()
     found = {}
     for file in sorted(name for name in names if name.endswith(".py")):
-        before = subprocess.run(["git", "show", f"{base}:{file}"], cwd=root, capture_output=True, text=True, check=False)
+        before = subprocess.run(
+            ["git", "show", f"{base}:{file}"], cwd=root, capture_output=True, text=True, check=False
+        )
         old = {(span.name, span.digest) for span in spans(before.stdout)}
         new = {(span.name, span.digest) for span in spans((root / file).read_text(encoding="utf-8"))}
         found[file] = {name for name, _ in new - old}
@@ -136,7 +143,12 @@ def chosen(given: argparse.Namespace, table: Table) -> list[Mutant]:
     """Return the mutants that the command line names."""
     if given.changed is not None:
         functions = changed_functions(given.changed or where_the_branch_began())
-        return [mutant for file, all_of in made(functions).items() for mutant in all_of if mutant.span.name in functions[file]]
+        return [
+            mutant
+            for file, all_of in made(functions).items()
+            for mutant in all_of
+            if mutant.span.name in functions[file]
+        ]
     if given.only is not None:
         file = given.only.partition("::")[0]
         files = [file] if (ROOT / file).is_file() else table.modules
@@ -155,38 +167,46 @@ def chosen(given: argparse.Namespace, table: Table) -> list[Mutant]:
 
 
 class Results:
-    """What is known of mutants, in a file: each result counts while the module and the tests are the same."""
+    """What is known of mutants, in a file.
 
-    def __init__(self, path: Path, root: Path = ROOT) -> None:
+    That one survived counts while its module and the tests are the same; that a test killed it, while its module and
+    the file of that test are.
+
+    Args:
+        path: the file.
+        tests: folders and files of the tests that count.
+    """
+
+    def __init__(self, path: Path, tests: Sequence[str], root: Path = ROOT) -> None:
         self._path, self._root = path, root
         self._found: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        tests = hashlib.sha256()
-        for each in sorted((root / "tests").rglob("*.py")):
-            tests.update(each.read_bytes())
-        self._tests = tests.hexdigest()
-        self._keys: dict[str, str] = {}
-
-    def _key(self, file: str) -> str:
-        if file not in self._keys:
-            text = (self._root / file).read_bytes()
-            self._keys[file] = hashlib.sha256(text + self._tests.encode()).hexdigest()[:16]
-        return self._keys[file]
+        self._tests = [root / name for name in (*tests, "tests/support", "tests/conftest.py")]
 
     def get(self, mutant: Mutant) -> dict[str, Any] | None:
         """Return what is known of a mutant, or None."""
         found = self._found.get(mutant.identity)
-        return found if found is not None and found["key"] == self._key(mutant.file) else None
+        return found if found is not None and found["key"] == self._key(mutant, found["test"]) else None
 
     def put(self, mutant: Mutant, result: Result) -> None:
         """Keep a result, in the file too: a run that is stopped goes on from there."""
-        found = {"key": self._key(mutant.file), "ended": result.ended, "killed": result.killed, "test": result.test}
-        self._found[mutant.identity] = found | {"seconds": round(result.seconds, 1), "tests": len(result.passed)}
+        found = {"key": self._key(mutant, result.test), "ended": result.ended, "killed": result.killed}
+        found |= {"test": result.test, "seconds": round(result.seconds, 1), "tests": len(result.passed)}
+        self._found[mutant.identity] = found
         self._write()
 
     def forget(self, mutant: Mutant) -> None:
         """Keep nothing of a mutant."""
         self._found.pop(mutant.identity, None)
         self._write()
+
+    def _key(self, mutant: Mutant, test: str) -> str:
+        tests = _hash_of(self._root / test.partition("::")[0]) if test else self._hash_of_all
+        return hashlib.sha256(f"{_hash_of(self._root / mutant.file)} {tests}".encode()).hexdigest()[:16]
+
+    @functools.cached_property
+    def _hash_of_all(self) -> str:
+        files = [file for path in self._tests for file in ([path] if path.suffix else sorted(path.rglob("*.py")))]
+        return " ".join(map(_hash_of, files))
 
     def _write(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,38 +215,84 @@ class Results:
         new.replace(self._path)
 
 
-def tests_for(mutant: Mutant, reach: Reach, root: Path = ROOT) -> list[str]:
-    """Return the tests to run on a mutant: those that reach its line, its function, its module; else the room's."""
-    spans_of = spans((root / mutant.file).read_text(encoding="utf-8"))
+@functools.cache
+def _hash_of(path: Path) -> str:
+    """A hash of a file as it was when this process first asked; empty where there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def read_killers(path: Path = KILLERS) -> dict[str, str]:
+    """Return the test that last killed each mutant, as ``--keep`` wrote it; none where there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return dict(line.split("\t", 1) for line in lines if line)
+
+
+def write_killers(mutants: Iterable[Mutant], results: Results, path: Path = KILLERS) -> None:
+    """Write which test killed each of ``mutants``, in a line; where its result is not known, the old line stays."""
+    old, new = read_killers(path), dict[str, str]()
+    for mutant in mutants:
+        found = results.get(mutant)
+        test = old.get(mutant.identity, "") if found is None else found["test"] if found["ended"] == "failed" else ""
+        if test:
+            new[mutant.identity] = test
+    path.write_text("".join(f"{name}\t{test}\n" for name, test in sorted(new.items())), encoding="utf-8")
+
+
+def reaching(mutant: Mutant, reach: Reach, root: Path = ROOT) -> list[str]:
+    """Return the tests to run on a mutant, as the map has them: those that reach its line, its function, its module."""
     if mutant.span.name != "<module>":
         for lines in (mutant.lines, mutant.span.lines):
             if found := reach.tests_of(mutant.file, [mutant.span], lines, LIMIT):
                 return found
-    return reach.tests_of(mutant.file, spans_of, range(10**6), LIMIT) or room_of(mutant.file, root)
+    return reach.tests_of(mutant.file, spans((root / mutant.file).read_text("utf-8")), range(10**6), LIMIT)
 
 
-def run(mutants: Sequence[Mutant], reach: Reach, results: Results, workers: int) -> list[str]:
-    """Run ``mutants``, keep their results, and return what is wrong with the tests, a line for each."""
-    prepare()
-    runs = []
+def run(
+    mutants: Sequence[Mutant],
+    reach: Reach,
+    results: Results,
+    workers: int,
+    root: Path = ROOT,
+    killers: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Run ``mutants``, keep their results, and return what is wrong with the tests, a line for each.
+
+    First each runs the test that killed it last time, if any; then what the map knows. Where that is nothing, or names
+    tests that are gone, it runs those of the module's room.
+    """
+    known, left = killers or {}, [*mutants]
+    ways: Sequence[tuple[bool, Callable[[Mutant], Sequence[str]]]] = (
+        (False, lambda mutant: [known[mutant.identity]] if mutant.identity in known else []),
+        (True, lambda mutant: reaching(mutant, reach, root)),
+        (True, lambda mutant: room_of(mutant.file, root)),
+    )
+    with Trees(root, workers) as trees:
+        for decides, tests_of in ways:
+            runs = []
+            for mutant in left:
+                if tests := tests_of(mutant):
+                    source = mutant.source((root / mutant.file).read_text(encoding="utf-8"))
+                    runs.append(Run(tests, mutant.file, source, about=mutant))
+            for each, result in run_all(runs, trees):
+                if result.killed or (decides and result.ended == "passed"):
+                    left.remove(each.about)
+                    _say(len(mutants) - len(left), len(mutants), each.about, result)
+                    results.put(each.about, result)
+        wrong = [f"{mutant.identity}: its tests cannot be run" for mutant in left]
+        return wrong + _take_back(mutants, results, trees)
+
+
+def _take_back(mutants: Sequence[Mutant], results: Results, trees: Sequence[Path]) -> list[str]:
+    """Forget what was killed by tests that fail without a fault, too; return these tests."""
+    killed: dict[str, list[Mutant]] = {}
     for mutant in mutants:
-        text = (ROOT / mutant.file).read_text(encoding="utf-8")
-        runs.append(Run(tests_for(mutant, reach), mutant.file, mutant.source(text), about=mutant))
-    wrong, killers = [], dict[str, list[Mutant]]()
-    with Trees(ROOT, workers) as trees:
-        for number, (each, result) in enumerate(run_all(runs, trees), 1):
-            _say(number, len(runs), each.about, result)
-            if result.ended == "not run":
-                wrong.append(f"{each.about.identity}: its tests cannot be run; is the map old?\n{result.output}")
-                continue
-            results.put(each.about, result)
-            if result.ended == "failed":
-                killers.setdefault(result.test, []).append(each.about)
-        for test in fail_by_themselves(sorted(killers), trees):
-            wrong.append(f"{test} fails without a fault, too")
-            for mutant in killers[test]:
-                results.forget(mutant)
-    return wrong
+        found = results.get(mutant)
+        if found is not None and found["ended"] == "failed":
+            killed.setdefault(found["test"], []).append(mutant)
+    wrong = fail_by_themselves(sorted(killed), trees)
+    for mutant in (mutant for test in wrong for mutant in killed[test]):
+        results.forget(mutant)
+    return [f"{test} fails without a fault, too" for test in wrong]
 
 
 def fail_by_themselves(tests: Sequence[str], trees: Sequence[Path]) -> list[str]:
@@ -235,12 +301,16 @@ def fail_by_themselves(tests: Sequence[str], trees: Sequence[Path]) -> list[str]
         return []
     ((_, together),) = run_all([Run(tests, stop=False)], trees[:1])
     left = sorted({*tests} - {*together.passed})
-    return [each.tests[0] for each, result in run_all([Run([test]) for test in left], trees) if result.ended != "passed"]
+    return [
+        each.tests[0] for each, result in run_all([Run([test]) for test in left], trees) if result.ended != "passed"
+    ]
 
 
 def _say(number: int, of: int, mutant: Mutant, result: Result) -> None:
     what = f"killed by {result.test or result.ended}" if result.killed else f"SURVIVED {len(result.passed)} tests"
-    print(f"{number:4} of {of}  {result.seconds:5.1f} s  {mutant.identity}  {mutant.change}\n{' ' * 22}{what}", flush=True)
+    print(
+        f"{number:4} of {of}  {result.seconds:5.1f} s  {mutant.identity}  {mutant.change}\n{' ' * 22}{what}", flush=True
+    )
 
 
 def report(mutants: Sequence[Mutant], table: Table, results: Results) -> list[str]:
@@ -256,7 +326,9 @@ def report(mutants: Sequence[Mutant], table: Table, results: Results) -> list[st
         elif kind == "survived":
             wrong.append(f"{mutant.identity}: survived, {mutant.change} (line {mutant.lines.start})")
         elif kind == "killed" and mutant.identity in listed and found is not None:
-            wrong.append(f"{mutant.identity}: is listed as equivalent, and {found['test'] or found['ended']} notices it")
+            wrong.append(
+                f"{mutant.identity}: is listed as equivalent, and {found['test'] or found['ended']} notices it"
+            )
         counts[mutant.file][kind] += 1
     total = sum(counts.values(), collections.Counter[str]())
     kinds = ("killed", "equivalent", "survived", "not run")
@@ -281,10 +353,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{mutant.identity}\n    line {mutant.lines.start}: {mutant.change}" for mutant in mutants))
         print(f"{len(mutants)} mutants")
     else:
-        results = Results(STATE / "results.json")
+        results = Results(STATE / "results.json", table.tests)
         open_ones = [mutant for mutant in mutants if given.again or results.get(mutant) is None]
         if open_ones:
-            wrong += run(open_ones, Reach.read(STATE / "map.json"), results, given.workers)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the forks and the copies go, too
+            prepare()
+            reach = Reach.read(STATE / "map.json")
+            if not reach.tests:
+                print(
+                    f"there is no map, so that what no test notices takes long; {_COMMAND} --map makes one", flush=True
+                )
+            wrong += run(open_ones, reach, results, given.workers, killers=read_killers())
+        if given.keep:
+            write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results)
         wrong += report(mutants, table, results)
     print("\n".join(wrong))
     return int(bool(wrong))
@@ -294,12 +375,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="the mutation gate; see ci/mutants.sh")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--sample", type=int, metavar="N", help="N of those that are drawn, chosen by --seed")
-    which.add_argument("--changed", nargs="?", const="", metavar="BASE", help="those in functions that differ from BASE")
+    which.add_argument(
+        "--changed", nargs="?", const="", metavar="BASE", help="those in functions that differ from BASE"
+    )
     which.add_argument("--only", metavar="TEXT", help="those with TEXT in their names")
     which.add_argument("--map", action="store_true", help="note which tests reach which lines")
     parser.add_argument("--seed", help="of the sample, any text; by default the commit")
     parser.add_argument("--list", action="store_true", help="print them, and run none")
     parser.add_argument("--again", action="store_true", help="run those whose result is known, too")
+    parser.add_argument("--keep", action="store_true", help=f"write the tests that killed into ci/{KILLERS.name}")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many run at a time (1)")
     return parser
 

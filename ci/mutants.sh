@@ -11,9 +11,11 @@
 #     ci/mutants.sh --only TEXT         all faults with TEXT in their names, drawn or not
 #     ci/mutants.sh ... --list          print which these are, and run none
 #     ci/mutants.sh ... --again         run those that are known, too
+#     ci/mutants.sh ... --keep          write which test noticed each into ci/mutants_killers.tsv, which is committed
 #
-# The map and the results lie in .mutants/, which git ignores. Without a map the test files of the module's folder are
-# taken. A result counts as long as the module and the tests are the same. XAMP_TEST_WORKERS (2) run at a time.
+# The map and the results lie in .mutants/, which git ignores. The test that noticed a fault last time is tried first;
+# without a map, then the test files of the module's folder. A result counts as long as the module and the tests are the
+# same. XAMP_TEST_WORKERS (2) run at a time.
 set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"

@@ -23,18 +23,28 @@ Change = tuple[str, ast.AST, str]
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 _BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
-_NEGATED = {
-    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn},
-    **{ast.NotIn: ast.In, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt},
-}
-_ARITHMETIC = {
-    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
-    **{ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr},
-    **{ast.LShift: ast.RShift, ast.RShift: ast.LShift},
-}
+_OPPOSITES = ((ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Lt, ast.GtE), (ast.Gt, ast.LtE))
+_NEGATED = dict([*_OPPOSITES, *((second, first) for first, second in _OPPOSITES)])
+_ARITHMETIC = dict(
+    [
+        *((ast.Add, ast.Sub), (ast.Sub, ast.Add), (ast.Mult, ast.Div), (ast.Div, ast.Mult), (ast.FloorDiv, ast.Mult)),
+        *((ast.Mod, ast.FloorDiv), (ast.Pow, ast.Mult), (ast.LShift, ast.RShift), (ast.RShift, ast.LShift)),
+        *((ast.BitAnd, ast.BitOr), (ast.BitOr, ast.BitAnd), (ast.BitXor, ast.BitOr)),
+    ]
+)
 _OTHER_CALL = {"any": "all", "all": "any", "min": "max", "max": "min"}
 
-_OF_TYPES = {"isinstance", "issubclass", "cast", "TypeVar", "ParamSpec", "NewType", "assert_never", "getattr", "hasattr"}
+_OF_TYPES = {
+    "isinstance",
+    "issubclass",
+    "cast",
+    "TypeVar",
+    "ParamSpec",
+    "NewType",
+    "assert_never",
+    "getattr",
+    "hasattr",
+}
 """Calls whose arguments are left alone: a type checker holds them, or a swap fails at once."""
 _OF_TEXT = {"debug", "info", "warning", "error", "exception", "warn", "log"}
 """Calls whose arguments are mostly texts for people."""
@@ -319,7 +329,9 @@ def _of_constant(node: ast.Constant) -> Iterator[Change]:
 
 
 def _is_truth(node: ast.expr) -> bool:
-    return isinstance(node, (ast.Compare, ast.BoolOp)) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
+    return isinstance(node, (ast.Compare, ast.BoolOp)) or (
+        isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    )
 
 
 def _of_return(node: ast.Return) -> Iterator[Change]:

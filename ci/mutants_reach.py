@@ -1,7 +1,7 @@
 """Which tests reach which lines, and what each costs: the map by which ci/mutants.py chooses tests.
 
-``ci/mutants.sh --map`` makes it: the tests run once with pytest-cov, each in a context of its own. It says of each
-function of xamp which tests reach each of its lines; a function that changed since then is known as a whole. Where the
+``ci/mutants.sh --map`` makes it: the tests run once with their coverage measured, each in a context of its own. It says
+of each function which tests reach each of its lines; a function that changed since then is known as a whole. Where the
 map knows nothing, the test files of the module's own room are taken.
 """
 
@@ -13,20 +13,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import coverage
+import pytest
+
 from ci.mutants_made import Span, spans
 
 __all__ = ["Reach", "make_map", "room_of"]
 
-_TIMES = "XAMP_TEST_TIMES"
-"""The variable that names the file for the tests' times, where this module is a plugin of pytest."""
-
-Lines = Mapping[int, Sequence[int]]
-"""The tests that reach a line, by their numbers. Lines are counted from the function's first."""
+_FOLDER = "XAMP_MAP_FOLDER"
+"""The variable that names the folder for what is measured, where this module is a plugin of pytest."""
 
 
 @dataclasses.dataclass
@@ -36,8 +35,8 @@ class Reach:
     Attributes:
         tests: node ids.
         costs: seconds, one for each test.
-        functions: for each file, and each function in it (``<module>`` for what stands outside of all): a hash of its
-            text, and its lines.
+        functions: for each file, and each function in it: a hash of its text, and the tests that reach a line of it,
+            by their numbers. Lines are counted from the function's first.
     """
 
     tests: list[str] = dataclasses.field(default_factory=list)
@@ -50,9 +49,10 @@ class Reach:
         if not path.exists():
             return cls()
         found = json.loads(path.read_text(encoding="utf-8"))
+        rows = found["rows"]
         functions = {
             file: {
-                name: (digest, {int(line): tests for line, tests in lines.items()})
+                name: (digest, {int(line): rows[row] for line, row in lines.items()})
                 for name, (digest, lines) in named.items()
             }
             for file, named in found["functions"].items()
@@ -60,9 +60,18 @@ class Reach:
         return cls(found["tests"], found["costs"], functions)
 
     def write(self, path: Path) -> None:
-        """Write the map as JSON."""
+        """Write the map as JSON. Most lines of a function are reached by the same tests, which stand there once."""
+        rows: dict[tuple[int, ...], int] = {}
+        functions = {
+            file: {
+                name: (digest, {line: rows.setdefault(tuple(tests), len(rows)) for line, tests in lines.items()})
+                for name, (digest, lines) in named.items()
+            }
+            for file, named in self.functions.items()
+        }
+        kept = {"tests": self.tests, "costs": self.costs, "rows": list(rows), "functions": functions}
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+        path.write_text(json.dumps(kept), encoding="utf-8")
 
     def tests_of(self, file: str, among: Iterable[Span], lines: range, limit: float) -> list[str]:
         """Return the tests that reach one of ``lines``, in the order in which to run them.
@@ -84,14 +93,9 @@ class Reach:
                     numbers.update(tests)
         return [self.tests[number] for number in self._in_order(numbers, limit)]
 
-    def cost(self, tests: Iterable[str]) -> float:
-        """Return the seconds that ``tests`` take together; those that the map does not know count 1 s."""
-        costs = dict(zip(self.tests, self.costs, strict=True))
-        return sum(costs.get(test, 1.0) for test in tests)
-
     def _in_order(self, numbers: Iterable[int], limit: float) -> list[int]:
         cheap = sorted(numbers, key=lambda number: (self.costs[number], number))
-        seen, first, rest, spent = set(), [], [], 0.0
+        seen, first, rest, spent = set[str](), list[int](), list[int](), 0.0
         for number in cheap:
             function = self.tests[number].partition("[")[0]
             (rest if function in seen else first).append(number)
@@ -129,60 +133,87 @@ def room_of(file: str, root: Path) -> list[str]:
 
 
 def make_map(files: Sequence[str], tests: Sequence[str], root: Path, folder: Path, workers: int) -> Reach:
-    """Run ``tests`` and return what of ``files`` each reaches. What no_cover marks is not run.
+    """Run ``tests``, but for the slow ones and those that compile, and return what of ``files`` each reaches.
+
+    pytest-cov would do, but then tests/conftest.py has only some cases of each test measured. The others reach the same
+    lines of the module that a test is for, but not of all others. So this module is a plugin of pytest, see below.
 
     Raises:
         RuntimeError: tests failed, so that the map would lack what they reach.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings, data, times = folder / "coveragerc", folder / "coverage", folder / "times.json"
+    settings = folder / "coveragerc"
     include = "".join(f"\n    {root / file}" for file in files)
-    settings.write_text(f"[run]\nparallel = true\ndata_file = {data}\ninclude ={include}\n", encoding="utf-8")
-    for old in folder.glob("coverage*"):
-        if old != settings:
-            old.unlink()
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_cov", "-p", "xdist", "-p", "hypothesispytest"]
-    command += ["-p", "ci.mutants_reach", f"--cov-config={settings}", "--cov", "--cov-context=test", "--cov-report="]
-    command += ["-m", "not no_cover", "-q", "--tb=short", f"--numprocesses={workers}", "--dist=loadfile", *tests]
-    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    told = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": paths, _TIMES: str(times)}
+    settings.write_text(
+        f"[run]\nparallel = true\ndata_file = {folder}/coverage\ninclude ={include}\n", encoding="utf-8"
+    )
+    for old in folder.glob("coverage.*"):
+        old.unlink()
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "hypothesispytest", "-p", "ci.mutants_reach"]
+    command += ["-q", "--tb=short", "-m", "not slow", "-k", "not compil"]
+    command += [f"--numprocesses={workers}", "--dist=loadfile", *tests]
+    here = str(Path(__file__).resolve().parent.parent)
+    paths = os.pathsep.join(filter(None, (str(root), here, os.environ.get("PYTHONPATH"))))
+    told = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": paths, _FOLDER: str(folder)}
     done = subprocess.run(command, cwd=root, env=os.environ | told, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\nended with {done.returncode}: mend what fails, then make the map again")
-    return _map_of(files, data, json.loads(times.read_text(encoding="utf-8")), root)
+        raise RuntimeError(
+            f"{' '.join(command)}\nended with {done.returncode}: mend what fails, then make the map again"
+        )
+    times = json.loads((folder / "times.json").read_text(encoding="utf-8"))
+    measured = coverage.Coverage(data_file=str(folder / "coverage"), config_file=str(settings))
+    measured.combine([str(folder)])
+    return _map_of(files, measured.get_data(), times, root)
 
 
-def _map_of(files: Sequence[str], data: Path, times: Mapping[str, float], root: Path) -> Reach:
-    import coverage
-
+def _map_of(files: Sequence[str], measured: coverage.CoverageData, times: Mapping[str, float], root: Path) -> Reach:
     reach = Reach(list(times), [round(seconds, 4) for seconds in times.values()])
     numbers = {test: number for number, test in enumerate(reach.tests)}
-    measured = coverage.CoverageData(str(data))
-    measured.read()
     for file in files:
         contexts = measured.contexts_by_lineno(str(root / file))
-        by_line: dict[int, list[int]] = {}
-        for line, names in contexts.items():
-            found = {numbers[test] for name in names if (test := name.rpartition("|")[0]) in numbers}
-            if found:
-                by_line[line] = sorted(found)
-        of_file: dict[str, tuple[str, dict[int, list[int]]]] = {}
-        for span in spans((root / file).read_text(encoding="utf-8")):
-            own = {line - span.lines.start: by_line[line] for line in span.lines if line in by_line}
-            of_file[span.name] = span.digest, own
-        reach.functions[file] = of_file
+        by_line = {line: sorted(numbers[name] for name in names if name in numbers) for line, names in contexts.items()}
+        reach.functions[file] = {
+            span.name: (
+                span.digest,
+                {line - span.lines.start: by_line[line] for line in span.lines if by_line.get(line)},
+            )
+            for span in spans((root / file).read_text(encoding="utf-8"))
+        }
     return reach
 
 
-_seconds: dict[str, float] = collections.defaultdict(float)
+class _Measure:
+    """A plugin of pytest: each test is a context of coverage, and its seconds are counted, its fixtures included."""
+
+    def __init__(self, folder: Path, is_worker: bool) -> None:
+        self._folder, self._is_worker = folder, is_worker
+        self._seconds: dict[str, float] = collections.defaultdict(float)
+        self._measured = coverage.Coverage(config_file=str(folder / "coveragerc"))
+
+    def pytest_collection_finish(self) -> None:
+        if self._is_worker:
+            self._measured.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        if self._is_worker:
+            self._measured.switch_context(item.nodeid)
+        found = yield
+        if self._is_worker:
+            self._measured.switch_context("")
+        return found
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        if self._is_worker:
+            self._measured.stop()
+            self._measured.save()
+        else:  # all reports come here
+            (self._folder / "times.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
 
-def pytest_runtest_logreport(report: Any) -> None:
-    """As a plugin of pytest: count what a test takes, its fixtures included."""
-    _seconds[report.nodeid] += report.duration
-
-
-def pytest_sessionfinish(session: Any) -> None:
-    """As a plugin of pytest: write the times, in the process that all reports come to."""
-    if not hasattr(session.config, "workerinput"):
-        Path(os.environ[_TIMES]).write_text(json.dumps(_seconds), encoding="utf-8")
+def pytest_configure(config: Any) -> None:
+    """As a plugin of pytest: measure."""
+    config.pluginmanager.register(_Measure(Path(os.environ[_FOLDER]), hasattr(config, "workerinput")))

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import dataclasses
 import importlib
-import json
 import os
 import resource
 import shutil
@@ -158,6 +157,7 @@ class Run:
     def _be_the_fork(self) -> None:
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for number in (1, 2):
                 os.dup2(self._printed.fileno(), number)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -178,7 +178,7 @@ class Run:
                 importlib.import_module(self.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
             except Exception as error:
                 print(repr(error))
-                self._notes.write("no import\n")
+                print("no import", file=self._notes, flush=True)
                 return
         import pytest
 
