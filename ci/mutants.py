@@ -239,12 +239,17 @@ def write_killers(mutants: Iterable[Mutant], results: Results, path: Path = KILL
 
 
 def reaching(mutant: Mutant, reach: Reach, root: Path = ROOT) -> list[str]:
-    """Return the tests to run on a mutant, as the map has them: those that reach its line, its function, its module."""
-    if mutant.span.name != "<module>":
-        for lines in (mutant.lines, mutant.span.lines):
-            if found := reach.tests_of(mutant.file, [mutant.span], lines, LIMIT):
-                return found
-    return reach.tests_of(mutant.file, spans((root / mutant.file).read_text("utf-8")), range(10**6), LIMIT)
+    """Return the tests to run on a mutant, by the map: those that reach its line, else its function, else its module.
+
+    After these come the files of its room that the map does not know as they are now.
+    """
+    module = range(10**6)
+    here = [mutant.span] if mutant.span.name != "<module>" else []
+    whole = spans((root / mutant.file).read_text(encoding="utf-8"))
+    for among, lines in ((here, mutant.lines), (here, module), (whole, module)):
+        if found := reach.tests_of(mutant.file, among, lines, LIMIT):
+            return found + reach.unknown(room_of(mutant.file, root), root)
+    return []
 
 
 def run(

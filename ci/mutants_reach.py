@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import os
 import subprocess
@@ -37,11 +38,13 @@ class Reach:
         costs: seconds, one for each test.
         functions: for each file, and each function in it: a hash of its text, and the tests that reach a line of it,
             by their numbers. Lines are counted from the function's first.
+        files: a hash of each test file.
     """
 
     tests: list[str] = dataclasses.field(default_factory=list)
     costs: list[float] = dataclasses.field(default_factory=list)
     functions: dict[str, dict[str, tuple[str, dict[int, list[int]]]]] = dataclasses.field(default_factory=dict)
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Reach:
@@ -57,7 +60,7 @@ class Reach:
             }
             for file, named in found["functions"].items()
         }
-        return cls(found["tests"], found["costs"], functions)
+        return cls(found["tests"], found["costs"], functions, found["files"])
 
     def write(self, path: Path) -> None:
         """Write the map as JSON. Most lines of a function are reached by the same tests, which stand there once."""
@@ -69,7 +72,13 @@ class Reach:
             }
             for file, named in self.functions.items()
         }
-        kept = {"tests": self.tests, "costs": self.costs, "rows": list(rows), "functions": functions}
+        kept = {
+            "tests": self.tests,
+            "costs": self.costs,
+            "rows": list(rows),
+            "functions": functions,
+            "files": self.files,
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept), encoding="utf-8")
 
@@ -93,6 +102,10 @@ class Reach:
                     numbers.update(tests)
         return [self.tests[number] for number in self._in_order(numbers, limit)]
 
+    def unknown(self, files: Iterable[str], root: Path) -> list[str]:
+        """Return those of ``files``, test files, that are new, or have changed since the map was made."""
+        return [file for file in files if self.files.get(file) != _digest(root / file)]
+
     def _in_order(self, numbers: Iterable[int], limit: float) -> list[int]:
         cheap = sorted(numbers, key=lambda number: (self.costs[number], number))
         seen, first, rest, spent = set[str](), list[int](), list[int](), 0.0
@@ -114,6 +127,10 @@ class Reach:
         for number in row:
             files.setdefault(self.tests[number].partition("::")[0], []).append(number)
         return [number for numbers in files.values() for number in numbers]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def room_of(file: str, root: Path) -> list[str]:
@@ -168,6 +185,7 @@ def make_map(files: Sequence[str], tests: Sequence[str], root: Path, folder: Pat
 
 def _map_of(files: Sequence[str], measured: coverage.CoverageData, times: Mapping[str, float], root: Path) -> Reach:
     reach = Reach(list(times), [round(seconds, 4) for seconds in times.values()])
+    reach.files = {file: _digest(root / file) for file in {test.partition("::")[0] for test in times}}
     numbers = {test: number for number, test in enumerate(reach.tests)}
     for file in files:
         contexts = measured.contexts_by_lineno(str(root / file))

@@ -199,6 +199,17 @@ def test_without_a_map_the_tests_of_the_room_are_taken(tmp_path: Path) -> None:
     assert mutants_reach.room_of("xamp/casting/ops/fixed_dtype.py", ROOT)[0] == "tests/unit/casting/test_fixed_dtype.py"
 
 
+def test_files_that_the_map_does_not_know_come_last(project: Path) -> None:
+    file, test = "xamp/room/code.py", "tests/unit/room/test_code.py"
+    (mutant, *_) = mutants.made([file], project)[file]
+    reach = mutants_reach.Reach([f"{test}::test_small"], [0.1], {file: {"limit": (mutant.span.digest, {1: [0]})}})
+    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small", test]
+    reach.files[test] = mutants_reach._digest(project / test)
+    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small"]
+    (project / test).with_name("test_new.py").write_text("", encoding="utf-8")
+    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small", "tests/unit/room/test_new.py"]
+
+
 # ---------------------------------------------------------------- a small project of its own
 
 CODE = """def limit(a):
