@@ -42,7 +42,7 @@ KILLERS = ROOT / "ci" / "mutants_killers.tsv"
 """The test that last killed each, so that a checkout without a map tries it first. Made by ``--keep``."""
 STATE = ROOT / ".mutants"
 _COMMAND = "ci/mutants.sh"
-LIMIT = 30.0
+LIMIT = 15.0
 """Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
 
 

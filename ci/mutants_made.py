@@ -34,6 +34,8 @@ _ARITHMETIC = dict(
 )
 _OTHER_CALL = {"any": "all", "all": "any", "min": "max", "max": "min"}
 
+_COMMUTATIVE = {"add", "add_", "mul", "mul_", "addcmul", "addcmul_", "maximum", "minimum", "logical_or", "logical_and"}
+"""Calls whose first two arguments may change places."""
 _OF_TYPES = {
     "isinstance",
     "issubclass",
@@ -373,7 +375,7 @@ def _of_comprehension(node: ast.comprehension) -> Iterator[Change]:
 def _of_call(node: ast.Call) -> Iterator[Change]:
     if isinstance(node.func, ast.Name) and node.func.id in _OTHER_CALL:
         yield "other-call", node.func, _OTHER_CALL[node.func.id]
-    elif len(node.args) > 1 and _last_name(node) not in _OF_TYPES | _OF_TEXT:
+    elif len(node.args) > 1 and _last_name(node) not in _OF_TYPES | _OF_TEXT | _COMMUTATIVE:
         first, second, *others = node.args
         if all(isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)) for each in (first, second)):
             yield "swapped", node, _expression(ast.Call(node.func, [second, first, *others], node.keywords))

@@ -162,7 +162,7 @@ def make_map(files: Sequence[str], tests: Sequence[str], root: Path, folder: Pat
     settings = folder / "coveragerc"
     include = "".join(f"\n    {root / file}" for file in files)
     settings.write_text(
-        f"[run]\nparallel = true\ndata_file = {folder}/coverage\ninclude ={include}\n", encoding="utf-8"
+        f"[run]\ncore = ctrace\nparallel = true\ndata_file = {folder}/coverage\ninclude ={include}\n", encoding="utf-8"
     )
     for old in folder.glob("coverage.*"):
         old.unlink()

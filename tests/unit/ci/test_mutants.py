@@ -86,6 +86,7 @@ def test_each_operator(line: str, expected: list[str]) -> None:
         "x = isinstance(a, B | C)",
         "x = cast(A, b)",
         "x = f'{1 + 2}'",
+        "x = a.addcmul_(b, c)",
         "with a as b: c = d",
     ],
 )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from xamp.scaling.scale import ScaleRules
+from xamp.ground import kernels
+from xamp.policy import Request, compile_policy, parse_level
+from xamp.scaling.scale import DeviceState, LossScaler, ScaleRules
 
 
 def rules(**changes: float) -> ScaleRules:
@@ -41,3 +44,27 @@ def test_what_an_overflow_makes_of_a_scale() -> None:
     assert rules(dynamic=False).after_overflow(8.0) == 8.0
     # Above its ceiling, where a state that was loaded may put it, one that never falls stays.
     assert rules(backoff_factor=1.0, ceiling=4.0).after_overflow(8.0) == 8.0
+
+
+def scaler_of(memory: DeviceState, index: int, init_scale: float) -> LossScaler:
+    row = parse_level("O1")
+    assert row is not None
+    request = Request(level="O1", init_scale=init_scale)
+    return LossScaler(compile_policy(request, row, ("portable", "native")), memory, index)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_inverse_follows_the_scale_whichever_loss_it_is_of(index: int) -> None:
+    """The host has read the scale after an overflow, and its inverse of before."""
+    memory = DeviceState(2, 1, torch.device("cpu"))
+    scaler = scaler_of(memory, index, 2.0)
+    assert scaler.inverse.item() == 0.5
+    scaler.update(torch.ones(1))
+    scaler.know(memory.values.tolist())
+    assert (scaler.scale.item(), scaler.inverse.item()) == (1.0, 1.0)
+
+
+def test_in_other_memory_the_inverse_is_still_marked_as_a_power_of_two() -> None:
+    scaler = scaler_of(DeviceState(1, 1, torch.device("cpu")), 0, 4.0)
+    scaler.live_in(DeviceState(1, 2, torch.device("cpu")))
+    assert getattr(scaler.inverse, kernels.POWER_OF_TWO)
