@@ -18,10 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
-import functools
-import hashlib
 import importlib
-import json
 import signal
 import subprocess
 import sys
@@ -30,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ci.mutants_kept import Results, read_killers, write_killers
 from ci.mutants_made import Mutant, drawn, mutants_of, spans
 from ci.mutants_reach import Reach, make_map, room_of
 from ci.mutants_run import Result, Run, Trees, prepare, run_all
@@ -69,20 +67,22 @@ class Table:
         seed: by which mutants are drawn.
         tests: the folders and files whose tests the map knows.
         modules: how many mutants of each file.
+        also: by file, tests to run after those: of processes, of which the map sees nothing.
         equivalent: those that survive.
     """
 
     seed: str
     tests: Sequence[str]
     modules: Mapping[str, int]
-    equivalent: Sequence[Equivalent]
+    equivalent: Sequence[Equivalent] = ()
+    also: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 def read(path: Path = TABLE) -> Table:
     """Read the table."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     equivalent = [Equivalent(**entry) for entry in found.get("equivalent", ())]
-    return Table(found["seed"], found["tests"], found["modules"], equivalent)
+    return Table(found["seed"], found["tests"], found["modules"], equivalent, found.get("also", {}))
 
 
 def made(files: Iterable[str], root: Path = ROOT) -> dict[str, list[Mutant]]:
@@ -92,7 +92,8 @@ def made(files: Iterable[str], root: Path = ROOT) -> dict[str, list[Mutant]]:
 
 def untrue(table: Table, root: Path = ROOT) -> list[str]:
     """Return what is wrong with the table itself, a line for each."""
-    problems = [f"{file}: there is no such file" for file in table.modules if not (root / file).is_file()]
+    named = {*table.modules, *table.also, *(test for tests in table.also.values() for test in tests)}
+    problems = [f"{file}: there is no such file" for file in sorted(named) if not (root / file).is_file()]
     files = {each.mutant.partition("::")[0] for each in table.equivalent}
     there = {
         mutant.identity: mutant
@@ -166,78 +167,6 @@ def chosen(given: argparse.Namespace, table: Table) -> list[Mutant]:
 # ---------------------------------------------------------------- the gate
 
 
-class Results:
-    """What is known of mutants, in a file.
-
-    That one survived counts while its module and the tests are the same; that a test killed it, while its module and
-    the file of that test are.
-
-    Args:
-        path: the file.
-        tests: folders and files of the tests that count.
-    """
-
-    def __init__(self, path: Path, tests: Sequence[str], root: Path = ROOT) -> None:
-        self._path, self._root = path, root
-        self._found: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        self._tests = [root / name for name in (*tests, "tests/support", "tests/conftest.py")]
-
-    def get(self, mutant: Mutant) -> dict[str, Any] | None:
-        """Return what is known of a mutant, or None."""
-        found = self._found.get(mutant.identity)
-        return found if found is not None and found["key"] == self._key(mutant, found["test"]) else None
-
-    def put(self, mutant: Mutant, result: Result) -> None:
-        """Keep a result, in the file too: a run that is stopped goes on from there."""
-        found = {"key": self._key(mutant, result.test), "ended": result.ended, "killed": result.killed}
-        found |= {"test": result.test, "seconds": round(result.seconds, 1), "tests": len(result.passed)}
-        self._found[mutant.identity] = found
-        self._write()
-
-    def forget(self, mutant: Mutant) -> None:
-        """Keep nothing of a mutant."""
-        self._found.pop(mutant.identity, None)
-        self._write()
-
-    def _key(self, mutant: Mutant, test: str) -> str:
-        tests = _hash_of(self._root / test.partition("::")[0]) if test else self._hash_of_all
-        return hashlib.sha256(f"{_hash_of(self._root / mutant.file)} {tests}".encode()).hexdigest()[:16]
-
-    @functools.cached_property
-    def _hash_of_all(self) -> str:
-        files = [file for path in self._tests for file in ([path] if path.suffix else sorted(path.rglob("*.py")))]
-        return " ".join(map(_hash_of, files))
-
-    def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(self._found, indent=1, sort_keys=True), encoding="utf-8")
-        new.replace(self._path)
-
-
-@functools.cache
-def _hash_of(path: Path) -> str:
-    """A hash of a file as it was when this process first asked; empty where there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
-
-
-def read_killers(path: Path = KILLERS) -> dict[str, str]:
-    """Return the test that last killed each mutant, as ``--keep`` wrote it; none where there is no such file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return dict(line.split("\t", 1) for line in lines if line)
-
-
-def write_killers(mutants: Iterable[Mutant], results: Results, path: Path = KILLERS) -> None:
-    """Write which test killed each of ``mutants``, in a line; where its result is not known, the old line stays."""
-    old, new = read_killers(path), dict[str, str]()
-    for mutant in mutants:
-        found = results.get(mutant)
-        test = old.get(mutant.identity, "") if found is None else found["test"] if found["ended"] == "failed" else ""
-        if test:
-            new[mutant.identity] = test
-    path.write_text("".join(f"{name}\t{test}\n" for name, test in sorted(new.items())), encoding="utf-8")
-
-
 def reaching(mutant: Mutant, reach: Reach, root: Path = ROOT) -> list[str]:
     """Return the tests to run on a mutant, by the map: those that reach its line, else its function, else its module.
 
@@ -259,17 +188,22 @@ def run(
     workers: int,
     root: Path = ROOT,
     killers: Mapping[str, str] | None = None,
+    also: Mapping[str, Sequence[str]] | None = None,
 ) -> list[str]:
     """Run ``mutants``, keep their results, and return what is wrong with the tests, a line for each.
 
     First each runs the test that killed it last time, if any; then what the map knows. Where that is nothing, or names
-    tests that are gone, it runs those of the module's room.
+    tests that are gone, it runs those of the module's room. Those that ``also`` has of a file come last.
     """
     known, left = killers or {}, [*mutants]
+
+    def with_others(mutant: Mutant, tests: Sequence[str]) -> Sequence[str]:
+        return [*tests, *(also or {}).get(mutant.file, ())] if tests else ()
+
     ways: Sequence[tuple[bool, Callable[[Mutant], Sequence[str]]]] = (
         (False, lambda mutant: [known[mutant.identity]] if mutant.identity in known else []),
-        (True, lambda mutant: reaching(mutant, reach, root)),
-        (True, lambda mutant: room_of(mutant.file, root)),
+        (True, lambda mutant: with_others(mutant, reaching(mutant, reach, root))),
+        (True, lambda mutant: with_others(mutant, room_of(mutant.file, root))),
     )
     with Trees(root, workers) as trees:
         for decides, tests_of in ways:
@@ -358,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{mutant.identity}\n    line {mutant.lines.start}: {mutant.change}" for mutant in mutants))
         print(f"{len(mutants)} mutants")
     else:
-        results = Results(STATE / "results.json", table.tests)
+        results = Results(STATE / "results.json", table.tests, ROOT)
         open_ones = [mutant for mutant in mutants if given.again or results.get(mutant) is None]
         if open_ones:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the forks and the copies go, too
@@ -368,9 +302,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(
                     f"there is no map, so that what no test notices takes long; {_COMMAND} --map makes one", flush=True
                 )
-            wrong += run(open_ones, reach, results, given.workers, killers=read_killers())
+            wrong += run(open_ones, reach, results, given.workers, killers=read_killers(KILLERS), also=table.also)
         if given.keep:
-            write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results)
+            write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results, KILLERS)
         wrong += report(mutants, table, results)
     print("\n".join(wrong))
     return int(bool(wrong))

@@ -14,7 +14,7 @@ from ci_scripts import ROOT, script
 
 mutants: Any = script("mutants")
 sys.path.insert(0, str(ROOT))
-from ci import mutants_reach  # noqa: E402
+from ci import mutants_kept, mutants_reach  # noqa: E402
 from ci.mutants_made import drawn, mutants_of, spans  # noqa: E402
 
 
@@ -263,7 +263,7 @@ DRIVER = """
 import importlib.util, json, sys
 from pathlib import Path
 sys.path.insert(0, {checkout!r})
-from ci import mutants, mutants_reach, mutants_run
+from ci import mutants, mutants_kept, mutants_reach, mutants_run
 root = Path.cwd()
 {body}
 """
@@ -337,8 +337,8 @@ killers = [f"{file}::{test}" for test in ("test_large", "test_gone", "test_small
 results = mutants.Results(root / ".mutants" / "results.json", ["tests/unit"], root)
 known = {each.identity: killer for each, killer in zip(some, killers)}
 wrong = mutants.run(some, mutants_reach.Reach(), results, 1, root, known)
-mutants.write_killers(some, results, root / "killers.tsv")
-kept = mutants.read_killers(root / "killers.tsv")
+mutants_kept.write_killers(some, results, root / "killers.tsv")
+kept = mutants_kept.read_killers(root / "killers.tsv")
 print(json.dumps([wrong, [kept.get(each.identity, "").rpartition("::")[2] for each in some]]))
 """
     wrong, kept = drive(project, body)
@@ -456,7 +456,7 @@ def test_a_result_counts_while_module_and_tests_are_the_same(project: Path) -> N
     first, second, *_ = mutants.made([file], project)[file]
 
     def known() -> list[bool]:
-        mutants._hash_of.cache_clear()
+        mutants_kept._hash_of.cache_clear()
         results = mutants.Results(project / "results.json", ["tests/unit"], project)
         return [results.get(each) is not None for each in (first, second)]
 
