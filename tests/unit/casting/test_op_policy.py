@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
-from xamp.casting import registered
+from xamp.casting import ops, registered
 from xamp.casting.ops import parts
 from xamp.casting.ops.observe import expected
 from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
@@ -450,3 +450,14 @@ def test_a_native_session_installs_nothing() -> None:
     added, after = map(int, out.stdout.split())
     assert added == 0
     assert after > 70
+
+
+@pytest.mark.parametrize(("level", "installs"), [("O0", 0), ("O1", 1), ("O2", 0), ("O3", 0), ("O4", 1), ("O5", 0)])
+def test_torch_is_prepared_where_operators_are_cast_and_nowhere_else(
+    level: str, installs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, calls = ops.named("portable"), []
+    install = policy.install
+    monkeypatch.setattr(policy, "install", lambda *args: (calls.append(args), install(*args)))
+    xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0)
+    assert len(calls) == installs

@@ -195,6 +195,22 @@ def test_gradients_cleared_before_an_entry_that_is_interrupted_stay_cleared(leve
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupt_when_all_is_done_ends_the_block_though_its_object_is_kept(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made(level)
+    leave = Engine.leave
+    block = xamp.scale_loss(model(X).square().mean(), optimizer)
+    block.__enter__().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "leave", lambda *args: (leave(*args), interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            block.__exit__(None, None, None)
+    backward(model, optimizer)  # else: another scale_loss is open
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_body_that_raises_and_a_clean_up_that_is_interrupted_keep_the_gradients(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
