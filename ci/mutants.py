@@ -22,14 +22,14 @@ import importlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci.mutants_kept import Results, read_killers, write_killers
 from ci.mutants_made import Mutant, drawn, mutants_of, spans
-from ci.mutants_reach import Reach, make_map, room_of
+from ci.mutants_reach import Choice, Reach, make_map
 from ci.mutants_run import Result, Run, Trees, prepare, run_all
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -40,8 +40,6 @@ KILLERS = ROOT / "ci" / "mutants_killers.tsv"
 """The test that last killed each, so that a checkout without a map tries it first. Made by ``--keep``."""
 STATE = ROOT / ".mutants"
 _COMMAND = "ci/mutants.sh"
-LIMIT = 15.0
-"""Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,51 +165,16 @@ def chosen(given: argparse.Namespace, table: Table) -> list[Mutant]:
 # ---------------------------------------------------------------- the gate
 
 
-def reaching(mutant: Mutant, reach: Reach, root: Path = ROOT) -> list[str]:
-    """Return the tests to run on a mutant, by the map: those that reach its line, else its function, else its module.
-
-    After these come the files of its room that the map does not know as they are now.
-    """
-    module = range(10**6)
-    here = [mutant.span] if mutant.span.name != "<module>" else []
-    whole = spans((root / mutant.file).read_text(encoding="utf-8"))
-    for among, lines in ((here, mutant.lines), (here, module), (whole, module)):
-        if found := reach.tests_of(mutant.file, among, lines, LIMIT):
-            return found + reach.unknown(room_of(mutant.file, root), root)
-    return []
-
-
-def run(
-    mutants: Sequence[Mutant],
-    reach: Reach,
-    results: Results,
-    workers: int,
-    root: Path = ROOT,
-    killers: Mapping[str, str] | None = None,
-    also: Mapping[str, Sequence[str]] | None = None,
-) -> list[str]:
+def run(mutants: Sequence[Mutant], choice: Choice, results: Results, workers: int) -> list[str]:
     """Run ``mutants``, keep their results, and return what is wrong with the tests, a line for each.
 
-    First each runs the test that killed it last time, if any; then what the map knows. Where that is nothing, or names
-    tests that are gone, it runs those of the module's room. Those that ``also`` has of a file come last.
+    First each runs the test that killed it last time, if any; then those that the map knows. Where these are none, or
+    some are gone, it runs those of the module's room.
     """
-    known, left = killers or {}, [*mutants]
-
-    def with_others(mutant: Mutant, tests: Sequence[str]) -> Sequence[str]:
-        return [*tests, *(also or {}).get(mutant.file, ())] if tests else ()
-
-    ways: Sequence[tuple[bool, Callable[[Mutant], Sequence[str]]]] = (
-        (False, lambda mutant: [known[mutant.identity]] if mutant.identity in known else []),
-        (True, lambda mutant: with_others(mutant, reaching(mutant, reach, root))),
-        (True, lambda mutant: with_others(mutant, room_of(mutant.file, root))),
-    )
-    with Trees(root, workers) as trees:
-        for decides, tests_of in ways:
-            runs = []
-            for mutant in left:
-                if tests := tests_of(mutant):
-                    source = mutant.source((root / mutant.file).read_text(encoding="utf-8"))
-                    runs.append(Run(tests, mutant.file, source, about=mutant))
+    left = [*mutants]
+    with Trees(choice.root, workers) as trees:
+        for decides, tests_of in ((False, choice.last), (True, choice.mapped), (True, choice.of_room)):
+            runs = [choice.run(mutant, tests) for mutant in left if (tests := tests_of(mutant))]
             for each, result in run_all(runs, trees):
                 if result.killed or (decides and result.ended == "passed"):
                     left.remove(each.about)
@@ -302,7 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(
                     f"there is no map, so that what no test notices takes long; {_COMMAND} --map makes one", flush=True
                 )
-            wrong += run(open_ones, reach, results, given.workers, killers=read_killers(KILLERS), also=table.also)
+            choice = Choice(reach, ROOT, read_killers(KILLERS), table.also)
+            wrong += run(open_ones, choice, results, given.workers)
         if given.keep:
             write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results, KILLERS)
         wrong += report(mutants, table, results)

@@ -1,4 +1,4 @@
-"""What is kept of the runs of mutants: results, by which a run goes on, and the tests that killed; see ci/mutants.py."""
+"""What is kept of runs of mutants: results, by which a run goes on, and the tests that killed. See ci/mutants.py."""
 
 from __future__ import annotations
 

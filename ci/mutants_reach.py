@@ -21,9 +21,13 @@ from typing import Any
 import coverage
 import pytest
 
-from ci.mutants_made import Span, spans
+from ci.mutants_made import Mutant, Span, spans
+from ci.mutants_run import Run
 
-__all__ = ["Reach", "make_map", "room_of"]
+__all__ = ["Choice", "Reach", "make_map", "room_of"]
+
+LIMIT = 15.0
+"""Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
 
 _FOLDER = "XAMP_MAP_FOLDER"
 """The variable that names the folder for what is measured, where this module is a plugin of pytest."""
@@ -127,6 +131,50 @@ class Reach:
         for number in row:
             files.setdefault(self.tests[number].partition("::")[0], []).append(number)
         return [number for numbers in files.values() for number in numbers]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which tests to run on a mutant.
+
+    Attributes:
+        reach: the map.
+        root: the root of the tree.
+        killers: by identity, the test that killed it last time.
+        also: by file, tests to run after those of the map or the room.
+    """
+
+    reach: Reach
+    root: Path
+    killers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    def run(self, mutant: Mutant, tests: Sequence[str]) -> Run:
+        """Return the run of ``tests`` on a mutant."""
+        text = (self.root / mutant.file).read_text(encoding="utf-8")
+        return Run(tests, mutant.file, mutant.source(text), about=mutant)
+
+    def last(self, mutant: Mutant) -> list[str]:
+        """Return the test that killed it last time, or none."""
+        return [self.killers[mutant.identity]] if mutant.identity in self.killers else []
+
+    def mapped(self, mutant: Mutant) -> list[str]:
+        """Return those that reach its line, else its function, else its module; none where the map knows nothing.
+
+        After these come the files of its room that the map does not know as they are now.
+        """
+        module = range(10**6)
+        here = [mutant.span] if mutant.span.name != "<module>" else []
+        whole = spans((self.root / mutant.file).read_text(encoding="utf-8"))
+        for among, lines in ((here, mutant.lines), (here, module), (whole, module)):
+            if found := self.reach.tests_of(mutant.file, among, lines, LIMIT):
+                new = self.reach.unknown(room_of(mutant.file, self.root), self.root)
+                return [*found, *new, *self.also.get(mutant.file, ())]
+        return []
+
+    def of_room(self, mutant: Mutant) -> list[str]:
+        """Return the test files of its room."""
+        return [*room_of(mutant.file, self.root), *self.also.get(mutant.file, ())]
 
 
 def _digest(path: Path) -> str:

@@ -46,6 +46,13 @@ class Trees:
 
     def __enter__(self) -> list[Path]:
         self._folder = Path(tempfile.mkdtemp(prefix="xamp-mutants-"))
+        try:
+            return self._copies()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _copies(self) -> list[Path]:
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=self._root,

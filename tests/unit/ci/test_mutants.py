@@ -192,7 +192,7 @@ def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_without_a_map_the_tests_of_the_room_are_taken(tmp_path: Path) -> None:
     (mutant, *_) = mutants_of("xamp/scaling/scale.py", (ROOT / "xamp/scaling/scale.py").read_text(encoding="utf-8"))
-    assert mutants.reaching(mutant, mutants_reach.Reach()) == []
+    assert mutants_reach.Choice(mutants_reach.Reach(), ROOT).mapped(mutant) == []
     found = mutants_reach.room_of(mutant.file, ROOT)
     assert "tests/unit/scaling/test_step_scale.py" in found
     assert {Path(each).parent for each in found} == {Path("tests/unit/scaling")}
@@ -204,11 +204,16 @@ def test_files_that_the_map_does_not_know_come_last(project: Path) -> None:
     file, test = "xamp/room/code.py", "tests/unit/room/test_code.py"
     (mutant, *_) = mutants.made([file], project)[file]
     reach = mutants_reach.Reach([f"{test}::test_small"], [0.1], {file: {"limit": (mutant.span.digest, {1: [0]})}})
-    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small", test]
+    choice = mutants_reach.Choice(reach, project)
+    assert choice.mapped(mutant) == [f"{test}::test_small", test]
     reach.files[test] = mutants_reach._digest(project / test)
-    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small"]
+    assert choice.mapped(mutant) == [f"{test}::test_small"]
     (project / test).with_name("test_new.py").write_text("", encoding="utf-8")
-    assert mutants.reaching(mutant, reach, project) == [f"{test}::test_small", "tests/unit/room/test_new.py"]
+    new = "tests/unit/room/test_new.py"
+    assert choice.mapped(mutant) == [f"{test}::test_small", new]
+    also = mutants_reach.Choice(reach, project, {}, {file: ["tests/a.py"]})
+    assert also.mapped(mutant) == [f"{test}::test_small", new, "tests/a.py"]
+    assert also.of_room(mutant) == [test, new, "tests/a.py"]
 
 
 # ---------------------------------------------------------------- a small project of its own
@@ -285,7 +290,7 @@ def test_what_is_killed_and_what_survives(project: Path) -> None:
     body = """
 every = mutants.made(["xamp/room/code.py"], root)["xamp/room/code.py"]
 results = mutants.Results(root / ".mutants" / "results.json", ["tests/unit"], root)
-wrong = mutants.run(every, mutants_reach.Reach(), results, 2, root)
+wrong = mutants.run(every, mutants_reach.Choice(mutants_reach.Reach(), root), results, 2)
 again = mutants.Results(root / ".mutants" / "results.json", ["tests/unit"], root)
 kept = {each.identity.partition("::")[2]: again.get(each) for each in every}
 print(json.dumps([wrong, {name: [found["ended"], found["test"].rpartition("::")[2]] for name, found in kept.items()}]))
@@ -336,7 +341,7 @@ file = "tests/unit/room/test_code.py"
 killers = [f"{file}::{test}" for test in ("test_large", "test_gone", "test_small", "test_small")]
 results = mutants.Results(root / ".mutants" / "results.json", ["tests/unit"], root)
 known = {each.identity: killer for each, killer in zip(some, killers)}
-wrong = mutants.run(some, mutants_reach.Reach(), results, 1, root, known)
+wrong = mutants.run(some, mutants_reach.Choice(mutants_reach.Reach(), root, known), results, 1)
 mutants_kept.write_killers(some, results, root / "killers.tsv")
 kept = mutants_kept.read_killers(root / "killers.tsv")
 print(json.dumps([wrong, [kept.get(each.identity, "").rpartition("::")[2] for each in some]]))
@@ -352,7 +357,7 @@ def test_a_test_that_fails_by_itself_kills_nothing(project: Path) -> None:
     body = """
 every = mutants.made(["xamp/room/code.py"], root)["xamp/room/code.py"][:2]
 results = mutants.Results(root / ".mutants" / "results.json", ["tests/unit"], root)
-wrong = mutants.run(every, mutants_reach.Reach(), results, 1, root)
+wrong = mutants.run(every, mutants_reach.Choice(mutants_reach.Reach(), root), results, 1)
 print(json.dumps([wrong, [results.get(each) for each in every]]))
 """
     wrong, kept = drive(project, body)

@@ -482,11 +482,12 @@ class InDouble(nn.Module):
 @pytest.mark.parametrize("level", MASTERS)
 def test_a_unit_in_fp64_is_gathered_in_fp64(level: str) -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 8), InDouble())
-    shard(model[1], "fsdp2")
+    inner = InDouble()
+    model = nn.Sequential(nn.Linear(8, 8), inner)
+    shard(inner, "fsdp2")
     shard(model, "fsdp2")
     optimizer = start(model, level)
     with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    assert set(model[1].seen) == {torch.float64}
+    assert set(inner.seen) == {torch.float64}
