@@ -118,7 +118,14 @@ def drawn(mutants: Iterable[Mutant], count: int, seed: str) -> list[Mutant]:
 
 def spans(text: str) -> list[Span]:
     """Return the functions and methods of a module, with ``<module>`` first; none that stands in another one."""
-    return _Walk(text).spans(ast.parse(text))
+    module, *functions = _Walk(text).spans(ast.parse(text))
+    within = {number for each in functions for number in each.lines}
+    outside = [line for number, line in enumerate(text.splitlines(), 1) if number not in within]
+    return [dataclasses.replace(module, digest=_digest(outside)), *functions]
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _short(text: str, limit: int = 90) -> str:
@@ -144,13 +151,14 @@ class _Walk:
         assert isinstance(node, Function)
         first = min(each.lineno for each in (node, *node.decorator_list))
         lines = range(first, (node.end_lineno or first) + 1)
-        digest = hashlib.sha256("\n".join(self._lines[first - 1 : lines.stop - 1]).encode()).hexdigest()[:16]
-        return Span(name, lines, digest)
+        return Span(name, lines, _digest(self._lines[first - 1 : lines.stop - 1]))
 
     def spans(self, tree: ast.AST, scope: tuple[str, ...] = ()) -> list[Span]:
         """See the function of this name."""
         found = [] if scope else [self._module]
         for node in children(tree):
+            if is_declaration(node):
+                continue
             if isinstance(node, Function):
                 found.append(self._span(node, ".".join(self._named(node, scope))))
             elif isinstance(node, ast.ClassDef):
@@ -163,14 +171,14 @@ class _Walk:
         self, node: ast.AST, scope: tuple[str, ...] = (), span: Span | None = None
     ) -> Iterator[tuple[str, Span, Change]]:
         """Yield each change of ``node`` and of all in it, with the function in which it is."""
+        if is_declaration(node):
+            return
         inner, own = scope, span
         if isinstance(node, (*Function, ast.ClassDef)):
             inner = self._named(node, scope)
             if span is None and isinstance(node, Function):
                 own = self._span(node, ".".join(inner))
         name = ".".join(inner) or "<module>"
-        if is_declaration(node):
-            return
         for change in changes_at(node):
             yield name, own or self._module, change
         for child in children(node):

@@ -108,6 +108,8 @@ class A:
     def h(self): a = b
 """
     assert changes(text) == []
+    (_, found, *_) = spans("@overload\ndef f(a: int) -> None: ...\ndef f(a):\n    return a\n")
+    assert found.name == "f"  # whichever overloads there are
 
 
 TEXT = """
@@ -383,12 +385,17 @@ def test_changed_functions(project: Path) -> None:
     code = project / "xamp/room/code.py"
     assert mutants.changed_functions("HEAD", project) == {}
     code.write_text(f"# more\n{CODE.replace('a > 3', 'a >= 3')}", encoding="utf-8")
-    assert mutants.changed_functions("HEAD", project) == {"xamp/room/code.py": {"limit"}}
+    assert mutants.changed_functions("HEAD", project) == {"xamp/room/code.py": {"limit", "<module>"}}
     git(project, "checkout", "-q", "-b", "branch")
     commit(project)
     (project / "xamp/new.py").write_text("def f(): return 1\n", encoding="utf-8")
     base = mutants.where_the_branch_began(project)
-    assert mutants.changed_functions(base, project) == {"xamp/room/code.py": {"limit"}, "xamp/new.py": {"f"}}
+    assert mutants.changed_functions(base, project) == {
+        "xamp/room/code.py": {"limit", "<module>"},
+        "xamp/new.py": {"f"},
+    }
+    code.write_text(CODE.replace("a > 3", "a >= 3"), encoding="utf-8")
+    assert mutants.changed_functions("main", project)["xamp/room/code.py"] == {"limit"}
 
 
 # ---------------------------------------------------------------- the table, and what is kept
