@@ -108,8 +108,9 @@ class A:
     def h(self): a = b
 """
     assert changes(text) == []
-    (_, found, *_) = spans("@overload\ndef f(a: int) -> None: ...\ndef f(a):\n    return a\n")
-    assert found.name == "f"  # whichever overloads there are
+    text = "@overload\ndef f(a: int) -> None: ...\ndef f(a):\n    return a\n"
+    assert [each.name for each in spans(text)] == ["<module>", "f"]  # however many overloads there are
+    assert [each.function for each in mutants_of("m.py", text)] == ["f"]
 
 
 TEXT = """
