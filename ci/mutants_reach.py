@@ -26,7 +26,7 @@ from ci.mutants_run import Run
 
 __all__ = ["Choice", "Reach", "make_map", "room_of"]
 
-LIMIT = 15.0
+LIMIT = 20.0
 """Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
 
 _FOLDER = "XAMP_MAP_FOLDER"
@@ -89,8 +89,9 @@ class Reach:
     def tests_of(self, file: str, among: Iterable[Span], lines: range, limit: float) -> list[str]:
         """Return the tests that reach one of ``lines``, in the order in which to run them.
 
-        First one case of each test function, the cheapest functions first; then the other cases. Within each of these
-        two rows a file's tests stand together, for each change of file costs a quarter of a second.
+        First one case of each test function, the cheapest first; then 3 more of each, 12 more, and so on: one with many
+        cheap cases is not to take all the time. Within each of these rows a file's tests stand together, for each
+        change of file costs a quarter of a second.
 
         Args:
             file: the path of the module below the root.
@@ -112,19 +113,21 @@ class Reach:
 
     def _in_order(self, numbers: Iterable[int], limit: float) -> list[int]:
         cheap = sorted(numbers, key=lambda number: (self.costs[number], number))
-        seen, first, rest, spent = set[str](), list[int](), list[int](), 0.0
+        cases: collections.Counter[str] = collections.Counter()
+        rows: dict[int, list[int]] = {}
         for number in cheap:
             function = self.tests[number].partition("[")[0]
-            (rest if function in seen else first).append(number)
-            seen.add(function)
-        chosen: list[list[int]] = [[], []]
-        for place, row in enumerate((first, rest)):
+            rows.setdefault((cases[function].bit_length() + 1) // 2, []).append(number)
+            cases[function] += 1
+        chosen, spent = list[int](), 0.0
+        for _, row in sorted(rows.items()):
+            taken = []
             for number in row:
                 spent += self.costs[number]
-                if spent > limit and chosen[0]:
-                    break
-                chosen[place].append(number)
-        return [number for row in chosen for number in self._by_file(row)]
+                if spent <= limit or not (chosen or taken):
+                    taken.append(number)
+            chosen += self._by_file(taken)
+        return chosen
 
     def _by_file(self, row: Sequence[int]) -> list[int]:
         files: dict[str, list[int]] = {}

@@ -452,17 +452,15 @@ def test_a_native_session_installs_nothing() -> None:
     assert after > 70
 
 
-@pytest.mark.parametrize(("level", "installs"), [("O0", 0), ("O1", 1), ("O2", 0), ("O3", 0), ("O4", 1), ("O5", 0)])
-def test_torch_is_prepared_where_operators_are_cast_and_nowhere_else(
-    level: str, installs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, calls = ops.named("portable"), list[str]()
+def test_torch_is_prepared_where_operators_are_cast_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, levels = ops.named("portable"), list[str]()
     install = policy.install
 
     def counted(device_type: str, backend: Any) -> None:
-        calls.append(device_type)
+        levels.append(level)
         install(device_type, backend)
 
     monkeypatch.setattr(policy, "install", counted)
-    xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0)
-    assert calls == ["cpu"] * installs
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0)
+    assert levels == ["O1", "O4"]

@@ -491,3 +491,20 @@ def test_a_unit_in_fp64_is_gathered_in_fp64(level: str) -> None:
         scaled.backward()
     optimizer.step()
     assert set(inner.seen) == {torch.float64}
+
+
+@pytest.mark.parametrize("level", OPERATORS)
+def test_what_fsdp2_is_told_to_end_at_a_later_backward_is_waited_for(level: str) -> None:
+    torch.manual_seed(1)
+    model: Any = shard(net(), "fsdp2")
+    optimizer = start(model, level, loss_scale="dynamic")
+    model.set_is_last_backward(False)
+    with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(StateError, match="still scaled, because the wrapper's no_sync postponed its reduction"):
+        optimizer.step()
+    model.set_is_last_backward(True)
+    with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED
