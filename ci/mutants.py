@@ -1,405 +1,294 @@
 """Runs the mutation gate: see ci/mutants.sh.
 
-A mutation is a deliberate fault: a piece of a source file and what stands in its place, with the test that must fail on
-it. They are data, in ci/mutations/**/*.toml, by source file::
+Mutants are made from the code as it is (ci/mutants_made.py), so that no list of them becomes untrue. Kept by hand, in
+ci/mutants.toml, is which modules are tried, and the mutants that no test can notice, each with the reason.
 
-    [["xamp/scaling/scale.py"]]
-    name = "an update does not count as a new version"
-    old = '''the text, which the file must have exactly once'''
-    new = '''what stands in its place'''
-    test = "tests/unit/scaling/test_step_scale.py::test_it_moves"
-
-In place of ``test`` there may be ``equivalent``, the reason why no test can tell the two apart; or ``look``, files to
-search with ``--find``. ``hangs = true`` says that the fault makes the test hang.
-
-This process imports torch and pytest once, and no xamp. Each mutation runs in a fork of it, where an import hook gives
-out the changed source. Before that, all tests run without a fault: one that fails by itself catches nothing.
+Why not one of the two tools that there are. mutmut (3.8) puts all mutants of a function behind a wrapper that asks an
+environment variable at each call: torch.compile would trace the wrapper, code that looks at frames and signatures would
+see it, and what stands outside functions is not mutated. cosmic-ray (8.7) writes each fault into the checkout, starts a
+new interpreter for it, which needs 3 s for torch alone, and runs one command for all: no choice of tests. It also
+numbers mutants through a whole file, so that a line more at the top renames all that follow, and brings 14 packages.
+LibCST is not needed either: formatting need not survive, for nobody reads a mutant, and ``ast`` takes a tenth of its
+time. So one node is replaced in the text, a fork that has torch and pytest already runs the tests, in a copy of the
+tree, and the tests are those that reach the line, the cheapest first.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
-import datetime
 import importlib
-import importlib.machinery
-import importlib.util
-import json
-import os
-import random
-import re
-import resource
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ci.mutants_kept import Results, read_killers, write_killers
+from ci.mutants_made import Mutant, drawn, mutants_of, spans
+from ci.mutants_reach import Choice, Reach, make_map
+from ci.mutants_run import Result, Run, Trees, prepare, run_all
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTS = ROOT / "ci" / "mutations"
-BOUND = 0.95
-CPU_LIMIT = 60
-"""Seconds of CPU time after which a test counts as hanging, however busy the machine is."""
-_LOOK_LIMIT = 10 * CPU_LIMIT  # for whole files
-
-_IMPORTED = (
-    *("torch", "torch.distributed", "torch.fx", "torch.nn.parallel", "torch.optim", "torch.testing", "numpy"),
-    *("torch.utils.checkpoint", "torch.optim.swa_utils", "torch.amp", "_pytest.terminal", "_pytest.assertion.rewrite"),
-    *("pytest", "hypothesis"),
-)
-_ARGUMENTS = ("-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml")
+TABLE = ROOT / "ci" / "mutants.toml"
+KILLERS = ROOT / "ci" / "mutants_killers.tsv"
+"""The test that last killed each, so that a checkout without a map tries it first. Made by ``--keep``."""
+STATE = ROOT / ".mutants"
+_COMMAND = "ci/mutants.sh"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mutation:
-    """One deliberate fault; see the text of this module for the fields."""
+class Equivalent:
+    """A mutant that no test can tell from the code.
 
-    file: str
-    name: str
-    old: str
-    new: str
-    test: str = ""
-    equivalent: str = ""
-    look: Sequence[str] = ()
-    hangs: bool = False
+    Attributes:
+        mutant: its identity.
+        change: what it changes, as ``--list`` shows it: an edit of the function may give its number to another one.
+        why: the reason.
+    """
 
-    @property
-    def module(self) -> str:
-        """The name of the module to change."""
-        return self.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-    def source(self) -> str:
-        """Return the changed source. Raises ValueError where the entry is not true."""
-        text = (ROOT / self.file).read_text(encoding="utf-8")
-        if (found := text.count(self.old)) != 1:
-            raise ValueError(f"{self.name}: its old text is {found} times in {self.file}, and must be there once")
-        return text.replace(self.old, self.new)
+    mutant: str
+    change: str
+    why: str
 
 
-def read(paths: Iterable[Path]) -> list[Mutation]:
-    """Return the mutations of the files in ``paths``."""
-    found = []
-    for path in paths:
-        for file, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
-            found += [Mutation(file, **entry) for entry in entries]
-    return found
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What ci/mutants.toml says.
+
+    Attributes:
+        seed: by which mutants are drawn.
+        tests: the folders and files whose tests the map knows.
+        modules: how many mutants of each file.
+        also: by file, tests to run after those: of processes, of which the map sees nothing.
+        equivalent: those that survive.
+    """
+
+    seed: str
+    tests: Sequence[str]
+    modules: Mapping[str, int]
+    equivalent: Sequence[Equivalent] = ()
+    also: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
-def untrue(mutations: Iterable[Mutation]) -> list[str]:
-    """Return what is wrong with the list itself, one line for each."""
-    problems, seen = [], set()
-    for each in mutations:
-        if (each.file, each.name) in seen:
-            problems.append(f"{each.name}: two of {each.file} have that name")
-        seen.add((each.file, each.name))
-        if bool(each.test) + bool(each.equivalent) + bool(each.look) != 1:
-            problems.append(f"{each.name}: must have one of test, equivalent and look")
-        if each.old == each.new:
-            problems.append(f"{each.name}: old and new are the same")
-        try:
-            each.source()
-        except (ValueError, OSError) as error:
-            problems.append(f"{each.name}: {error}")
+def read(path: Path = TABLE) -> Table:
+    """Read the table."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))
+    equivalent = [Equivalent(**entry) for entry in found.get("equivalent", ())]
+    return Table(found["seed"], found["tests"], found["modules"], equivalent, found.get("also", {}))
+
+
+def made(files: Iterable[str], root: Path = ROOT) -> dict[str, list[Mutant]]:
+    """Return all mutants of each of ``files``."""
+    return {file: mutants_of(file, (root / file).read_text(encoding="utf-8")) for file in files}
+
+
+def untrue(table: Table, root: Path = ROOT) -> list[str]:
+    """Return what is wrong with the table itself, a line for each."""
+    named = {*table.modules, *table.also, *(test for tests in table.also.values() for test in tests)}
+    problems = [f"{file}: there is no such file" for file in sorted(named) if not (root / file).is_file()]
+    files = {each.mutant.partition("::")[0] for each in table.equivalent}
+    there = {
+        mutant.identity: mutant
+        for mutants in made((file for file in files if (root / file).is_file()), root).values()
+        for mutant in mutants
+    }
+    counts = collections.Counter(each.mutant for each in table.equivalent)
+    problems += [f"{name}: is listed {count} times" for name, count in counts.items() if count > 1]
+    for each in table.equivalent:
+        if each.mutant not in there:
+            problems.append(f"{each.mutant}: there is no such mutant; take its entry out of [[equivalent]]")
+        elif (change := there[each.mutant].change) != each.change:
+            problems.append(f"{each.mutant}: is another mutant now, {change!r}, where the entry says {each.change!r}")
+        if not each.why.strip():
+            problems.append(f"{each.mutant}: say why no test can notice it")
     return problems
 
 
-# ---------------------------------------------------------------- one run, in a fork
+# ---------------------------------------------------------------- which ones
 
 
-class _Finder:
-    """Gives out a changed source when its module is imported."""
-
-    def __init__(self, module: str, file: str, source: str) -> None:
-        self._module, self._path, self._source = module, str(ROOT / file), source
-
-    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name != self._module:
-            return None
-        is_package = self._path.endswith("__init__.py")
-        places = [os.path.dirname(self._path)] if is_package else None
-        loader = _Loader(name, self._path, self._source)
-        return importlib.util.spec_from_file_location(
-            name, self._path, loader=loader, submodule_search_locations=places
+def changed_functions(base: str, root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the functions of each file of xamp/ that differ from the commit ``base``, by file."""
+    names = _git(root, "diff", "--name-only", "--diff-filter=d", base, "--", "xamp").splitlines()
+    names += _git(root, "ls-files", "--others", "--exclude-standard", "--", "xamp").splitlines()
+    found = {}
+    for file in sorted(name for name in names if name.endswith(".py")):
+        before = subprocess.run(
+            ["git", "show", f"{base}:{file}"], cwd=root, capture_output=True, text=True, check=False
         )
+        old = {(span.name, span.digest) for span in spans(before.stdout)}
+        new = {(span.name, span.digest) for span in spans((root / file).read_text(encoding="utf-8"))}
+        found[file] = {name for name, _ in new - old}
+    return found
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    def __init__(self, name: str, path: str, source: str) -> None:
-        super().__init__(name, path)
-        self._source = source
-
-    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002
-        return compile(self._source, self.path, "exec", dont_inherit=True)
+def where_the_branch_began(root: Path = ROOT) -> str:
+    """Return the commit at which this branch left main; HEAD where there is no main."""
+    done = subprocess.run(["git", "merge-base", "main", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "HEAD"
 
 
-class _Recorder:
-    """A plugin of pytest that notes which tests passed and which failed."""
-
-    def __init__(self) -> None:
-        self.passed: list[str] = []
-        self.failed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-        elif report.when == "call" and report.passed:
-            self.passed.append(report.nodeid)
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
-@dataclasses.dataclass
-class Result:
-    """How a run ended.
-
-    Attributes:
-        ended: ``"ran"``; or ``"hung"``, ``"died"``, ``"no import"``.
-        code: the exit code of pytest.
-        passed, failed: node ids.
-        seconds: how long it took.
-        output: the end of what it printed.
-    """
-
-    ended: str
-    code: int = -1
-    passed: Sequence[str] = ()
-    failed: Sequence[str] = ()
-    seconds: float = 0.0
-    output: str = ""
-
-    @property
-    def caught(self) -> bool:
-        """Whether a test failed, or the process died of the fault."""
-        return (self.ended == "ran" and self.code == 1 and bool(self.failed)) or self.ended == "died"
-
-
-def _work(mutation: Mutation | None, tests: Sequence[str], stop: bool, limit: int) -> dict[str, Any]:
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
-    if mutation is not None:
-        sys.meta_path.insert(0, _Finder(mutation.module, mutation.file, mutation.source()))
-        try:
-            importlib.import_module(mutation.module)
-        except Exception as error:
-            print(repr(error))
-            return {"ended": "no import"}
-    import pytest
-
-    recorder = _Recorder()
-    code = pytest.main([*_ARGUMENTS, *(["-x"] if stop else []), *tests], plugins=[recorder])
-    return {"ended": "ran", "code": int(code), "passed": recorder.passed, "failed": recorder.failed}
-
-
-@dataclasses.dataclass
-class Run:
-    """A fork that works on one mutation (None: on none)."""
-
-    mutation: Mutation | None
-    tests: Sequence[str]
-    stop: bool = True
-    limit: int = CPU_LIMIT
-
-    def start(self) -> None:
-        """Fork."""
-        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._since = time.monotonic()
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._be_the_fork()
-
-    def _be_the_fork(self) -> None:
-        try:
-            os.setsid()
-            result, output = self._files
-            for number in (1, 2):
-                os.dup2(output.fileno(), number)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            json.dump(_work(self.mutation, self.tests, self.stop, self.limit), result)
-            result.flush()
-            sys.stdout.flush()
-        finally:
-            os._exit(0)
-
-    def ended(self) -> Result | None:
-        """Return the result, or None where it is not there yet."""
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        seconds = time.monotonic() - self._since
-        if pid == 0 and seconds < 3 * self.limit:
-            return None
-        if pid == 0:
-            os.killpg(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-        written, printed = (_all_of(file) for file in self._files)
-        output = "\n".join(printed.splitlines()[-12:])
-        if pid == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
-            return Result("hung", seconds=seconds, output=output)
-        if not written:
-            return Result("died", seconds=seconds, output=output)
-        return Result(**json.loads(written), seconds=seconds, output=output)
-
-
-def _all_of(file: Any) -> str:
-    file.seek(0)
-    text: str = file.read()
-    file.close()
-    return text
-
-
-def run_all(runs: Sequence[Run], workers: int) -> Iterable[tuple[Run, Result]]:
-    """Run all, ``workers`` at a time; yield each with its result as it ends."""
-    waiting, running = collections.deque(runs), list[Run]()
-    while waiting or running:
-        while waiting and len(running) < workers:
-            running.append(waiting.popleft())
-            running[-1].start()
-        for run in list(running):
-            if (result := run.ended()) is not None:
-                running.remove(run)
-                yield run, result
-        time.sleep(0.02)
+def chosen(given: argparse.Namespace, table: Table) -> list[Mutant]:
+    """Return the mutants that the command line names."""
+    if given.changed is not None:
+        functions = changed_functions(given.changed or where_the_branch_began())
+        return [
+            mutant
+            for file, all_of in made(functions).items()
+            for mutant in all_of
+            if mutant.span.name in functions[file]
+        ]
+    if given.only is not None:
+        file = given.only.partition("::")[0]
+        files = [file] if (ROOT / file).is_file() else table.modules
+        return [mutant for all_of in made(files).values() for mutant in all_of if given.only in mutant.identity]
+    every = made(table.modules)
+    mutants = [mutant for file, all_of in every.items() for mutant in drawn(all_of, table.modules[file], table.seed)]
+    if given.sample is not None:
+        known = {each.mutant for each in table.equivalent}
+        seed = given.seed or _git(ROOT, "rev-parse", "HEAD").strip()[:12]
+        mutants = drawn((mutant for mutant in mutants if mutant.identity not in known), given.sample, seed)
+        print(f"a sample of {len(mutants)}, --seed {seed}")
+    return mutants
 
 
 # ---------------------------------------------------------------- the gate
 
 
-def prepare() -> None:
-    """Import what all forks need, and nothing of xamp."""
-    os.chdir(ROOT)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # none is needed, and some start threads
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "conformance")]
-    for name in _IMPORTED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    importlib.import_module("torch").set_num_threads(1)
-    assert "xamp" not in sys.modules, "its modules could not be changed"
+def run(mutants: Sequence[Mutant], choice: Choice, results: Results, workers: int) -> list[str]:
+    """Run ``mutants``, keep their results, and return what is wrong with the tests, a line for each.
+
+    First each runs the test that killed it last time, if any; then those that the map knows. Where these are none, or
+    some are gone, it runs those of the module's room.
+    """
+    left = [*mutants]
+    with Trees(choice.root, workers) as trees:
+        for decides, tests_of in ((False, choice.last), (True, choice.mapped), (True, choice.of_room)):
+            runs = [choice.run(mutant, tests) for mutant in left if (tests := tests_of(mutant))]
+            for each, result in run_all(runs, trees):
+                if result.killed or (decides and result.ended == "passed"):
+                    left.remove(each.about)
+                    _say(len(mutants) - len(left), len(mutants), each.about, result)
+                    results.put(each.about, result)
+        wrong = [f"{mutant.identity}: its tests cannot be run" for mutant in left]
+        return wrong + _take_back(mutants, results, trees)
 
 
-def control(tests: Sequence[str]) -> list[str]:
-    """Run ``tests`` without a fault; return those that do not pass, with what they printed."""
-    ((_, result),) = run_all([Run(None, tests, stop=False, limit=30 * CPU_LIMIT)], 1)
-    failed = [test for test in tests if not _passed(test, result)]
-    if result.code == 4:  # one is not there, so that none was run
-        alone = run_all([Run(None, [test], stop=False) for test in failed], 1)
-        return [f"{run.tests[0]}\n{found.output}" for run, found in alone if not _passed(run.tests[0], found)]
-    return [f"{test}\n{result.output}" for test in failed]
+def _take_back(mutants: Sequence[Mutant], results: Results, trees: Sequence[Path]) -> list[str]:
+    """Forget what was killed by tests that fail without a fault, too; return these tests."""
+    killed: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        found = results.get(mutant)
+        if found is not None and found["ended"] == "failed":
+            killed.setdefault(found["test"], []).append(mutant)
+    wrong = fail_by_themselves(sorted(killed), trees)
+    for mutant in (mutant for test in wrong for mutant in killed[test]):
+        results.forget(mutant)
+    return [f"{test} fails without a fault, too" for test in wrong]
 
 
-def _passed(test: str, result: Result) -> bool:
-    def is_of(node: str) -> bool:
-        return node == test or node.startswith((f"{test}[", f"{test}::"))
+def fail_by_themselves(tests: Sequence[str], trees: Sequence[Path]) -> list[str]:
+    """Return those of ``tests`` that do not pass without a fault: what they notice says nothing."""
+    if not tests:
+        return []
+    ((_, together),) = run_all([Run(tests, stop=False)], trees[:1])
+    left = sorted({*tests} - {*together.passed})
+    return [
+        each.tests[0] for each, result in run_all([Run([test]) for test in left], trees) if result.ended != "passed"
+    ]
 
-    return any(map(is_of, result.passed)) and not any(map(is_of, result.failed))
 
-
-def gate(mutations: Sequence[Mutation], workers: int) -> int:
-    """Run ``mutations``, report, and return the exit code."""
-    real = [each for each in mutations if not each.equivalent]
-    wrong = control(sorted({each.test for each in real}))
-    for line in wrong:
-        print("fails without a fault:", line)
-    left: list[Mutation] = []
-    by_file: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for each in mutations:
-        by_file[each.file]["equivalent" if each.equivalent else "all"] += 1
-    for run, result in run_all([Run(each, [each.test]) for each in real], workers):
-        assert run.mutation is not None
-        if result.caught or (result.ended == "hung" and run.mutation.hangs):
-            by_file[run.mutation.file]["caught"] += 1
-        else:
-            left.append(run.mutation)
-            print(f"not caught ({result.ended}, {result.code}): {run.mutation.file}: {run.mutation.name}")
-            print(result.output, flush=True)
-    for file, counts in sorted(by_file.items()):
-        print(f"{file:40} {counts['caught']:3} of {counts['all']:3} caught, {counts['equivalent']} equivalent")
-    caught, share = len(real) - len(left), 1 - len(left) / max(1, len(real))
-    names = "; not caught: " + "; ".join(f"{each.file}: {each.name}" for each in left) if left else ""
-    tests = f"; {len(wrong)} tests fail without a fault" if wrong else ""
+def _say(number: int, of: int, mutant: Mutant, result: Result) -> None:
+    what = f"killed by {result.test or result.ended}" if result.killed else f"SURVIVED {len(result.passed)} tests"
     print(
-        f"{caught} of {len(real)} mutations caught ({share:.1%}), {len(mutations) - len(real)} equivalent{tests}{names}"
+        f"{number:4} of {of}  {result.seconds:5.1f} s  {mutant.identity}  {mutant.change}\n{' ' * 22}{what}", flush=True
     )
-    return int(bool(wrong) or share < BOUND)
 
 
-def find(mutations: Sequence[Mutation], workers: int) -> int:
-    """Search a test for each entry that has ``look``, and write it into the list."""
-    open_ones = [each for each in mutations if each.look]
-    left = 0
-    runs = [Run(each, [_path_of(found) for found in each.look], limit=_LOOK_LIMIT) for each in open_ones]
-    for run, result in run_all(runs, workers):
-        assert run.mutation is not None
-        if result.ended == "ran" and result.failed:
-            _write_test(run.mutation, result.failed[0])
-            print(f"{result.seconds:4.0f} s  {run.mutation.name}: {result.failed[0]}")
-        else:
-            left += 1
-            print(f"{result.seconds:4.0f} s  {run.mutation.name}: NOT CAUGHT ({result.ended}, {result.code})")
-            print(result.output if result.ended != "ran" or result.code > 1 else "", end="\n", flush=True)
-        sys.stdout.flush()
-    print(f"{len(open_ones) - left} of {len(open_ones)} found")
-    return int(left > 0)
-
-
-def _path_of(found: str) -> str:
-    """Return what ``look`` means: a path, in which ``tests/unit/`` may be left out."""
-    return found if found.startswith("tests/") else f"tests/unit/{found}"
-
-
-def _write_test(mutation: Mutation, test: str) -> None:
-    for path in LISTS.rglob("*.toml"):
-        text = path.read_text(encoding="utf-8")
-        head, mark, tail = text.partition(f'[["{mutation.file}"]]\nname = {json.dumps(mutation.name)}\n')
-        if mark and tail.partition("\n[[")[0].count("\nlook = ") == 1:
-            tail = re.sub(r"\nlook = .*", lambda _: f"\ntest = {json.dumps(test)}", tail, count=1)
-            path.write_text(head + mark + tail, encoding="utf-8")
-
-
-def _seed() -> str:
-    """Return what chooses the sample: the commit, so that samples differ and can be repeated; else the date."""
-    done = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or datetime.date.today().isoformat()
+def report(mutants: Sequence[Mutant], table: Table, results: Results) -> list[str]:
+    """Print a table by module, and return what is wrong, a line for each."""
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    listed = {each.mutant for each in table.equivalent}
+    wrong = []
+    for mutant in mutants:
+        found = results.get(mutant)
+        kind = "not run" if found is None else "killed" if found["killed"] else "survived"
+        if kind == "survived" and mutant.identity in listed:
+            kind = "equivalent"
+        elif kind == "survived":
+            wrong.append(f"{mutant.identity}: survived, {mutant.change} (line {mutant.lines.start})")
+        elif kind == "killed" and mutant.identity in listed and found is not None:
+            wrong.append(
+                f"{mutant.identity}: is listed as equivalent, and {found['test'] or found['ended']} notices it"
+            )
+        counts[mutant.file][kind] += 1
+    total = sum(counts.values(), collections.Counter[str]())
+    kinds = ("killed", "equivalent", "survived", "not run")
+    print(f"{'':40}" + "".join(f"{kind:>12}" for kind in kinds))
+    for name, count in [*sorted(counts.items()), ("together", total)]:
+        print(f"{name:40}" + "".join(f"{count[kind]:12}" for kind in kinds))
+    return wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gate as the command line says."""
+    given = _parser().parse_args(arguments)
+    table = read()
+    if given.map:
+        reach = make_map(sorted(table.modules), table.tests, ROOT, STATE, given.workers)
+        reach.write(STATE / "map.json")
+        print(f"{len(reach.tests)} tests in {STATE.relative_to(ROOT)}/map.json")
+        return 0
+    wrong = untrue(table)
+    mutants = chosen(given, table)
+    if given.list:
+        print("\n".join(f"{mutant.identity}\n    line {mutant.lines.start}: {mutant.change}" for mutant in mutants))
+        print(f"{len(mutants)} mutants")
+    else:
+        results = Results(STATE / "results.json", table.tests, ROOT)
+        open_ones = [mutant for mutant in mutants if given.again or results.get(mutant) is None]
+        if open_ones:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # the forks and the copies go, too
+            prepare()
+            reach = Reach.read(STATE / "map.json")
+            if not reach.tests:
+                print(
+                    f"there is no map, so that what no test notices takes long; {_COMMAND} --map makes one", flush=True
+                )
+            choice = Choice(reach, ROOT, read_killers(KILLERS), table.also)
+            wrong += run(open_ones, choice, results, given.workers)
+        if given.keep:
+            write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results, KILLERS)
+        wrong += report(mutants, table, results)
+    print("\n".join(wrong))
+    return int(bool(wrong))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="the mutation gate; see ci/mutants.sh")
-    parser.add_argument("--sample", type=int, metavar="N", help="run N of them, chosen by --seed")
-    parser.add_argument("--seed", help="any text or number; by default the commit")
-    parser.add_argument("--only", metavar="NAME", help="run those whose name or file has NAME in it")
-    parser.add_argument("--find", action="store_true", help="fill in the tests of entries that have `look`")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sample", type=int, metavar="N", help="N of those that are drawn, chosen by --seed")
+    which.add_argument(
+        "--changed", nargs="?", const="", metavar="BASE", help="those in functions that differ from BASE"
+    )
+    which.add_argument("--only", metavar="TEXT", help="those with TEXT in their names")
+    which.add_argument("--map", action="store_true", help="note which tests reach which lines")
+    parser.add_argument("--seed", help="of the sample, any text; by default the commit")
+    parser.add_argument("--list", action="store_true", help="print them, and run none")
+    parser.add_argument("--again", action="store_true", help="run those whose result is known, too")
+    parser.add_argument("--keep", action="store_true", help=f"write the tests that killed into ci/{KILLERS.name}")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many run at a time (1)")
-    parser.add_argument("--list", type=Path, metavar="FILE", help="another list than ci/mutations/**/*.toml")
-    given = parser.parse_args(arguments)
-    mutations = read([given.list] if given.list else sorted(LISTS.rglob("*.toml")))
-    if problems := untrue(mutations):
-        print("\n".join(problems))
-        print(f"{len(problems)} entries of the list are not true; correct or remove them")
-        return 1
-    if given.only is not None:
-        mutations = [each for each in mutations if given.only in each.name or given.only in each.file]
-        if not mutations:
-            print(f"no mutation has {given.only!r} in its name or file")
-            return 1
-        if all(each.equivalent for each in mutations):
-            print("\n".join(f"{each.name}: equivalent, because {each.equivalent}" for each in mutations))
-            return 0
-    if given.sample is not None:
-        seed = given.seed or _seed()
-        real = [each for each in mutations if each.test]
-        mutations = random.Random(seed).sample(real, min(given.sample, len(real)))
-        print(f"a sample of {len(mutations)} of {len(real)}, --seed {seed}", flush=True)
-    prepare()
-    if given.find:
-        return find(mutations, given.workers)
-    if open_ones := [each for each in mutations if each.look]:
-        print(f"{len(open_ones)} entries have no test yet, and are left out; --find searches them", flush=True)
-    return gate([each for each in mutations if not each.look], given.workers)
+    return parser
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ __all__ = [
     "own_groups",
     "share_from_rank_zero",
     "share_overflow",
-    "world_size",
 ]
 
 is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else lambda: False
@@ -46,13 +45,6 @@ is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else
 def own_groups() -> list[Any]:
     """Return all process groups that this rank is in."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def world_size(group: Any) -> int:
-    """Return the number of processes in ``group`` (None: the default group); 1 where there is no group."""
-    if not is_running():
-        return 1
-    return dist.get_world_size(group)
 
 
 def share_overflow(flags: torch.Tensor, group: Any) -> None:

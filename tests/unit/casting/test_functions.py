@@ -417,6 +417,8 @@ def test_a_function_that_is_not_there_is_refused_in_apexs_words() -> None:
             register(F, "softmux")
         assert str(error.value) == f"No function named softmux in module {F}. Did you mean 'softmax'?"
         assert isinstance(error.value, ValueError)
+        with pytest.raises(PolicyError, match=r"^No function named qqqqqqqqqq in module [^?]*\.$"):
+            register(F, "qqqqqqqqqq")
 
 
 @pytest.mark.parametrize(

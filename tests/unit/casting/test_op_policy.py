@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
-from xamp.casting import registered
+from xamp.casting import ops, registered
 from xamp.casting.ops import parts
 from xamp.casting.ops.observe import expected
 from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
@@ -450,3 +450,17 @@ def test_a_native_session_installs_nothing() -> None:
     added, after = map(int, out.stdout.split())
     assert added == 0
     assert after > 70
+
+
+def test_torch_is_prepared_where_operators_are_cast_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, levels = ops.named("portable"), list[str]()
+    install = policy.install
+
+    def counted(device_type: str, backend: Any) -> None:
+        levels.append(level)
+        install(device_type, backend)
+
+    monkeypatch.setattr(policy, "install", counted)
+    for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
+        xamp.initialize(nn.Linear(2, 2), level=level, verbosity=0)
+    assert levels == ["O1", "O4"]

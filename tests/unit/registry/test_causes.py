@@ -16,7 +16,7 @@ from torch_versions import MINIMUM, OLDER
 
 from xamp.contract import Backend, BackendSpec, Cause, Failure
 from xamp.errors import BackendUnavailable
-from xamp.registry import causes, find_torch
+from xamp.registry import causes, find_torch, registry
 from xamp.registry.causes import TorchFailure, explain, explain_torch, full_text, one_line, table_of
 from xamp.registry.find_torch import MINIMUM_TORCH
 from xamp.registry.registry import BUILT_INS, Registry
@@ -358,3 +358,14 @@ def test_a_torch_that_is_too_old_is_refused(version: str, taken: bool, monkeypat
     else:
         assert isinstance(found, TorchFailure)
         assert found.reason == f"torch {version} is older than {MINIMUM}"
+
+
+def test_without_a_torch_that_works_the_error_says_who_needs_it_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = broken_torch("no library here")
+    monkeypatch.setattr(registry, "find_torch", lambda: found)
+    with pytest.raises(BackendUnavailable) as error:
+        registry.require_torch("the call")
+    minimum = ".".join(map(str, MINIMUM_TORCH))
+    said = f"the call needs torch >= {minimum}, but torch cannot be imported: no library here\nrepair it"
+    assert str(error.value) == said
+    assert error.value.__cause__ is found.error

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
+from xamp.errors import UnsupportedPolicy
 from xamp.scaling import fused
 
 
@@ -93,3 +94,59 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
         torch.testing.assert_close(list(model.parameters()), list(reference.parameters()))
     finally:
         fused.is_right.cache_clear()
+
+
+class FirstStepMatters(SGD):
+    """A fused form that goes wrong where its first step is skipped, as torch's with momentum does."""
+
+    broken: bool | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.broken is None:
+            self.broken = bool(getattr(self, "found_inf", False))
+        result = super().step(closure)
+        if self.broken:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+        return result
+
+
+def test_the_trial_skips_no_first_step_for_the_host_decides_on_it() -> None:
+    assert fused.is_right(FirstStepMatters, torch.device("cpu"), torch.float32)
+
+
+class RefusesMomentum(SGD):
+    """A fused form that a device has without momentum only."""
+
+    __module__ = "torch.optim.sgd"
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["momentum"]:
+            raise RuntimeError("no momentum on this device")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_was_made_fused_is_tried_with_the_momentum_that_it_has(momentum: float) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = RefusesMomentum(model.parameters(), lr=0.125, momentum=momentum, fused=True)
+    if momentum:
+        with pytest.raises(UnsupportedPolicy, match=r"made with fused=True.*no momentum on this device"):
+            xamp.initialize(model, optimizer, "O1", verbosity=0)
+    else:
+        xamp.initialize(model, optimizer, "O1", verbosity=0)
+
+
+def test_gradients_of_two_dtypes_leave_the_fused_form_on() -> None:
+    """They are unscaled one dtype after the other, as sparse ones are, which switch it off."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
+    model = nn.ParameterList(params)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, "O1", init_scale=64.0, verbosity=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with xamp.scale_loss(sum(p.float().sum() for p in model), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert optimizer.param_groups[0]["fused"] is True
+    assert [p.tolist() for p in params] == [[0.75] * 3] * 2

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xamp
 from xamp.errors import StateError
 from xamp.scaling.engine import Engine
+from xamp.scaling.gradients import Gradients
 from xamp.scaling.scaled_loss import ScaledLoss
 
 LEVELS = ("O1", "O2", "O5")
@@ -191,6 +192,48 @@ def test_gradients_cleared_before_an_entry_that_is_interrupted_stay_cleared(leve
     for n in range(points):
         assert all(map(torch.equal, found, expected))
         found, _ = steps(n)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_interrupt_when_all_is_done_ends_the_block_though_its_object_is_kept(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made(level)
+    leave = Engine.leave
+    block = xamp.scale_loss(model(X).square().mean(), optimizer)
+    block.__enter__().backward()
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "leave", lambda *args: (leave(*args), interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            block.__exit__(None, None, None)
+    backward(model, optimizer)  # else: another scale_loss is open
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_body_that_raises_and_a_clean_up_that_is_interrupted_keep_the_gradients(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body did not touch them: what the backward before it left is there."""
+    model, optimizer = made(level)
+    backward(model, optimizer)
+    before = [None if p.grad is None else p.grad.clone() for p in xamp.master_params(optimizer)]
+    assert any(grad is not None for grad in before)
+    abandon, calls = Gradients.abandon, []
+
+    def once(self: Gradients, scaler: Any) -> None:
+        calls.append(scaler)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        abandon(self, scaler)
+
+    monkeypatch.setattr(Gradients, "abandon", once)
+    with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(X).square().mean(), optimizer):
+        raise ValueError
+    for param, grad in zip(xamp.master_params(optimizer), before, strict=True):
+        assert (param.grad is None) == (grad is None)
+        assert grad is None or torch.equal(param.grad, grad)  # type: ignore[arg-type]
+    optimizer.step()
 
 
 # --- step

@@ -329,3 +329,19 @@ def test_gradients_that_a_script_puts_into_cleared_masters_are_stepped(lane: Lan
     optimizer.step()
     for master, plain in zip(held, reference.parameters(), strict=True):
         assert torch.equal(master, plain - 0.125)
+
+
+@with_masters
+def test_a_copy_that_a_wrapper_puts_in_place_of_the_zeros_is_watched_too(level: str) -> None:
+    """As DDP does with ``gradient_as_bucket_view``: a view of a bucket stands where the zeros were."""
+    model = nn.Linear(4, 2, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, level, verbosity=0)
+    with xamp.scale_loss(model(torch.ones(3, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    weight: Any = model.weight
+    weight.grad = torch.zeros(10, dtype=weight.dtype)[:8].view(2, 4)
+    assert len(list(xamp.master_params(optimizer))) == 1  # looks, and takes the copy for the zeros
+    weight.grad.add_(1.0)
+    with pytest.raises(StateError, match="gradients of the model's own parameters were written to"):
+        optimizer.step()

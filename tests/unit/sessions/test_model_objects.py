@@ -190,7 +190,9 @@ def test_an_instances_own_forward_runs_under_the_policy(kind: str, level: str, l
         "lambda": lambda x: other_forward(model, x),
     }
     model.__dict__["forward"] = own[kind]
+    shown = inspect.signature(model.forward), getattr(model.forward, "__name__", None)
     start(model, level, lane)
+    assert (inspect.signature(model.forward), getattr(model.forward, "__name__", None)) == shown
     assert ran_in(model(batch(lane))) == INSIDE[level]
     xamp.session(model).close()
     assert model.__dict__["forward"] is own[kind]

@@ -480,3 +480,48 @@ def test_an_average_of_shards_is_not_copied(how: str) -> None:
         average.copy()
     with average.swapped():
         model(torch.ones(4, 8))
+
+
+class InDouble(nn.Module):
+    """Computes in fp64, and notes in which dtype its weight was gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 2).double()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.linear.weight.dtype)
+        made: torch.Tensor = self.linear(x.double())
+        return made.float()
+
+
+@pytest.mark.parametrize("level", MASTERS)
+def test_a_unit_in_fp64_is_gathered_in_fp64(level: str) -> None:
+    torch.manual_seed(1)
+    inner = InDouble()
+    model = nn.Sequential(nn.Linear(8, 8), inner)
+    shard(inner, "fsdp2")
+    shard(model, "fsdp2")
+    optimizer = start(model, level)
+    with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert set(inner.seen) == {torch.float64}
+
+
+@pytest.mark.parametrize("level", OPERATORS)
+def test_what_fsdp2_is_told_to_end_at_a_later_backward_is_waited_for(level: str) -> None:
+    torch.manual_seed(1)
+    model: Any = shard(net(), "fsdp2")
+    optimizer = start(model, level, loss_scale="dynamic")
+    model.set_is_last_backward(False)
+    with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(StateError, match="still scaled, because the wrapper's no_sync postponed its reduction"):
+        optimizer.step()
+    model.set_is_last_backward(True)
+    with xamp.scale_loss(model(torch.ones(2, 8)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert xamp.session(optimizer).last_step is xamp.StepOutcome.APPLIED

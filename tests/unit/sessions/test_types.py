@@ -6,6 +6,7 @@ which ci/lint.sh runs too, asks pyright the same.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -114,3 +115,10 @@ def test_session_prints_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     xamp.session(other).close()
     xamp.initialize(other, enabled=False)
     assert repr(xamp.session(other)) == "<xamp session: disabled, on cpu>"
+
+
+def test_the_repr_of_a_session_whose_optimizer_is_gone() -> None:
+    model = nn.Linear(2, 1)
+    xamp.initialize(model, SGD(model.parameters(), lr=0.1), "O2", verbosity=0)
+    gc.collect()
+    assert "level O2 on cpu, no optimizer, loss scale 65536 (dynamic)" in repr(xamp.session(model))

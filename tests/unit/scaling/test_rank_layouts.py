@@ -1,0 +1,50 @@
+"""What is decided from how ranks hold parameters, without ranks: layouts, and the frame of a pipeline's stage."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from xamp.errors import StateError
+from xamp.scaling import ddp, norms
+from xamp.scaling.rank_groups import Layout, _flattened
+
+
+def test_a_norm_over_ranks_that_nobody_knows_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert norms.total([(param, Layout())], 2.0).item() == 5.0
+    with pytest.raises(StateError, match=r"^clip_grad_norm_: nobody knows$"):
+        norms.total([(param, Layout(unknown="nobody knows"))], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("shards", "found", "is_known"),
+    [([], "outer", True), (["a", "a"], "a", True), (["a", "b"], "outer", False), (["b", "a", "a"], "outer", False)],
+)
+def test_a_flat_parameter_of_unlike_ones_has_no_layout(shards: list[str], found: str, is_known: bool) -> None:
+    outer = Layout(("outer",), ("outer",))
+    made = _flattened(outer, [Layout((group,), (group,)) for group in shards])
+    assert made.shards == (found,)
+    assert (made.unknown == "") is is_known
+    assert {*made.holders} == {"outer", *shards}
+
+
+def test_the_frame_of_a_pipelines_stage_is_found_from_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward() -> bool:
+        return ddp._in_pipeline()
+
+    stage: Any = types.ModuleType(ddp._STAGE)
+    exec("def run(function):\n    return function()", stage.__dict__)
+    run: Callable[[Callable[[], bool]], bool] = stage.run
+    monkeypatch.delitem(sys.modules, ddp._STAGE, raising=False)
+    assert not run(forward)  # whoever has no pipeline pays for no walk
+    monkeypatch.setitem(sys.modules, ddp._STAGE, stage)
+    assert run(forward)
+    assert run(lambda: forward())
+    assert not forward()
