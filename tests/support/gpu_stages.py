@@ -22,7 +22,7 @@ NAME = "gpu-*-rehearsal"
 def does(name: str, *codes: str, limit: float = 60.0, **more: str) -> Stage:
     """A stage whose commands are the programs ``codes``."""
     steps = [Step(f"{name} {index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
-    return Stage(name, f"does {name}", limit, steps, **more)  # type: ignore[arg-type]
+    return Stage(name, f"does {name}", limit, steps, **more)
 
 
 def pytest_stage(folder: Path, *options: str) -> Stage:

@@ -189,7 +189,7 @@ def test_a_result_that_names_a_path_or_a_host_is_refused_until_it_is_cleaned(tmp
     assert private not in note.reason
 
 
-PRIVATE = [
+PRIVATE: list[dict[str, Any]] = [
     {"results": [{**FAILED, "reason": "File:/home/somebody/x.py"}]},
     {"results": [{**FAILED, "reason": "file:///home/somebody/x.py"}]},
     {"results": [{**FAILED, "clause": "scaling./home/x.py /home/somebody/x.py"}]},

@@ -265,7 +265,7 @@ def test_a_scaler_by_hand_multiplies_by_one_kernel_until_its_scale_is_no_power_o
             if scale != 2.0**10:
                 scaler.force(scale)  # the host does not know to what
             optimizer.zero_grad()
-            scaler.scale(sum(p.float().sum() for p in params) * 1.1).backward()  # type: ignore[union-attr, arg-type]
+            scaler.scale(sum(p.float().sum() for p in params) * 1.1).backward()
             given = [p.grad.clone() for p in params if p.grad is not None]
             with _Operators() as mode:
                 scaler.unscale_(optimizer)

@@ -154,7 +154,8 @@ def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(
     recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """A power of two may be cast to the dtype of the gradients; a graph is replayed at scales that are none."""
-    loop = Training(way, **({"loss_scale": "dynamic"} if way == "O5" else {}))
+    options: dict[str, Any] = {"loss_scale": "dynamic"} if way == "O5" else {}
+    loop = Training(way, **options)
     for number in range(2):
         loop.feed(number, False)
         loop.step()

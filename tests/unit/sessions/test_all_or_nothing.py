@@ -188,9 +188,7 @@ def test_a_model_that_has_no_shapes_yet(level: str, lane: Lane) -> None:
 @pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
 def test_a_script_module_inside_a_model(level: str, lane: Lane) -> None:
     part = nn.Linear(4, 4).to(lane.device)  # torch cannot move a traced one to each type of device
-    model = nn.Sequential(
-        nn.Linear(4, 4).to(lane.device), torch.jit.trace(part, torch.ones(1, 4, device=lane.device))
-    )
+    model = nn.Sequential(nn.Linear(4, 4).to(lane.device), torch.jit.trace(part, torch.ones(1, 4, device=lane.device)))
     first = model[0]
     with refused(UnsupportedPolicy, "is a ScriptModule", first):
         xamp.initialize(model, level=level)

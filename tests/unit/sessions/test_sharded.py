@@ -121,7 +121,7 @@ def test_gradients_in_parts_are_multiplied_without_a_word(dtype: torch.dtype, sh
     grads = [distribute_tensor(torch.full(shape, 3.0, dtype=dtype), mesh, place) for _ in range(2)]
     entry = Entry(grads, complete=False)
     foreach.multiply_(grads, torch.tensor(1 / 3))
-    assert all(grad.to_local().eq(1).all() for grad in grads)  # type: ignore[attr-defined]
+    assert all(grad.to_local().eq(1).all() for grad in grads)
     assert entry.was_multiplied()
 
 
