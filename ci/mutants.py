@@ -6,10 +6,10 @@ ci/mutants.toml, is which modules are tried, and the mutants that no test can no
 Why not one of the two tools that there are. mutmut (3.8) puts all mutants of a function behind a wrapper that asks an
 environment variable at each call: torch.compile would trace the wrapper, code that looks at frames and signatures would
 see it, and what stands outside functions is not mutated. cosmic-ray (8.7) writes each fault into the checkout, starts a
-new interpreter for it, which needs 3 s for torch alone, and runs one command for all: no choice of tests. It also
-numbers mutants through a whole file, so that a line more at the top renames all that follow, and brings 14 packages.
-LibCST is not needed either: formatting need not survive, for nobody reads a mutant, and ``ast`` takes a tenth of its
-time. So one node is replaced in the text, a fork that has torch and pytest already runs the tests, in a copy of the
+new interpreter for it, which imports torch for seconds, and runs one command for all: no choice of tests. It also
+numbers mutants through a whole file, so that one more at the top renames all that follow, and brings 13 packages.
+LibCST is not needed either: formatting need not survive, for nobody reads a mutant, and ``ast`` parses in a fiftieth of
+its time. So one node is replaced in the text, a fork that has torch and pytest already runs the tests, in a copy of the
 tree, and the tests are those that reach the line, the cheapest first.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ci.mutants_kept import Results, read_killers, write_killers
 from ci.mutants_made import Mutant, drawn, mutants_of, spans
-from ci.mutants_reach import Choice, Reach, make_map
+from ci.mutants_reach import LIMIT, Choice, Reach, make_map
 from ci.mutants_run import Result, Run, Trees, prepare, run_all
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -265,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(
                     f"there is no map, so that what no test notices takes long; {_COMMAND} --map makes one", flush=True
                 )
-            choice = Choice(reach, ROOT, read_killers(KILLERS), table.also)
+            choice = Choice(reach, ROOT, read_killers(KILLERS), table.also, given.seconds)
             wrong += run(open_ones, choice, results, given.workers)
         if given.keep:
             write_killers((mutant for all_of in made(table.modules).values() for mutant in all_of), results, KILLERS)
@@ -286,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", help="of the sample, any text; by default the commit")
     parser.add_argument("--list", action="store_true", help="print them, and run none")
     parser.add_argument("--again", action="store_true", help="run those whose result is known, too")
+    parser.add_argument("--seconds", type=float, default=LIMIT, metavar="N", help=f"of tests on one ({LIMIT:g})")
     parser.add_argument("--keep", action="store_true", help=f"write the tests that killed into ci/{KILLERS.name}")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many run at a time (1)")
     return parser

@@ -11,6 +11,7 @@
 #     ci/mutants.sh --only TEXT         all faults with TEXT in their names, drawn or not
 #     ci/mutants.sh ... --list          print which these are, and run none
 #     ci/mutants.sh ... --again         run those that are known, too
+#     ci/mutants.sh ... --seconds 200   so many seconds of tests on one, for a line that most tests reach (20)
 #     ci/mutants.sh ... --keep          write which test noticed each into ci/mutants_killers.tsv, which is committed
 #
 # The map and the results lie in .mutants/, which git ignores. The test that noticed a fault last time is tried first;

@@ -24,10 +24,10 @@ import pytest
 from ci.mutants_made import Mutant, Span, spans
 from ci.mutants_run import Run
 
-__all__ = ["Choice", "Reach", "make_map", "room_of"]
+__all__ = ["LIMIT", "Choice", "Reach", "make_map", "room_of"]
 
 LIMIT = 20.0
-"""Seconds of tests, as the map has them, that are run on one mutant. Those that cost most are left out."""
+"""Seconds of tests on one mutant. Of a line that most tests reach those that come last are left out."""
 
 _FOLDER = "XAMP_MAP_FOLDER"
 """The variable that names the folder for what is measured, where this module is a plugin of pytest."""
@@ -89,9 +89,9 @@ class Reach:
     def tests_of(self, file: str, among: Iterable[Span], lines: range, limit: float) -> list[str]:
         """Return the tests that reach one of ``lines``, in the order in which to run them.
 
-        First one case of each test function, the cheapest first; then 3 more of each, 12 more, and so on: one with many
-        cheap cases is not to take all the time. Within each of these rows a file's tests stand together, for each
-        change of file costs a quarter of a second.
+        First one case of each test function, then 3 more of each, 12 more, and so on: one with many cases is not to
+        take all the time. Before others come those that reach a line of the function that few reach, for they are about
+        it; then the cheapest. Within a row a file's tests stand together: a change of file costs a quarter of a second.
 
         Args:
             file: the path of the module below the root.
@@ -99,32 +99,34 @@ class Reach:
             lines: line numbers in the file.
             limit: seconds; those at the end that would pass this sum are left out.
         """
-        numbers: set[int] = set()
+        numbers, rarest = set[int](), dict[int, int]()
         for span in among:
             digest, known = self.functions.get(file, {}).get(span.name, ("", {}))
             for line, tests in known.items():
                 if digest != span.digest or line + span.lines.start in lines:
                     numbers.update(tests)
-        return [self.tests[number] for number in self._in_order(numbers, limit)]
+                for test in tests:
+                    rarest[test] = min(len(tests), rarest.get(test, len(tests)))
+        order = sorted(numbers, key=lambda number: (rarest[number], self.costs[number], number))
+        return [self.tests[number] for number in self._within(order, limit)]
 
     def unknown(self, files: Iterable[str], root: Path) -> list[str]:
         """Return those of ``files``, test files, that are new, or have changed since the map was made."""
         return [file for file in files if self.files.get(file) != _digest(root / file)]
 
-    def _in_order(self, numbers: Iterable[int], limit: float) -> list[int]:
-        cheap = sorted(numbers, key=lambda number: (self.costs[number], number))
+    def _within(self, order: Sequence[int], limit: float) -> list[int]:
         cases: collections.Counter[str] = collections.Counter()
         rows: dict[int, list[int]] = {}
-        for number in cheap:
+        for number in order:
             function = self.tests[number].partition("[")[0]
             rows.setdefault((cases[function].bit_length() + 1) // 2, []).append(number)
             cases[function] += 1
         chosen, spent = list[int](), 0.0
         for _, row in sorted(rows.items()):
-            taken = []
+            taken = list[int]()
             for number in row:
-                spent += self.costs[number]
-                if spent <= limit or not (chosen or taken):
+                if spent + self.costs[number] <= limit or not (chosen or taken):
+                    spent += self.costs[number]
                     taken.append(number)
             chosen += self._by_file(taken)
         return chosen
@@ -145,12 +147,14 @@ class Choice:
         root: the root of the tree.
         killers: by identity, the test that killed it last time.
         also: by file, tests to run after those of the map or the room.
+        limit: seconds of tests, as the map has them, for one mutant.
     """
 
     reach: Reach
     root: Path
     killers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     also: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    limit: float = LIMIT
 
     def run(self, mutant: Mutant, tests: Sequence[str]) -> Run:
         """Return the run of ``tests`` on a mutant."""
@@ -170,7 +174,7 @@ class Choice:
         here = [mutant.span] if mutant.span.name != "<module>" else []
         whole = spans((self.root / mutant.file).read_text(encoding="utf-8"))
         for among, lines in ((here, mutant.lines), (here, module), (whole, module)):
-            if found := self.reach.tests_of(mutant.file, among, lines, LIMIT):
+            if found := self.reach.tests_of(mutant.file, among, lines, self.limit):
                 new = self.reach.unknown(room_of(mutant.file, self.root), self.root)
                 return [*found, *new, *self.also.get(mutant.file, ())]
         return []

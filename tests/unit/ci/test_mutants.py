@@ -183,6 +183,8 @@ def test_the_cheapest_come_first_and_one_case_of_each() -> None:
     many = {f"t.py::a[{case}]": 0.01 * case for case in range(6)} | {f"u.py::b[{case}]": 1.0 for case in range(2)}
     order = reach_of(text, many, {1: [*range(8)]}).tests_of("m.py", span, range(3, 4), 60)
     assert [name[6:-1] for name in order] == ["a[0", "b[0", "a[1", "a[2", "a[3", "b[1", "a[4", "a[5"]
+    rare = reach_of(text, {"t.py::a": 0.1, "u.py::b": 0.2, "v.py::c": 0.3}, {1: [0, 1, 2], 2: [1, 2]})
+    assert rare.tests_of("m.py", span, range(3, 4), 60) == ["u.py::b", "v.py::c", "t.py::a"]
     lower = f"\n\n{text}"
     assert reach.tests_of("m.py", spans(lower)[1:], range(6, 7), 60) == ["u.py::d"]
     changed = text.replace("b()", "c()")
