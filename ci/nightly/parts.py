@@ -40,7 +40,7 @@ def parts(jobs: int) -> list[Part]:
         _tests("faults", "every point at which a fault is injected", jobs, (*_CORE, *_TESTS, "tests/faults/")),
         _tests("thorough", "all cases of those that have a sample", jobs, _rooms(), "-m", "thorough"),
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
-        _command("mutants", "faults that are made from the code", "ci/mutants.sh", _rooms()),
+        _mutants(),
         _libraries(),
         _coverage(jobs),
     ]
@@ -63,6 +63,12 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:
     return Part(Stage(name, what, _LIMIT, [Step(name, command.split())]), content)
+
+
+def _mutants() -> Part:
+    """First which tests reach which line, since tests come and go; what is known of a mutant is kept by the tool."""
+    steps = [Step("map", ["ci/mutants.sh", "--map"]), Step("mutants", ["ci/mutants.sh", "--seconds", "60"])]
+    return Part(Stage("mutants", "faults that are made from the code", _LIMIT, steps), (*_rooms(), "ci/mutants.toml"))
 
 
 def _libraries() -> Part:
