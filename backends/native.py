@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from xamp.backend_kit import defect_of, fused_forms, masked
+from xamp.backend_kit import defect_of, first_sentence, fused_forms, masked
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.errors import BackendUnavailable
 from xamp.policy import LEVELS
@@ -118,10 +118,10 @@ class NativeBackend(Backend):
         """Compute in each dtype; return the lower ones that work, and the others, each with why it is not there."""
         # Without float32 no trial of another dtype ends well.
         if defect := self._defect(device, "float32"):
-            return (), (("float32", defect),)
+            return (), (("float32", first_sentence(defect)),)
         wanted = self.dtypes(device)
         left = dict.fromkeys((name for name in LOWER_DTYPES if name not in wanted), self.left_out)
-        found = {**{name: self._defect(device, name) for name in wanted}, **left}
+        found = {**{name: first_sentence(self._defect(device, name)) for name in wanted}, **left}
         there = tuple(name for name, defect in found.items() if not defect)
         return there, tuple((name, defect) for name, defect in found.items() if defect)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -83,6 +84,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # machine makes no difference to them. Under an emulation its card is meant.
     if not os.environ.get("XAMP_EMULATED_SOC"):
         os.environ[DEVICE_VARIABLE] = HOST
+    # A shell that runs this in the background has SIGINT ignored here, and in all processes that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_LEDGER] = version_ledger.read()
     keep = costs.TABLE if config.getoption("--costs") else None
     config.pluginmanager.register(tiers.Tiers(config.getoption("--tier"), costs.read(), keep))

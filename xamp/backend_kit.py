@@ -7,10 +7,19 @@ itself is :mod:`xamp.contract`.
 from __future__ import annotations
 
 from xamp.contract import masked
-from xamp.registry.causes import first_line, one_line
+from xamp.registry.causes import first_line, first_sentence, one_line
 from xamp.registry.device_trial import defect_of
 from xamp.registry.findings import environment_settings
 from xamp.scaling.fused import is_right as fused_is_right
 from xamp.scaling.fused import right_forms as fused_forms
 
-__all__ = ["defect_of", "environment_settings", "first_line", "fused_forms", "fused_is_right", "masked", "one_line"]
+__all__ = [
+    "defect_of",
+    "environment_settings",
+    "first_line",
+    "first_sentence",
+    "fused_forms",
+    "fused_is_right",
+    "masked",
+    "one_line",
+]

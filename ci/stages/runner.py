@@ -156,7 +156,10 @@ def _now() -> str:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    """The environment of commands: this checkout first among what is imported, and pytest without any plugin around."""
+    """The environment of commands: this checkout first among what is imported, and pytest without any plugin around.
+
+    None of them is a worker of pytest, even where this process is.
+    """
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     more = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return {**os.environ, **more}
+    return {**{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}, **more}

@@ -88,7 +88,7 @@ class Costs:
     def write(self, path: Path, root: Path = ROOT) -> None:
         """Keep the table; files that are gone go. Two digits of the seconds say enough, and change seldom."""
         there = ((name, cost) for name, cost in sorted(self.lines.items()) if (root / _file_of(name)).exists())
-        rows = (f"{name}\t{cost.cases}\t{cost.seconds:.2g}\n" for name, cost in there)
+        rows = (f"{name}\t{cost.cases}\t{_short(cost.seconds)}\n" for name, cost in there)
         path.write_text(_HEAD + "".join(rows), encoding="utf-8")
 
 
@@ -129,6 +129,10 @@ class Meter:
             yield f"{sum(each):7.1f} s  {len(each):5} cases  {folder}"
         for case in sorted(self.seconds, key=lambda case: -self.seconds[case])[:_SHOWN]:
             yield f"{self.seconds[case]:7.1f} s  {case}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _file_of(nodeid: str) -> str:

@@ -112,9 +112,9 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in _text(error).splitlines() if line.strip()), "no reason given")
 
 
-def first_sentence(error: BaseException) -> str:
-    """The first sentence of the text of ``error``, without its full stop. torch's may go on for a kilobyte."""
-    sentence = re.split(r"[.!?]\s", first_line(error), maxsplit=1)[0].rstrip(".")
+def first_sentence(text: str) -> str:
+    """The first sentence of ``text``, without its full stop. Those of torch's errors may go on for a kilobyte."""
+    sentence = re.split(r"[.!?]\s", text.strip(), maxsplit=1)[0].rstrip(".")
     return sentence if len(sentence) <= _REASON_LENGTH else sentence[: _REASON_LENGTH - 3] + "..."
 
 

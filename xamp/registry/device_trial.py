@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from xamp.registry.causes import first_sentence, may_pass
+from xamp.registry.causes import may_pass
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def defect_of(
     except Exception as error:
         if may_pass(error):
             raise
-        return f"computing in {dtype} fails: {type(error).__name__}: {first_sentence(error)}"
+        return f"computing in {dtype} fails: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _wrong_product(device: torch.device, kind: torch.dtype) -> str:
