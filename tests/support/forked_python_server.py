@@ -200,9 +200,14 @@ def _shadows(folder: str) -> bool:
     """Whether a folder has a module that is imported here already, or runs as Python starts."""
     imported = {name.partition(".")[0] for name in sys.modules} - {"__main__", "forking"}
     with os.scandir(folder) as entries:
-        modules = [each.name for each in entries if each.is_dir() or each.name.endswith((".py", ".pyc", ".so"))]
+        modules = [each.name for each in entries if each.name.endswith((".py", ".pyc", ".so")) or _is_package(each)]
     there = {name.partition(".")[0] for name in modules}
     return bool(there & {*imported, "sitecustomize", "usercustomize"})
+
+
+def _is_package(entry: os.DirEntry[str]) -> bool:
+    """Whether a folder comes before modules of its name elsewhere on the path; one without this file comes last."""
+    return os.path.exists(os.path.join(entry.path, "__init__.py"))
 
 
 def _extensions(*folder: str) -> bool:

@@ -88,6 +88,13 @@ def test_what_a_fork_would_miss_gets_an_interpreter_of_its_own(files: dict[str, 
     assert run(python(), ["-c", TORCH], tmp_path)[1] == "False\n"
 
 
+def test_a_folder_that_is_no_package_hides_nothing(tmp_path: Path) -> None:
+    """The site of docs/ is built into one that is called as a module of Python."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").touch()
+    assert run(python(), ["-c", TORCH], tmp_path)[1] == f"{python() != sys.executable}\n"
+
+
 @pytest.mark.parametrize("name", ["TORCH_SHOW_CPP_STACKTRACES", "PYTHONOPTIMIZE", "NVIDIA_TF32_OVERRIDE"])
 def test_a_variable_that_is_read_at_the_start_gets_one_too(name: str, tmp_path: Path) -> None:
     assert run(python(), ["-c", TORCH], tmp_path, **{name: "0"})[1] == "False\n"
