@@ -122,7 +122,7 @@ def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str
             return "left out", "; ".join(missing)
         if counts["failed"]:
             wrong.insert(0, f"{counts['failed']} failed")
-        elif broken := [name for name, step in kept.steps.items() if step["code"] == 1]:
+        elif broken := [step.name for step in stage.steps if step.tests and _code(step, kept) == 1]:
             wrong.append(f"{broken[0]} ended with code 1, and no test had failed")
         elif not kept.tests:
             wrong.append("there were no tests")
@@ -136,7 +136,12 @@ def _is_done(step: Step, kept: Kept) -> bool:
 
 
 def _is_wrong(step: Step, kept: Kept) -> bool:
-    return step.name in kept.steps and kept.steps[step.name]["code"] not in step.accepts
+    return _code(step, kept) not in (None, *step.accepts)
+
+
+def _code(step: Step, kept: Kept) -> int | None:
+    """The exit code of a command; None where it did not run."""
+    return int(kept.steps[step.name]["code"]) if step.name in kept.steps else None
 
 
 def _told(step: Step, code: int) -> str:
