@@ -12,7 +12,7 @@
 #     ci/mutants.sh ... --list          print which these are, and run none
 #     ci/mutants.sh ... --again         run those that are known, too
 #     ci/mutants.sh ... --seconds 200   so many seconds of tests on one, for a line that most tests reach (20)
-#     ci/mutants.sh ... --keep          write which test noticed each into ci/mutants_killers.tsv, which is committed
+#     ci/mutants.sh ... --keep          write which test noticed each into ci/mutants/killers.tsv, which is committed
 #
 # The map and the results lie in .mutants/, which git ignores. The test that noticed a fault last time is tried first;
 # without a map, then the test files of the module's folder. A result counts as long as the module and the tests are the
@@ -22,4 +22,4 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
 use_env test
-exec "$py" ci/mutants.py --workers "${XAMP_TEST_WORKERS:-2}" "$@"
+exec "$py" -m ci.mutants --workers "${XAMP_TEST_WORKERS:-2}" "$@"

@@ -41,26 +41,32 @@ def main(words: Sequence[str], table: Callable[[int], Sequence[Part]] = parts, k
     if wrong := unknown(args.stages, [part.stage for part in every.values()]):
         return say("ci/nightly.sh", 2, wrong)
     hashes = {name: hash_of(ROOT, part.content) for name, part in every.items()}
-    chosen = [name for name in every if name in args.stages or not args.stages]
-    if args.changed:
-        for line in _compared(kept, hashes):
-            print(line, flush=True)
-        chosen = [name for name in chosen if name in args.stages and not _is_true(_read(kept, name), hashes[name])]
-        if not chosen:
-            return 0
+    chosen = _changed(args.stages, hashes, kept) if args.changed else [*(args.stages or every)]
+    return _run(args, [every[name] for name in every if name in chosen], hashes, kept) if chosen else 0
+
+
+def _changed(names: Sequence[str], hashes: Mapping[str, str], kept: Path) -> list[str]:
+    """Say what is kept of all parts; of those that are named, the ones that have not passed on the content as it is."""
+    for line in _compared(kept, hashes):
+        print(line, flush=True)
+    return [name for name in names if not _is_true(_read(kept, name), hashes[name])]
+
+
+def _run(args: argparse.Namespace, chosen: Sequence[Part], hashes: Mapping[str, str], kept: Path) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(Log(args.out / "nightly.log"), ROOT, surroundings(ROOT), time.monotonic() + 60 * args.minutes)
-    for name in chosen:
+    content = {part.stage.name: part.content for part in chosen}
+    for name in content:
         runner.log.about(name, hashes[name])
 
     def write(stage: Stage) -> None:
-        if hash_of(ROOT, every[stage.name].content) != hashes[stage.name]:
+        if hash_of(ROOT, content[stage.name]) != hashes[stage.name]:
             print(f"== {stage.name}: its content was changed while it ran, so nothing is kept", flush=True)
             runner.forget(stage)
             return
         _keep(kept, stage, runner.log, hashes[stage.name])
 
-    stages = [every[name].stage for name in chosen]
+    stages = [part.stage for part in chosen]
     code = follow(args, runner, stages, write)
     summary.show("by night", [summary.of(stage, runner.log.of(stage.name)) for stage in stages])
     return code

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+from ci.tree import files
 
 __all__ = ["hash_of"]
 
@@ -27,10 +28,8 @@ def hash_of(root: Path, places: Sequence[str]) -> str:
     return found.hexdigest()[:16]
 
 
-def _files(root: Path, place: str) -> Iterator[str]:
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", place]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    there = [file for file in listed.split("\0") if file and (root / file).is_file()]
+def _files(root: Path, place: str) -> list[str]:
+    there = [name for name in files(root, place) if (root / name).is_file()]  # a link to a folder has no content
     if not there:
         raise ValueError(f"there is no {place} in the checkout")
-    return iter(there)
+    return there

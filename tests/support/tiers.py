@@ -7,7 +7,7 @@ so that both together are all tests, but for the thorough ones. Without ``--tier
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,9 @@ class Tiers:
             items[:] = [item for item in items if item not in left]
             self._left.update(item.nodeid.partition("[")[0] for item in out)
         if hasattr(config, "workerinput"):
-            sums: Counter[str] = Counter()
+            sums: dict[str, float] = defaultdict(float)
             for item in items:
-                sums[item.nodeid.partition("::")[0]] += self._costs.of(item.nodeid)  # type: ignore[assignment]
+                sums[item.nodeid.partition("::")[0]] += self._costs.of(item.nodeid)
             items.sort(key=lambda item: -sums[item.nodeid.partition("::")[0]])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ci_scripts import ROOT, script
+from ci_scripts import ROOT
 
-mutants: Any = script("mutants")
-sys.path.insert(0, str(ROOT))
-from ci import mutants_kept, mutants_reach  # noqa: E402
-from ci.mutants_made import drawn, mutants_of, spans  # noqa: E402
+from ci.mutants import __main__ as mutants
+from ci.mutants import kept as mutants_kept
+from ci.mutants import reach as mutants_reach
+from ci.mutants.made import drawn, mutants_of, spans
+from ci.mutants.run import Result
 
 
 def changes(text: str) -> list[str]:
@@ -276,7 +277,7 @@ DRIVER = """
 import importlib.util, json, sys
 from pathlib import Path
 sys.path.insert(0, {checkout!r})
-from ci import mutants, mutants_kept, mutants_reach, mutants_run
+from ci.mutants import __main__ as mutants, kept as mutants_kept, reach as mutants_reach, run as mutants_run
 root = Path.cwd()
 {body}
 """
@@ -454,11 +455,9 @@ why = "twice"
 def test_survivors_must_be_listed_and_listed_ones_survive(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = "xamp/room/code.py"
     first, second, third, fourth, *_ = mutants.made([file], project)[file]
-    results = mutants.Results(project / "results.json", ["tests/unit"], project)
+    results = mutants_kept.Results(project / "results.json", ["tests/unit"], project)
     for mutant, ended in ((first, "failed"), (second, "passed"), (third, "passed"), (fourth, "failed")):
-        results.put(
-            mutant, mutants.Result(ended, "tests/unit/room/test_code.py::test_small" if ended == "failed" else "")
-        )
+        results.put(mutant, Result(ended, "tests/unit/room/test_code.py::test_small" if ended == "failed" else ""))
     listed = [mutants.Equivalent(each.identity, each.change, "so") for each in (third, fourth)]
     table = mutants.Table("s", ["tests/unit"], {file: 4}, listed)
     wrong = mutants.report([first, second, third, fourth], table, results)
@@ -475,12 +474,12 @@ def test_a_result_counts_while_module_and_tests_are_the_same(project: Path) -> N
 
     def known() -> list[bool]:
         mutants_kept._hash_of.cache_clear()
-        results = mutants.Results(project / "results.json", ["tests/unit"], project)
+        results = mutants_kept.Results(project / "results.json", ["tests/unit"], project)
         return [results.get(each) is not None for each in (first, second)]
 
-    results = mutants.Results(project / "results.json", ["tests/unit"], project)
-    results.put(first, mutants.Result("failed", "tests/unit/room/test_code.py::test_small"))
-    results.put(second, mutants.Result("passed"))
+    results = mutants_kept.Results(project / "results.json", ["tests/unit"], project)
+    results.put(first, Result("failed", "tests/unit/room/test_code.py::test_small"))
+    results.put(second, Result("passed"))
     assert known() == [True, True]
     (project / "tests/unit/room/test_more.py").write_text("", encoding="utf-8")
     assert known() == [True, False]  # the new test might kill the second

@@ -1,6 +1,6 @@
 """Runs the mutation gate: see ci/mutants.sh.
 
-Mutants are made from the code as it is (ci/mutants_made.py), so that no list of them becomes untrue. Kept by hand, in
+Mutants are made from the code as it is (ci/mutants/made.py), so that no list of them becomes untrue. Kept by hand, in
 ci/mutants.toml, is which modules are tried, and the mutants that no test can notice, each with the reason.
 
 Why not one of the two tools that there are. mutmut (3.8) puts all mutants of a function behind a wrapper that asks an
@@ -26,17 +26,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ci.mutants_kept import Results, read_killers, write_killers
-from ci.mutants_made import Mutant, drawn, mutants_of, spans
-from ci.mutants_reach import LIMIT, Choice, Reach, make_map
-from ci.mutants_run import Result, Run, Trees, prepare, run_all
+from ci.mutants.kept import Results, read_killers, write_killers
+from ci.mutants.made import Mutant, drawn, mutants_of, spans
+from ci.mutants.reach import LIMIT, Choice, Reach, make_map
+from ci.mutants.run import Result, Run, Trees, prepare, run_all
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = ROOT / "ci" / "mutants.toml"
-KILLERS = ROOT / "ci" / "mutants_killers.tsv"
+KILLERS = ROOT / "ci" / "mutants" / "killers.tsv"
 """The test that last killed each, so that a checkout without a map tries it first. Made by ``--keep``."""
 STATE = ROOT / ".mutants"
 _COMMAND = "ci/mutants.sh"
@@ -287,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print them, and run none")
     parser.add_argument("--again", action="store_true", help="run those whose result is known, too")
     parser.add_argument("--seconds", type=float, default=LIMIT, metavar="N", help=f"of tests on one ({LIMIT:g})")
-    parser.add_argument("--keep", action="store_true", help=f"write the tests that killed into ci/{KILLERS.name}")
+    parser.add_argument("--keep", action="store_true", help="write the tests that killed into ci/mutants/killers.tsv")
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="how many run at a time (1)")
     return parser
 

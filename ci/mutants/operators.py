@@ -1,4 +1,4 @@
-"""What is changed in code to make mutants, and what is left alone; see ci/mutants_made.py."""
+"""What is changed in code to make mutants, and what is left alone; see ``made``."""
 
 from __future__ import annotations
 

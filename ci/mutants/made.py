@@ -1,4 +1,4 @@
-"""Makes mutants of a module from its code: each is the module with one small fault. ci/mutants.py runs them.
+"""Makes mutants of a module from its code: each is the module with one small fault. ``__main__`` runs them.
 
 What is changed is one node of the syntax tree; its new text is put in the place of the old one, and all other lines
 keep their numbers. Left alone is what no test should hold: annotations, docstrings, the texts of errors and of the
@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 
-from ci.mutants_operators import Change, Function, changes_at, children, is_declaration, place_of
+from ci.mutants.operators import Change, Function, changes_at, children, is_declaration, place_of
 
 __all__ = ["Mutant", "Span", "drawn", "mutants_of", "spans"]
 

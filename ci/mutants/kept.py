@@ -1,4 +1,4 @@
-"""What is kept of runs of mutants: results, by which a run goes on, and the tests that killed. See ci/mutants.py."""
+"""What is kept of runs of mutants: results, by which a run goes on, and the tests that killed. See ci/mutants.sh."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.mutants_made import Mutant
-from ci.mutants_run import Result
+from ci.mutants.made import Mutant
+from ci.mutants.run import Result
 
 __all__ = ["Results", "read_killers", "write_killers"]
 

@@ -1,4 +1,4 @@
-"""Which tests reach which lines, and what each costs: the map by which ci/mutants.py chooses tests.
+"""Which tests reach which lines, and what each costs: the map by which ``__main__`` chooses tests.
 
 ``ci/mutants.sh --map`` makes it: the tests run once with their coverage measured, each in a context of its own. It says
 of each function which tests reach each of its lines; a function that changed since then is known as a whole. Where the
@@ -21,8 +21,8 @@ from typing import Any
 import coverage
 import pytest
 
-from ci.mutants_made import Mutant, Span, spans
-from ci.mutants_run import Run
+from ci.mutants.made import Mutant, Span, spans
+from ci.mutants.run import Run
 
 __all__ = ["LIMIT", "Choice", "Reach", "make_map", "room_of"]
 
@@ -221,10 +221,10 @@ def make_map(files: Sequence[str], tests: Sequence[str], root: Path, folder: Pat
     )
     for old in folder.glob("coverage.*"):
         old.unlink()
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "hypothesispytest", "-p", "ci.mutants_reach"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "hypothesispytest", "-p", "ci.mutants.reach"]
     command += ["-q", "--tb=short", "-m", "not slow", "-k", "not compil"]
     command += [f"--numprocesses={workers}", "--dist=loadfile", *tests]
-    here = str(Path(__file__).resolve().parent.parent)
+    here = str(Path(__file__).resolve().parent.parent.parent)
     paths = os.pathsep.join(filter(None, (str(root), here, os.environ.get("PYTHONPATH"))))
     told = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": paths, _FOLDER: str(folder)}
     done = subprocess.run(command, cwd=root, env=os.environ | told, check=False)

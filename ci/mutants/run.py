@@ -1,4 +1,4 @@
-"""Runs tests on a mutant, in a fork of this process and a copy of the tree. ci/mutants.py chooses which.
+"""Runs tests on a mutant, in a fork of this process and a copy of the tree. ``__main__`` chooses which.
 
 This process imports torch and pytest once, and no xamp. Each run is a fork that has a copy of the tree for itself, with
 the mutant's file in it: so tests find it also in the interpreters that they start. The checkout is never changed.
@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from ci.tree import files
 
 __all__ = ["CPU_LIMIT", "Result", "Run", "Trees", "prepare", "run_all"]
 
@@ -53,18 +55,10 @@ class Trees:
             raise
 
     def _copies(self) -> list[Path]:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=self._root,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
         first = self._folder / "0"
-        for name in filter(None, listed.stdout.split("\0")):
-            with contextlib.suppress(FileNotFoundError):  # one that is deleted, and not yet so in git
-                (first / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(self._root / name, first / name, follow_symlinks=False)
+        for name in files(self._root):
+            (first / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self._root / name, first / name, follow_symlinks=False)
         subprocess.run([sys.executable, "-m", "compileall", "-qq", "xamp", "backends"], cwd=first, check=False)
         trees = [first, *(self._folder / str(number) for number in range(1, self._workers))]
         for tree in trees[1:]:
