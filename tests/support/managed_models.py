@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 import xamp
 from xamp import policy
+from xamp.registry.registry import HOST
 
 LEVELS = tuple(policy.LEVELS)
 INSIDE = {name: getattr(torch, row.dtype or "float32") for name, row in policy.LEVELS.items()}
@@ -171,6 +174,23 @@ def start(model: Any, level: str, lane: Lane, **options: Any) -> Any:
     if level not in lane.can.levels:
         pytest.skip(f"{lane} cannot run {level}")
     return xamp.initialize(model, level=level, verbosity=0, **options)
+
+
+def data_parallel(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], nn.DataParallel[Any]]:
+    """What makes a ``DataParallel`` on the lane's first device; skips where torch's own does not run.
+
+    By itself torch takes the accelerators of the machine, also for a model that is on the CPU.
+    """
+    if lane.kind == HOST:
+        module = importlib.import_module("torch.nn.parallel.data_parallel")  # its name is a function's, too
+        monkeypatch.setattr(module, "_get_available_device_type", lambda: None)
+        return nn.DataParallel
+    make = functools.partial(nn.DataParallel, device_ids=[0])
+    try:
+        make(nn.Linear(2, 1).to(lane.device))(torch.ones(1, 2, device=lane.device))
+    except (RuntimeError, AttributeError) as error:  # a torch that is built without CUDA lacks what it calls
+        pytest.skip(f"{lane}: torch's own DataParallel does not run there: {error}")
+    return make
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, steps: int = 1) -> None:

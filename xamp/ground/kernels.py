@@ -123,7 +123,6 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         tensor.mul_(wide)
 
 
-@torch.no_grad()  # as torch's kernel: gradients of gradients do not see it
 def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Do what :meth:`xamp.contract.Backend.unscale_` says, by torch's kernel for the dtypes that it takes here.
 
@@ -131,19 +130,27 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
         RuntimeError: a gradient is sparse or complex. Nothing was changed then.
     """
     grads, left = list(grads), _missing.get((_UNSCALE, found_inf.device.type)) if _missing else None
-    plain = [grad for grad in grads if grad.dtype in left] if left else []
+    if left and not left.isdisjoint({grad.dtype for grad in grads}):
+        _unscale_without(left, grads, found_inf, inv_scale)
+    else:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+@torch.no_grad()  # as torch's kernel: gradients of gradients do not see it
+def _unscale_without(
+    left: Set[torch.dtype], grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """Unscale gradients of which some have a dtype in ``left``, which torch's kernel does not take here."""
+    plain = [grad for grad in grads if grad.dtype in left]
     for grad in plain:
         if grad.layout is not torch.strided:
             raise RuntimeError(f"gradients to unscale must be dense, not {grad.layout}")
-    if not plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        return
     groups = [[g for g in plain if g.dtype is dtype and g.numel()] for dtype in {g.dtype: None for g in plain}]
     groups = [group for group in groups if group]
     # The largest absolute values tell of inf and nan. They come first, since they may find no memory.
     finite = [torch.stack(norms(group, math.inf)).isfinite().all() for group in groups]
     if len(plain) < len(grads):
-        rest = [grad for grad in grads if grad.dtype not in left]  # type: ignore[operator]
+        rest = [grad for grad in grads if grad.dtype not in left]
         torch._amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
     for group, is_finite in zip(groups, finite, strict=True):
         found_inf.copy_(torch.where(is_finite.reshape(found_inf.shape), found_inf, torch.ones_like(found_inf)))

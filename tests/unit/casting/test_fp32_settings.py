@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import xamp
+from xamp.backends import cudnn_rnn
 from xamp.backends.cpu import CpuBackend
 from xamp.backends.cuda import CudaBackend
 from xamp.contract import BackendSpec, Setting
@@ -226,6 +227,7 @@ SPOKEN: dict[str, Callable[[], object]] = {
 def test_a_gpu_s_tf32_is_turned_off_and_on_again(spoken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=8, minor=0))
+    monkeypatch.setattr(cudnn_rnn, "has_bf16", lambda device: True)  # test_cudnn_rnn.py asks for these
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     spec = next(spec for spec in registry.BUILT_INS if spec.name == "cuda")
     backend = CudaBackend(spec)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from xamp.backends import cpu, cuda, native
+from xamp.backends import cpu, cuda, cudnn_rnn, native
 from xamp.backends.cuda import CudaBackend
 from xamp.contract import Backend, BackendSpec, Failure
 from xamp.errors import BackendUnavailable
@@ -431,6 +431,7 @@ def test_a_torch_cuda_of_torch_s_own_is_not_suspected() -> None:
 def ampere(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(major=8, minor=0))
+    monkeypatch.setattr(cudnn_rnn, "has_bf16", lambda device: True)  # test_cudnn_rnn.py asks for these
     for name in (*cuda._VARIABLES, *cuda._HIP_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return CudaBackend(CUDA)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, needs_values
+from managed_models import data_parallel
 from stepping import at
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -300,12 +301,12 @@ def test_a_grad_scaler_can_tell_what_was_applied(lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_wrapped_and_compiled_models(level: str, lane: Lane) -> None:
+def test_wrapped_and_compiled_models(level: str, lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = data_parallel(lane, monkeypatch)
     model = net(lane)
     optimizer: Any = sgd(model)
     xamp.initialize(model, optimizer, **at(level))
-    one = None if lane.device.type == "cpu" else [0]  # with two emulated cards it would need a collective of theirs
-    wrapped = nn.DataParallel(torch.compile(model, backend="eager"), device_ids=one)  # type: ignore[type-var]
+    wrapped = make(torch.compile(model, backend="eager"))
     average = xamp.ema(wrapped, DECAY)
     assert set(average.weights) == set(model.state_dict())
     wanted = exact(model)

@@ -14,7 +14,21 @@ from typing import Any
 import pytest
 import torch
 from lanes import Lane, lower, needs_dtype
-from managed_models import INSIDE, LEVELS, SPECIAL, SPECIAL_IDS, Net, WithSlots, batch, net, ran_in, sgd, start, train
+from managed_models import (
+    INSIDE,
+    LEVELS,
+    SPECIAL,
+    SPECIAL_IDS,
+    Net,
+    WithSlots,
+    batch,
+    data_parallel,
+    net,
+    ran_in,
+    sgd,
+    start,
+    train,
+)
 from torch import nn
 
 import xamp
@@ -244,15 +258,13 @@ def test_a_data_parallel_replica_runs_its_own_weights_in_its_thread(level: str, 
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_data_parallel_around_a_model_and_given_with_it(level: str, lane: Lane) -> None:
-    try:
-        plain: nn.DataParallel[nn.Module] = nn.DataParallel(net(lane))
-        plain(batch(lane))
-    except RuntimeError as error:
-        pytest.skip(f"{lane}: torch's own DataParallel does not run there: {error}")
-    around: nn.DataParallel[nn.Module] = nn.DataParallel(start(net(lane), level, lane))
+def test_data_parallel_around_a_model_and_given_with_it(
+    level: str, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = data_parallel(lane, monkeypatch)
+    around = make(start(net(lane), level, lane))
     assert ran_in(around(batch(lane))[1]) == INSIDE[level]
-    given: nn.DataParallel[nn.Module] = nn.DataParallel(net(lane))
+    given = make(net(lane))
     assert start(given, level, lane) is given
     assert ran_in(given(batch(lane))[1]) == INSIDE[level]
     assert xamp.session(given).policy is xamp.session(given.module).policy
