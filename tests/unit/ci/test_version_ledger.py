@@ -14,6 +14,8 @@ from ci_scripts import ROOT
 from gathering import cases
 from version_ledger import Entry, read
 
+from xamp.testing import Conformance
+
 HERE = "2.11"
 CONFTEST = """
 from pathlib import Path
@@ -221,8 +223,11 @@ def test_the_projects_own_name_functions_of_files_that_are_there() -> None:
     """On any version: where none of those runs on which they hold, nothing else would see it."""
     with cases() as case:
         for entry in read():
-            function = entry.test.partition("::")[2].partition("[")[0]
+            of_class, _, function = entry.test.partition("::")[2].partition("[")[0].rpartition("::")
             with case(entry.test):
                 text = (version_ledger.LEDGER.parents[1] / entry.file).read_text(encoding="utf-8")
-                assert re.search(rf"^def {re.escape(function)}\(", text, re.MULTILINE) is not None
+                if of_class:  # only the clauses stand in classes, one a device
+                    assert "Conformance" in text and hasattr(Conformance, function)
+                else:
+                    assert re.search(rf"^def {re.escape(function)}\(", text, re.MULTILINE) is not None
                 assert entry.why.endswith(".")
