@@ -34,19 +34,20 @@ import os, torch
 print(torch.__version__, "in", os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null)
 }
 
-# Prints the oldest torch that xamp takes, such as 2.11.
+# Prints the oldest torch that xamp takes, such as 2.7.1.
 minimum_torch() {
-    sed -n 's/^MINIMUM_TORCH = (\([0-9]*\), \([0-9]*\))$/\1.\2/p' "$root/xamp/registry/find_torch.py"
+    sed -n 's/^MINIMUM_TORCH = (\([0-9]*\), \([0-9]*\), \([0-9]*\))$/\1.\2.\3/p' "$root/xamp/registry/find_torch.py"
 }
 
 # Succeeds if $1 (VERSION...) is the oldest torch that xamp takes, or newer.
 torch_is_supported() {
-    local version=$1 minimum major minor
-    minimum=$(minimum_torch)
-    major=${version%%.*}
-    minor=${version#*.}
-    minor=${minor%%.*}
-    [ "$major" -gt "${minimum%.*}" ] || { [ "$major" -eq "${minimum%.*}" ] && [ "$minor" -ge "${minimum#*.}" ]; }
+    local version minimum place
+    IFS=. read -ra minimum <<<"$(minimum_torch)"
+    IFS=. read -ra version <<<"${1%%[!0-9.]*}.0.0"
+    for place in 0 1 2; do
+        [ "${version[place]}" -eq "${minimum[place]}" ] || break
+    done
+    [ "${version[place]}" -ge "${minimum[place]}" ]
 }
 
 make_venv() {

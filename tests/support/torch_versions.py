@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from xamp.registry.find_torch import MINIMUM_TORCH
+from xamp.registry.find_torch import MINIMUM_TORCH, as_text
 
 __all__ = ["MINIMUM", "OLDER"]
 
-MINIMUM = ".".join(map(str, MINIMUM_TORCH))
-OLDER = f"{MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1] - 1}"
+MINIMUM = as_text(MINIMUM_TORCH)
+OLDER = as_text((*MINIMUM_TORCH[:2], MINIMUM_TORCH[2] - 1))

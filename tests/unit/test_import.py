@@ -229,7 +229,7 @@ def test_whatever_torch_raises_becomes_the_typed_error(tmp_path: Path, error: st
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f"__version__ = '{OLDER}.1+cu121'", f"but torch {OLDER}.1+cu121 is older than {MINIMUM}"),
+        (f"__version__ = '{OLDER}+cu121'", f"but torch {OLDER}+cu121 is older than {MINIMUM}"),
         ("__version__ = '1.13.0'", f"but torch 1.13.0 is older than {MINIMUM}"),
         ("", "is not PyTorch"),
     ],

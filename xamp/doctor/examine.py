@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from xamp.doctor.known import no_choice
 from xamp.errors import XampError
 from xamp.registry import find_torch
 from xamp.registry.causes import TorchFailure, explain, one_line, table_of
-from xamp.registry.findings import DEFECT, Finding
+from xamp.registry.findings import DEFECT, NOTE, Finding
 from xamp.registry.plugins import EntryPoint, PluginSpec
 from xamp.registry.probe import Failed, Ready
 from xamp.registry.registry import REGISTRY
@@ -71,7 +71,7 @@ class _Examination:
             self._begin("torch")
             found = find_torch.find_torch()
             record = {**_torch_record(found), "seconds": self._seconds()}
-            self._write("torch", **record, findings=[] if isinstance(found, TorchFailure) else _list_findings())
+            self._write("torch", **record, findings=[] if isinstance(found, TorchFailure) else _torch_findings(record))
         loaded = [self._load(EntryPoint(*point)) for point in plan["points"]]
         REGISTRY.adopt(entry for entry in loaded if isinstance(entry, PluginSpec))
         if isinstance(found, TorchFailure):
@@ -158,10 +158,21 @@ def _torch_record(found: object) -> dict[str, Any]:
     return {"version": str(getattr(found, "__version__", None)), "reason": "", "hint": "", "detail": ""}
 
 
-def _list_findings() -> list[dict[str, str]]:
+def _torch_findings(record: dict[str, Any]) -> list[dict[str, str]]:
     from xamp.doctor.lists import list_findings
 
-    return _as_dicts([*list_findings()])
+    return _as_dicts([*release_findings(record["version"]), *list_findings()])
+
+
+def release_findings(version: str) -> Iterator[Finding]:
+    """Say that a torch is newer than all on which xamp was tested."""
+    release = find_torch.numbers(version)
+    if release is not None and release[:2] > find_torch.NEWEST_TESTED:
+        tested = find_torch.as_text(find_torch.NEWEST_TESTED)
+        text = f"torch {version} is newer than tested ({tested})"
+        yield Finding(
+            NOTE, text, "nothing, as long as it works: `xamp conformance` tells; a newer xamp may be tested with it"
+        )
 
 
 def _table_findings(spec: BackendSpec) -> list[dict[str, str]]:

@@ -11,9 +11,14 @@ from types import ModuleType
 
 from xamp.registry.causes import TorchFailure, full_text, one_line
 
-__all__ = ["MINIMUM_TORCH", "assume_failure", "find_torch"]
+__all__ = ["MINIMUM_TORCH", "NEWEST_TESTED", "as_text", "assume_failure", "find_torch", "numbers"]
 
-MINIMUM_TORCH = (2, 11)
+MINIMUM_TORCH = (2, 7, 1)
+"""The oldest release that is taken. README, docs/, setup.cfg and ci/ name the same one, and tests compare them."""
+
+NEWEST_TESTED = (2, 15)
+"""The newest release on which all tests were run. A newer one is taken too, and `xamp doctor` says that it is newer."""
+
 _INSTALL = 'pip install "xamp[torch]"'
 
 
@@ -71,8 +76,19 @@ def _wrong_torch(torch: ModuleType) -> TorchFailure | None:
         return TorchFailure(
             f"torch cannot be imported: a module of that name at {where} is not PyTorch", "rename or remove it"
         )
-    parts = re.match(r"(\d+)\.(\d+)", str(version))
-    if parts is not None and tuple(map(int, parts.groups())) < MINIMUM_TORCH:
-        minimum = ".".join(map(str, MINIMUM_TORCH))
+    parts = numbers(str(version))
+    if parts is not None and parts < MINIMUM_TORCH:
+        minimum = as_text(MINIMUM_TORCH)
         return TorchFailure(f"torch {version} is older than {minimum}", f'upgrade it: pip install "torch>={minimum}"')
     return None
+
+
+def numbers(version: str) -> tuple[int, int, int] | None:
+    """Return the three numbers of a version of torch; None for what is none, such as a build's own name."""
+    parts = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return None if parts is None else (int(parts[1]), int(parts[2]), int(parts[3] or 0))
+
+
+def as_text(version: tuple[int, ...]) -> str:
+    """Return a version as people write it, such as ``"2.7.1"``."""
+    return ".".join(map(str, version))

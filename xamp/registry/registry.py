@@ -24,7 +24,7 @@ from xamp.contract import CONTRACT, Backend, BackendReport, BackendSpec
 from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.shown import shown
 from xamp.registry.causes import TorchFailure, explain_torch
-from xamp.registry.find_torch import MINIMUM_TORCH, find_torch
+from xamp.registry.find_torch import MINIMUM_TORCH, as_text, find_torch
 from xamp.registry.plugins import PluginSpec, check_spec, read_entry_points
 from xamp.registry.probe import Failed, Ready, start
 from xamp.registry.spellings import SPELLINGS
@@ -363,8 +363,7 @@ def require_torch(needed_by: str = "xamp") -> ModuleType:
     found = find_torch()
     if isinstance(found, TorchFailure):
         found = REGISTRY.explain_torch(found)
-        minimum = ".".join(map(str, MINIMUM_TORCH))
         raise BackendUnavailable(
-            f"{needed_by} needs torch >= {minimum}, but {found.reason}\n{found.hint}"
+            f"{needed_by} needs torch >= {as_text(MINIMUM_TORCH)}, but {found.reason}\n{found.hint}"
         ) from found.error
     return found

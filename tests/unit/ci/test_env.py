@@ -21,8 +21,8 @@ def test_the_oldest_is_that_of_xamp() -> None:
 
 
 VERSIONS = {
-    **dict.fromkeys((f"{MINIMUM}.0+cu130", f"{MINIMUM}.0a0", "2.99.1", "3.0"), "taken"),
-    **dict.fromkeys((f"{OLDER}.1", "1.99.0", f"{OLDER}.0+cpu in /a/3.0"), "not taken"),
+    **dict.fromkeys((f"{MINIMUM}+cu130", f"{MINIMUM}a0", "2.10.0a0+git1", "2.10", "2.99.1", "3.0"), "taken"),
+    **dict.fromkeys((OLDER, "1.99.9", "2.7", f"{OLDER}+cpu in /a/3.0"), "not taken"),
 }
 
 

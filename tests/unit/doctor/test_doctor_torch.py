@@ -23,6 +23,9 @@ from site_packages import (
 from torch_versions import MINIMUM
 
 from xamp.cli._doctor_text import render, report
+from xamp.doctor import examine
+from xamp.registry.find_torch import NEWEST_TESTED, as_text
+from xamp.registry.findings import NOTE
 from xamp.registry.registry import BUILT_INS
 
 PIP = 'pip install "xamp[torch]"'
@@ -246,3 +249,16 @@ def test_a_distribution_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -
     assert (row["usable"], row["broken"]) == (False, True)
     assert row["reason"].startswith("entry points cannot be listed: UnicodeDecodeError")
     assert row_of(found, "cpu")["usable"] is True
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.99.1", "torch 2.99.1 is newer than tested ({})"),
+        ("3.0.0a0+git1", "torch 3.0.0a0+git1 is newer than tested ({})"),
+        *[(version, None) for version in (f"{MINIMUM}+cpu", f"{as_text(NEWEST_TESTED)}.9+cu130", "main")],
+    ],
+)
+def test_a_torch_that_is_newer_than_all_tested_ones_is_taken_with_a_note(version: str, said: str | None) -> None:
+    found = [(finding.severity, finding.text) for finding in examine.release_findings(version)]
+    assert found == ([] if said is None else [(NOTE, said.format(as_text(NEWEST_TESTED)))])
