@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,9 @@ import pytest
 import torch
 from checkpoints import Run, each_order, each_variant, everything, load, save, start, through_a_file, train
 from lanes import Lane
-from managed_models import Net
+from managed_models import Net, data_parallel
 from stepping import assert_same
 from torch import nn
-from torch.nn.parallel import DataParallel
 from torch.optim import SGD
 
 import xamp
@@ -32,13 +32,19 @@ def level_on(lane: Lane, level: str) -> dict[str, Any]:
 @each_order
 @pytest.mark.parametrize("wrapper", ["compiled", "data parallel"])
 def test_a_wrapped_model_loads_from_a_bare_one_and_back(
-    lane: Lane, level: str, order: Sequence[str], wrapper: str
+    lane: Lane, level: str, order: Sequence[str], wrapper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wrap: Any = (
+        data_parallel(lane, monkeypatch)
+        if wrapper == "data parallel"
+        else functools.partial(torch.compile, backend="eager")
+    )
+
     def wrapped(seed: int) -> Run:
         torch.manual_seed(seed)
         model = Net().to(lane.device)
         optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-        outer: Any = torch.compile(model, backend="eager") if wrapper == "compiled" else DataParallel(model)
+        outer = wrap(model)
         xamp.initialize(outer, optimizer, **level_on(lane, level))
         return Run(outer, optimizer)
 
