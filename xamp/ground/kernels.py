@@ -14,6 +14,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
+from xamp.ground.torch_features import traces_unscaling
+
 __all__ = [
     "POWER_OF_TWO",
     "copy_",
@@ -130,6 +132,8 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
         RuntimeError: a gradient is sparse or complex. Nothing was changed then.
     """
     grads, left = list(grads), _missing.get((_UNSCALE, found_inf.device.type)) if _missing else None
+    if _is_compiling() and not traces_unscaling():
+        left = {grad.dtype for grad in grads}
     if left and not left.isdisjoint({grad.dtype for grad in grads}):
         _unscale_without(left, grads, found_inf, inv_scale)
     else:

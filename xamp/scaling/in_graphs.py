@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from xamp.errors import StateError
+from xamp.ground.compiler import break_graphs
+from xamp.ground.torch_features import has_operators_outside_of_captures
 
 __all__ = ["check_unwritten", "is_written", "refuse_written"]
 
@@ -60,5 +62,14 @@ def check_unwritten(asked: torch.Tensor, tensor: torch.Tensor, version: int, cal
     Raises:
         StateError: somebody wrote into it.
     """
-    _make()
-    torch.ops.xamp.check_unwritten(asked, tensor, version, call)
+    if has_operators_outside_of_captures():
+        _make()
+        torch.ops.xamp.check_unwritten(asked, tensor, version, call)
+    else:
+        _check_outside(tensor, version, call)
+
+
+@break_graphs("an operator of this torch cannot say that no CUDA graph may hold it")
+def _check_outside(tensor: torch.Tensor, version: int, call: str) -> None:
+    if is_written(tensor, version):
+        raise refuse_written(call)

@@ -1,6 +1,6 @@
 """The attributes that a step sets on the optimizer itself, also in compiled code.
 
-The compiler of torch 2.11 ends in an error of its own where it meets such an assignment. There the graph breaks.
+Where the compiler ends in an error of its own when it meets such an assignment, the graph breaks there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from xamp.ground.compiler import break_graphs
+from xamp.ground.torch_features import traces_attributes_of_optimizers
 
 __all__ = ["lend_flag", "note_call", "take_flag_back"]
 
@@ -18,7 +19,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _writes(function: _Function) -> _Function:
-    if torch.__version__ >= "2.12":
+    if traces_attributes_of_optimizers():
         return function
     return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
 
