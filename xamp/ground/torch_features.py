@@ -1,0 +1,85 @@
+"""What releases of torch do differently. Each feature stands here once, and is asked of the torch that is there.
+
+The text of a function says what the feature is; ``since`` is the first release that has it, and ``without`` what xamp
+does where it is missing. A version is compared only where asking would start the compiler. A test asks every line on
+each tested release. The private names of torch that xamp uses have a table of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["FEATURES", "Feature", "missing"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """One difference.
+
+    Attributes:
+        name: of the function that asks.
+        what: the feature, one sentence.
+        since: the first release that has it, such as ``"2.8"``.
+        without: what xamp does without it.
+        is_there: asks.
+    """
+
+    name: str
+    what: str
+    since: str
+    without: str
+    is_there: Callable[[], bool]
+
+
+FEATURES: dict[str, Feature] = {}
+
+
+def missing() -> list[Feature]:
+    """Return the features that this torch lacks."""
+    return [feature for feature in FEATURES.values() if not feature.is_there()]
+
+
+def _since(release: str, *, without: str) -> Callable[[Callable[[], bool]], Callable[[], bool]]:
+    def register(ask: Callable[[], bool]) -> Callable[[], bool]:
+        answer: list[bool] = []
+
+        @functools.wraps(ask)
+        def asked() -> bool:
+            if not answer:
+                answer.append(ask())
+            return answer[0]
+
+        asked._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
+        FEATURES[ask.__name__] = Feature(ask.__name__, (ask.__doc__ or "").strip(), release, without, asked)
+        return asked
+
+    return register
+
+
+@_since("2.8", without="a compiled step unscales each gradient by operators of its own, with the same results")
+def traces_unscaling() -> bool:
+    """The compiler traces torch's kernel that unscales a list of gradients."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        try:
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale([torch.ones(1)], torch.zeros(()), torch.ones(()))
+        except AttributeError:
+            return False
+    return True
+
+
+@_since("2.8", without="a compiled step with masters breaks its graph where it looks for written gradients")
+def has_operators_outside_of_captures() -> bool:
+    """An operator can say that no CUDA graph may hold it."""
+    return hasattr(torch.Tag, "cudagraph_unsafe")
+
+
+@_since("2.12", without="a compiled step breaks its graph where it sets attributes of its optimizer")
+def traces_attributes_of_optimizers() -> bool:
+    """The compiler traces what sets attributes of an optimizer."""
+    return torch.__version__ >= "2.12"
