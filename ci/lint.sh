@@ -45,6 +45,8 @@ say "docs/validated.md, docs/performance.md, docs/scaling.md"
 "$py" ci/scaling_page.py --check
 say "the pictures of docs/concepts.md"
 "$py" ci/concept_pictures.py --check
+say "docs/op-policy.md"
+"$py" ci/releases_page.py --check
 say "docs/porting.md"
 "$py" ci/porting_page.py --check
 say "docs/report.md and docs/report.html"

@@ -2,12 +2,14 @@
 
 Each file, such as ``2.8.0.pt``, has a row for each level and optimizer of :data:`ROWS`: a checkpoint in the middle of
 training, with an overflow before it and one after it; the weights at the end; and the pickled model with its answer.
-tests/unit/sessions/test_releases.py reads every file on the release that runs there.
+tests/unit/sessions/test_releases.py reads every file on the release that runs there. The policy files, such as
+``2.8.0-cpu.json``, are what ``xamp policy show cpu --json`` prints; tests/unit/cli/test_policy_releases.py reads them.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from pathlib import Path
@@ -18,11 +20,13 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import xamp
+from xamp.cli import policy
 
 HERE = Path(__file__).parent
 ROWS = [(level, optimizer) for level in ("O1", "O2", "O5") for optimizer in ("fused Adam", "SGD")]
 MIDDLE, END = 5, 10
 OVERFLOWS = (2, 7)
+DEVICES = ("cpu", "cuda")
 
 
 def started(level: str, optimizer: str) -> tuple[Any, Any]:
@@ -68,8 +72,11 @@ def release() -> str:
 
 
 def main() -> None:
-    """Writes the file of this release."""
+    """Writes the files of this release."""
     torch.save({f"{level} {optimizer}": row(level, optimizer) for level, optimizer in ROWS}, HERE / f"{release()}.pt")
+    for device in DEVICES:
+        text = json.dumps(policy.show(device), separators=(",", ":"))
+        (HERE / f"{release()}-{device}.json").write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

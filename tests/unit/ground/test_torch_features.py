@@ -26,4 +26,6 @@ def test_the_table_stays_short() -> None:
 
 
 def test_what_is_missing_is_what_came_later() -> None:
-    assert [feature.since for feature in missing()] == [f.since for f in FEATURES.values() if torch.__version__ < f.since]
+    assert [feature.since for feature in missing()] == [
+        f.since for f in FEATURES.values() if torch.__version__ < f.since
+    ]
