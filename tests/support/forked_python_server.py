@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.metadata
 import json
+import linecache
 import os
 import re
 import runpy
@@ -248,6 +249,8 @@ def _become(asked: dict[str, Any], streams: Sequence[int], stand_in: str) -> Cal
     if rest[0] == "-m":
         return functools.partial(_run, lambda: runpy._run_module_as_main(rest[1]))  # type: ignore[attr-defined]
     if rest[0] == "-c":
+        if sys.version_info >= (3, 13):  # from there on tracebacks show the lines of such a command
+            linecache.cache["<string>"] = (len(rest[1]), None, rest[1].splitlines(keepends=True), "<string>")
         return functools.partial(_run, lambda: exec(compile(rest[1], "<string>", "exec"), vars(main)))
     script = Path(asked["cwd"], rest[0])
     main.__file__ = str(script)

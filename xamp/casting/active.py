@@ -115,6 +115,7 @@ def enter(mark: Mark, number: int, cached: bool | None = True) -> Entered:
         _thread.mark = mark
         return mark, before, number, False, None, was_cached, None, 0
     enabled, old, depth, slot = _is_enabled(device), _get_dtype(device), 0, None
+    cached = cached and mark.caches
     try:
         depth = _increment_nesting()
         _set_enabled(device, dtype is not None and mark.casting is None)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from xamp.ground.torch_features import caches_casts_with_gradients
+
 __all__ = ["APART", "PORTABLE", "REPLACED", "SLOT", "Mark", "mark_of", "no_casts_mark"]
 
 SLOT = "ipu"
@@ -36,6 +38,7 @@ class Mark:
         casting: the object that the functions replaced by an op policy ask how to cast in this region; None: they cast
             nothing here.
         slot: the dtype of :data:`SLOT` in the region; None: the slot is off.
+        caches: whether torch's cache of casts may be on in the region.
     """
 
     device_type: str | None
@@ -44,8 +47,10 @@ class Mark:
     portable: bool = False
     casting: Any = None
     slot: torch.dtype | None = dataclasses.field(init=False)
+    caches: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "caches", caches_casts_with_gradients())
         slot = PORTABLE if self.portable else None if self.casting is None else REPLACED
         object.__setattr__(self, "slot", slot)
 

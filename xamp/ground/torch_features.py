@@ -79,6 +79,17 @@ def has_operators_outside_of_captures() -> bool:
     return hasattr(torch.Tag, "cudagraph_unsafe")
 
 
+@_since("2.11", without="a weight that one region uses twice is cast twice")
+def caches_casts_with_gradients() -> bool:
+    """Autocast's cache keeps the gradient of a weight that is used first in a block without gradients."""
+    weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
+    with torch.inference_mode(mode=False), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        with torch.enable_grad():
+            return torch.mm(weight, weight).requires_grad
+
+
 @_since("2.12", without="a compiled step breaks its graph where it sets attributes of its optimizer")
 def traces_attributes_of_optimizers() -> bool:
     """The compiler traces what sets attributes of an optimizer."""

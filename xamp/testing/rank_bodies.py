@@ -228,6 +228,14 @@ def by_hand(lane: Lane, wrapper: str, spoilt: int) -> list[dict[str, Any]]:
     return found
 
 
+def plain_gradient(lane: Lane, wrapper: str) -> float:
+    """Without xamp, the sum of the gradients whose mean is one, of ranks that share a model under torch's wrapper."""
+    model = torch.nn.Linear(2, 1, bias=False).to(lane.device)
+    outer = wrap(lane, wrapper, model)
+    outer(torch.ones(1, 2, device=lane.device)).sum().backward()
+    return float(whole(model.weight.grad).mean())
+
+
 BODIES: dict[str, Callable[..., Any]] = {
-    body.__name__: body for body in (add_up, train, collapse, logged, resume, wrapped_before, by_hand)
+    body.__name__: body for body in (add_up, plain_gradient, train, collapse, logged, resume, wrapped_before, by_hand)
 }
