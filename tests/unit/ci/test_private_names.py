@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ci_scripts import ROOT, script
+from gathering import cases
 
 private_names = script("private_names")
 
@@ -49,9 +50,11 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("source", FOUND)
-def test_a_name_is_found(source: str) -> None:
-    assert [name for _, name in private_names.names(source)] == FOUND[source]
+def test_a_name_is_found() -> None:
+    with cases() as case:
+        for source, wanted in FOUND.items():
+            with case(source):
+                assert [name for _, name in private_names.names(source)] == wanted
 
 
 NOT_FOUND = [
@@ -66,9 +69,8 @@ NOT_FOUND = [
 ]
 
 
-@pytest.mark.parametrize("source", NOT_FOUND)
-def test_another_name_is_not(source: str) -> None:
-    assert private_names.names(source) == []
+def test_another_name_is_not() -> None:
+    assert {source: found for source in NOT_FOUND if (found := private_names.names(source))} == {}
 
 
 # --- where one may stand, and the table
