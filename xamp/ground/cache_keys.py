@@ -7,6 +7,7 @@ see. What xamp changes holds for all threads, so the text goes where torch keeps
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from torch.compiler import config
 
@@ -24,7 +25,7 @@ def put(name: str, text: str) -> None:
     """
     own = re.compile(f";xamp-{re.escape(name)}-[^;]*")
     tag = f";xamp-{name}-{text}" if text else ""
-    entry = config_entries().get("cache_key_tag")
+    entry: Any = config_entries().get("cache_key_tag")
     if hasattr(entry, "env_value_default") and isinstance(entry.default, str):
         known = entry.env_value_default
         entry.env_value_default = own.sub("", known if isinstance(known, str) else entry.default) + tag

@@ -89,7 +89,7 @@ def work_of(boxed: Any) -> Any:
 
 def finished_work(future: Any) -> Any:
     """Return a handle of work that ends with ``future``."""
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 def coalescing() -> tuple[Any, Any]:
