@@ -48,7 +48,8 @@ def _module(path: pathlib.Path) -> str:
 
 def _bindings(source: str) -> dict[str, set[str]]:
     """Each name that an adapter binds -> the private names of torch that it stands for, or that its function uses."""
-    binds, direct = {}, {}
+    binds: dict[str, ast.stmt] = {}
+    direct: dict[str, set[str]] = {}
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.ImportFrom):
             for each in statement.names:
@@ -82,7 +83,9 @@ def _taken(tree: ast.AST, bound: Mapping[str, object]) -> Iterator[tuple[str, st
     """Adapter and binding, for each that a module takes from an adapter."""
     adapters: dict[str, str] = {}
     for node in ast.walk(tree):
-        for each in node.names if isinstance(node, ast.ImportFrom) else ():
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        for each in node.names:
             if f"{node.module}.{each.name}" in bound:
                 adapters[each.asname or each.name] = f"{node.module}.{each.name}"
             elif node.module in bound:

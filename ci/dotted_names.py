@@ -93,7 +93,7 @@ class _Names(ast.NodeVisitor):
         """``getattr(torch, "_x")``."""
         if isinstance(node.func, ast.Name) and node.func.id in _BY_TEXT and len(node.args) > 1:
             owner, name = self._dotted(node.args[0]), node.args[1]
-            if owner and isinstance(name, ast.Constant):
+            if owner and isinstance(name, ast.Constant) and isinstance(name.value, str):
                 self._note(node, f"{owner}.{name.value}")
                 for each in (*node.args[2:], *node.keywords):
                     self.visit(each)
