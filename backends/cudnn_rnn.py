@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xamp.backends import torch_private
 from xamp.contract import RecurrentLayer, Setting
 
 __all__ = ["MODES", "has_bf16", "join_", "settings"]
@@ -32,14 +33,14 @@ def join_(weights: Sequence[torch.Tensor], layer: RecurrentLayer) -> None:
         layer: see there.
     """
     first = weights[0]
-    if not torch._C._get_cudnn_enabled() or not torch._use_cudnn_rnn_flatten_weight():
+    if not torch_private.get_cudnn_enabled() or not torch_private.use_cudnn_rnn_flatten_weight():
         return
     if first.dtype is torch.bfloat16 and not has_bf16(first.device):
         return
     in_each = (4 if layer.bias else 2) + bool(layer.proj_size)
     sizes = layer.input_size, MODES[layer.kind], layer.hidden_size, layer.proj_size, layer.num_layers
     with torch.cuda.device_of(first):
-        torch._cudnn_rnn_flatten_weight(list(weights), in_each, *sizes, False, layer.bidirectional)
+        torch_private.cudnn_rnn_flatten_weight(list(weights), in_each, *sizes, False, layer.bidirectional)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -53,7 +54,7 @@ def _card_has_bf16(card: int) -> bool:
     if torch.version.hip is not None:  # MIOpen has them in fp16 and fp32
         return False
     properties = torch.cuda.get_device_properties(card)
-    return _is_new_enough(_torch_version(), _cudnn_built_with(), (properties.major, properties.minor))
+    return _is_new_enough(_torch_version(), torch_private.cudnn_built_with(), (properties.major, properties.minor))
 
 
 def settings(device: torch.device) -> Iterator[Setting]:
@@ -73,12 +74,6 @@ def _is_new_enough(torch_version: tuple[int, ...], cudnn: tuple[int, ...], card:
 
 def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-def _cudnn_built_with() -> tuple[int, ...]:
-    """The version of cuDNN that torch was built with; empty without cuDNN."""
-    module: Any = getattr(torch._C, "_cudnn", None)
-    return () if module is None else tuple(module.getCompileVersion())
 
 
 def _spelt(version: tuple[int, ...]) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style, types, the rule that the core names no device, and the pages that are made from the code.
+# Style, types, the rules for names of devices and private names of torch, and the pages that are made from the code.
 #
 #     ci/lint.sh             all of it: some minutes
 #     ci/lint.sh --quick     ruff, and mypy of what was changed since the last commit: some seconds, once mypy has a cache
@@ -35,6 +35,8 @@ say "the picture of the architecture"
 "$py" ci/architecture_picture.py --check
 say "device names in the core"
 "$py" ci/device_names.py
+say "private names of torch"
+"$py" ci/private_names.py
 say "docs/settings.md"
 "$py" ci/settings_page.py --check
 say "docs/libraries.md, docs/levels.md"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from xamp.backend_kit import environment_settings, first_line, fused_forms
+from xamp.backends import torch_private
 from xamp.backends.native import LOWER_DTYPES, ModuleBackend
 from xamp.backends.npu import chips, torch_npu_features
 from xamp.contract import Setting
@@ -134,7 +135,7 @@ class NpuBackend(ModuleBackend):
         flag = sys.modules[_PACKAGE].npu_get_float_status(status)[0]
         torch.maximum(found_inf, flag.ne(0).to(found_inf.dtype).reshape(found_inf.shape), out=found_inf)
         if grads:
-            torch._foreach_mul_(list(grads), inv_scale)
+            torch_private.foreach_mul_(list(grads), inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""
@@ -238,4 +239,4 @@ _VARIABLES = {
 
 def _has_kernel(operator: str) -> bool:
     """Whether torch_npu has a kernel of its own for an operator of torch."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "PrivateUse1")
+    return torch_private.has_kernel_for_key(f"aten::{operator}", "PrivateUse1")

@@ -21,6 +21,8 @@ from torch import nn
 from xamp.casting import active
 from xamp.casting.mark import APART, REPLACED
 from xamp.ground.log import say
+from xamp.ground.torch_private import autocast, dynamo
+from xamp.ground.torch_private.dispatch import len_torch_dispatch_stack
 
 __all__ = [
     "ALL",
@@ -47,9 +49,9 @@ NAMES = {HALF: "Half", BFLOAT16: "BFloat16", FLOAT: "Float", DOUBLE: "Double"}
 
 _lock = threading.Lock()
 _is_compiling = torch.compiler.is_compiling
-_tracing_state = torch._C._get_tracing_state
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = dynamo.get_tracing_state
+_dispatch_modes = len_torch_dispatch_stack
+_transform = dynamo.peek_interpreter_stack
 
 
 class _Open:
@@ -111,7 +113,7 @@ class Casting:
     def paused(self) -> Iterator[None]:
         """Switch casts off in a block, for all threads. Blocks may overlap."""
         if _is_compiling():
-            torch._dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not when they are called
+            dynamo.graph_break()  # methods in a graph ask when the graph is lowered, not when they are called
         self._pause(1)
         mine = _thread.open
         mine.blocks += 1
@@ -269,8 +271,8 @@ def here() -> Casting | None:
         return process.casting
     # A compiled graph: find its region by the autocast state that the graph sets.
     for (device_type, lower), casting in regions.items():
-        if torch._C.get_autocast_dtype(device_type) is lower and not torch._C.is_autocast_enabled(device_type):
-            return None if torch._C.is_autocast_cache_enabled() else casting
+        if autocast.get_autocast_dtype(device_type) is lower and not autocast.is_autocast_enabled(device_type):
+            return None if autocast.is_autocast_cache_enabled() else casting
     return None
 
 

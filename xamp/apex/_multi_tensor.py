@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xamp.apex._tensor_lists import Lists, floats, norms, number, raise_flag, store, whole_norm
+from xamp.ground.torch_private import operators
 
 __all__ = [
     "multi_tensor_axpby",
@@ -31,7 +32,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
     if not len(sources):
         return
     raise_flag(noop_flag, sources)
-    store(targets, torch._foreach_mul(floats(sources), number(scale)))
+    store(targets, operators.foreach_mul(floats(sources), number(scale)))
 
 
 def multi_tensor_axpby(
@@ -45,8 +46,8 @@ def multi_tensor_axpby(
     if not len(xs):
         return
     raise_flag(noop_flag, *((xs, ys) if arg_to_check == -1 else ((xs, ys)[arg_to_check],)))
-    sums = torch._foreach_mul(floats(xs), a)
-    torch._foreach_add_(sums, torch._foreach_mul(floats(ys), b))
+    sums = operators.foreach_mul(floats(xs), a)
+    operators.foreach_add_(sums, operators.foreach_mul(floats(ys), b))
     store(targets, sums)
 
 
@@ -73,7 +74,7 @@ def multi_tensor_l2norm_scale(
     """Write ``inputs * scale`` into the outputs, and return the norms of what was written. Lists: inputs, outputs."""
     sources, targets = tensor_lists
     raise_flag(noop_flag, sources)
-    scaled = list(torch._foreach_mul(floats(sources), number(scale)))
+    scaled = list(operators.foreach_mul(floats(sources), number(scale)))
     store(targets, scaled)
     return _both(norms(scaled), 2.0, per_tensor)
 
@@ -86,7 +87,7 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norms of ``inputs * inv_scale``; the inputs stay. ``inv_scale``: a tensor with one element."""
-    unscaled = list(torch._foreach_mul(floats(tensor_lists[0]), number(inv_scale)))
+    unscaled = list(operators.foreach_mul(floats(tensor_lists[0]), number(inv_scale)))
     return _norms_of(noop_flag, [unscaled], 2.0, per_tensor)
 
 

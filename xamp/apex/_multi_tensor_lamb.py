@@ -14,6 +14,7 @@ import torch
 
 from xamp.apex._multi_tensor_steps import moments_update
 from xamp.apex._tensor_lists import Lists, floats, norms, number, store
+from xamp.ground.torch_private import operators
 
 __all__ = [
     "multi_tensor_lamb",
@@ -99,7 +100,7 @@ def multi_tensor_lamb_mp(
     if not len(grads):
         return
     beta3 = 1.0 - beta1 if grad_averaging else 1.0
-    unscaled = torch._foreach_mul(floats(grads), number(inv_scale))
+    unscaled = operators.foreach_mul(floats(grads), number(inv_scale))
     scaled = _clipped(unscaled, global_grad_norm, max_grad_norm)
     options = ((beta1, beta2), beta3, epsilon, step, bias_correction, weight_decay, mode)
     update = _lamb_update(scaled, params, [exp_avgs, exp_avg_sqs], noop_flag, *options)
@@ -125,7 +126,7 @@ def multi_tensor_lamb_stage1_cuda(
     scaled = _clipped(floats(grads), global_grad_norm, max_global_grad_norm)
     betas = (beta1, beta2)
     update = moments_update(scaled, exp_avgs, exp_avg_sqs, None, betas, 1.0 - beta1, epsilon, step + 1, 1)
-    torch._foreach_add_(update, torch._foreach_mul(floats(params), list(per_tensor_decay.unbind())))
+    operators.foreach_add_(update, operators.foreach_mul(floats(params), list(per_tensor_decay.unbind())))
     store(updates, update)
 
 
@@ -142,12 +143,12 @@ def multi_tensor_lamb_stage2_cuda(
     """Subtract the updates of stage 1, the second list, from the parameters, with LAMB's ratio of norms."""
     params, updates = tensor_lists
     ratios = _ratios(per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay, bool(use_nvlamb))
-    store(params, torch._foreach_sub(floats(params), torch._foreach_mul(floats(updates), ratios)))
+    store(params, operators.foreach_sub(floats(params), operators.foreach_mul(floats(updates), ratios)))
 
 
 def _clipped(grads: Sequence[torch.Tensor], norm: torch.Tensor, limit: Any) -> list[torch.Tensor]:
     norm, limit = number(norm).float(), number(limit)
-    return list(torch._foreach_div(list(grads), torch.where(norm > limit, norm / limit, torch.ones_like(norm))))
+    return list(operators.foreach_div(list(grads), torch.where(norm > limit, norm / limit, torch.ones_like(norm))))
 
 
 def _lamb_update(
@@ -165,10 +166,10 @@ def _lamb_update(
 ) -> list[torch.Tensor]:
     old = floats(params)
     if mode == 0 and decay != 0.0:
-        grads = list(torch._foreach_add(grads, old, alpha=decay))
+        grads = list(operators.foreach_add(grads, old, alpha=decay))
     update = moments_update(grads, moments[0], moments[1], skip, betas, beta3, eps, step, corrects)
     if mode != 0 and decay != 0.0:
-        torch._foreach_add_(update, old, alpha=decay)
+        operators.foreach_add_(update, old, alpha=decay)
     return update
 
 
@@ -177,7 +178,7 @@ def _lamb_apply(
 ) -> list[torch.Tensor]:
     """Return the new parameters, in fp32."""
     ratios = _ratios(norms(params), norms(update), lr, decay, use_nvlamb)
-    return list(torch._foreach_sub(floats(params), torch._foreach_mul(update, ratios)))
+    return list(operators.foreach_sub(floats(params), operators.foreach_mul(update, ratios)))
 
 
 def _ratios(

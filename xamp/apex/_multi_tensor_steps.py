@@ -15,6 +15,7 @@ import torch
 
 from xamp.apex._multi_tensor import multi_tensor_norm_out
 from xamp.apex._tensor_lists import Lists, floats, number, store
+from xamp.ground.torch_private import operators
 
 __all__ = [
     "moments_update",
@@ -48,20 +49,20 @@ def multi_tensor_sgd(
     if not len(grads):
         return
     old = floats(params)
-    step = list(torch._foreach_mul(floats(grads), scale))
+    step = list(operators.foreach_mul(floats(grads), scale))
     if wd != 0.0 and not wd_after_momentum:
-        torch._foreach_add_(step, old, alpha=wd)
+        operators.foreach_add_(step, old, alpha=wd)
     if momentum != 0.0:
         if first_run:
             moving = [s.clone() for s in step]
         else:
-            moving = list(torch._foreach_mul(floats(momenta), momentum))
-            torch._foreach_add_(moving, step, alpha=1.0 - dampening)
+            moving = list(operators.foreach_mul(floats(momenta), momentum))
+            operators.foreach_add_(moving, step, alpha=1.0 - dampening)
         store(momenta, moving, noop_flag)
-        step = list(torch._foreach_add(step, moving, alpha=momentum)) if nesterov else moving
+        step = list(operators.foreach_add(step, moving, alpha=momentum)) if nesterov else moving
     if wd != 0.0 and wd_after_momentum:
-        step = list(torch._foreach_add(step, old, alpha=wd))
-    new = torch._foreach_add(old, step, alpha=-lr)
+        step = list(operators.foreach_add(step, old, alpha=wd))
+    new = operators.foreach_add(old, step, alpha=-lr)
     for targets in (params, *copies):
         store(targets, new, noop_flag)
 
@@ -141,7 +142,7 @@ def _unscaled(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, skip: torc
     """Return the gradients times ``inv_scale`` in fp32, and write them back."""
     if not len(grads):
         return []
-    unscaled = list(torch._foreach_mul(floats(grads), number(inv_scale)))
+    unscaled = list(operators.foreach_mul(floats(grads), number(inv_scale)))
     store(grads, unscaled, skip)
     return unscaled
 
@@ -165,24 +166,24 @@ def _adam(
     old, used = floats(params), floats(grads)
     rate = number(lr)
     if mode == 0 and decay != 0.0:
-        used = list(torch._foreach_add(used, old, alpha=decay))
+        used = list(operators.foreach_add(used, old, alpha=decay))
     if mode != 0 and decay != 0.0:
-        old = list(torch._foreach_mul(old, 1.0 - rate * decay))
-    first = list(torch._foreach_lerp(floats(exp_avgs), used, 1.0 - betas[0]))
-    second = list(torch._foreach_mul(floats(exp_avg_sqs), betas[1]))
-    torch._foreach_addcmul_(second, used, used, value=1.0 - betas[1])
+        old = list(operators.foreach_mul(old, 1.0 - rate * decay))
+    first = list(operators.foreach_lerp(floats(exp_avgs), used, 1.0 - betas[0]))
+    second = list(operators.foreach_mul(floats(exp_avg_sqs), betas[1]))
+    operators.foreach_addcmul_(second, used, used, value=1.0 - betas[1])
     store(exp_avgs, first, skip)
     store(exp_avg_sqs, second, skip)
-    denominators = list(torch._foreach_sqrt(second))
+    denominators = list(operators.foreach_sqrt(second))
     if corrects:
         rate = rate / _correction(betas[0], step)
-        torch._foreach_div_(denominators, _correction(betas[1], step) ** 0.5)
-    torch._foreach_add_(denominators, eps)
+        operators.foreach_div_(denominators, _correction(betas[1], step) ** 0.5)
+    operators.foreach_add_(denominators, eps)
     if isinstance(rate, torch.Tensor):
-        update = torch._foreach_mul(torch._foreach_div(first, denominators), rate)
-        new = torch._foreach_sub(old, update)
+        update = operators.foreach_mul(operators.foreach_div(first, denominators), rate)
+        new = operators.foreach_sub(old, update)
     else:
-        new = torch._foreach_addcdiv(old, first, denominators, value=-rate)
+        new = operators.foreach_addcdiv(old, first, denominators, value=-rate)
     for target in targets:
         store(target, new, skip)
 
@@ -200,18 +201,18 @@ def moments_update(
 ) -> list[torch.Tensor]:
     """Update both moments and return ``m / (sqrt(v) + eps)``, with bias correction where it is asked for."""
     beta1, beta2 = betas
-    first = list(torch._foreach_mul(floats(exp_avgs), beta1))
-    torch._foreach_add_(first, grads, alpha=beta3)
-    second = list(torch._foreach_mul(floats(exp_avg_sqs), beta2))
-    torch._foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
+    first = list(operators.foreach_mul(floats(exp_avgs), beta1))
+    operators.foreach_add_(first, grads, alpha=beta3)
+    second = list(operators.foreach_mul(floats(exp_avg_sqs), beta2))
+    operators.foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
     store(exp_avgs, first, skip)
     store(exp_avg_sqs, second, skip)
     if corrects:
-        first = list(torch._foreach_div(first, _correction(beta1, step)))
-        second = list(torch._foreach_div(second, _correction(beta2, step)))
-    denominators = list(torch._foreach_sqrt(second))
-    torch._foreach_add_(denominators, eps)
-    return list(torch._foreach_div(first, denominators))
+        first = list(operators.foreach_div(first, _correction(beta1, step)))
+        second = list(operators.foreach_div(second, _correction(beta2, step)))
+    denominators = list(operators.foreach_sqrt(second))
+    operators.foreach_add_(denominators, eps)
+    return list(operators.foreach_div(first, denominators))
 
 
 def _correction(beta: float, step: Any) -> Any:
@@ -236,14 +237,14 @@ def multi_tensor_adagrad(
         return
     old, used = floats(params), list(floats(grads))
     if mode == 0 and weight_decay != 0.0:
-        used = list(torch._foreach_add(used, old, alpha=weight_decay))
-    total = torch._foreach_addcmul(floats(sums), used, used)
+        used = list(operators.foreach_add(used, old, alpha=weight_decay))
+    total = operators.foreach_addcmul(floats(sums), used, used)
     store(sums, total)
-    denominators = torch._foreach_sqrt(total)
-    torch._foreach_add_(denominators, epsilon)
+    denominators = operators.foreach_sqrt(total)
+    operators.foreach_add_(denominators, epsilon)
     if mode != 0 and weight_decay != 0.0:
-        old = list(torch._foreach_mul(old, 1.0 - lr * weight_decay))
-    store(params, torch._foreach_addcdiv(old, used, denominators, value=-lr))
+        old = list(operators.foreach_mul(old, 1.0 - lr * weight_decay))
+    store(params, operators.foreach_addcdiv(old, used, denominators, value=-lr))
 
 
 def multi_tensor_novograd(
@@ -289,14 +290,14 @@ def multi_tensor_novograd(
     norm_correction = (1.0 - beta2**step) ** 0.5 if bias_correction else 1.0
     denominators = list((grad_norms / norm_correction + epsilon).unbind())
     old, used = floats(params), floats(grads)
-    first = list(torch._foreach_mul(floats(exp_avgs), beta1))
+    first = list(operators.foreach_mul(floats(exp_avgs), beta1))
     if mode == 0:
-        used = list(torch._foreach_div(used, denominators))
-        torch._foreach_add_(used, old, alpha=weight_decay)
-    torch._foreach_add_(first, used, alpha=beta3)
+        used = list(operators.foreach_div(used, denominators))
+        operators.foreach_add_(used, old, alpha=weight_decay)
+    operators.foreach_add_(first, used, alpha=beta3)
     store(exp_avgs, first)
-    update = list(torch._foreach_div(first, first_correction))
+    update = list(operators.foreach_div(first, first_correction))
     if mode != 0:
-        update = list(torch._foreach_div(update, denominators))
-        torch._foreach_add_(update, old, alpha=weight_decay)
-    store(params, torch._foreach_add(old, update, alpha=-lr))
+        update = list(operators.foreach_div(update, denominators))
+        operators.foreach_add_(update, old, alpha=weight_decay)
+    store(params, operators.foreach_add(old, update, alpha=-lr))

@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
-import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,8 @@ from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.ground import cache_keys
 from xamp.ground.compiler import forget_graphs
+from xamp.ground.torch_private import dynamo
+from xamp.ground.torch_private.modules import RECURRENT
 from xamp.ground.version import __version__
 
 __all__ = ["Registration", "Wanted", "held", "hold", "is_installed", "release", "tag_caches"]
@@ -185,8 +186,7 @@ def _plan() -> dict[tuple[int, str], _Place]:
     found: dict[tuple[int, str], _Place] = {}
     wide = any(wanted.wide for wanted in _wanted)
     # The class of tensors while a graph is lowered: it has methods of its own with the same names.
-    module = sys.modules.get("torch._subclasses.functional_tensor")
-    functional = getattr(module, "FunctionalTensor", types.SimpleNamespace())
+    functional = dynamo.functional_tensor() or types.SimpleNamespace()
 
     def add(owner: Any, name: str, kind: str, message: str = "") -> None:
         if not hasattr(owner, name):
@@ -208,7 +208,7 @@ def _plan() -> dict[tuple[int, str], _Place]:
             add(owner, name, kind, message)
     add(torch.nn.RNNBase, "check_input", _rnn.CHECK_INPUT)
     for name in (*_rnn.RNNS, *_rnn.CELLS):
-        add(torch._VF, name, "lower")
+        add(RECURRENT, name, "lower")
     registered = {(id(owner), name) for wanted in _wanted for owner, name, _ in wanted.registrations}
     for owner, name, place in _aliases({key: place for key, place in found.items() if key not in registered}):
         found.setdefault((id(owner), name), dataclasses.replace(place, owner=owner, name=name))
@@ -248,7 +248,7 @@ def _aliases(places: Mapping[tuple[int, str], _Place]) -> Iterator[tuple[Any, st
     functions = {
         id(_original(place.owner, place.name)): place
         for place in places.values()
-        if place.owner in (*owners, torch._VF)
+        if place.owner in (*owners, RECURRENT)
     }
     for owner in owners:
         for name in list(vars(owner)):
@@ -269,9 +269,7 @@ def _original(owner: Any, name: str) -> Any:
 def _prepare_compiler() -> None:
     """Make the compiler build its tables of torch's functions before any is replaced: it builds them once, by name."""
     with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
-        rules = importlib.import_module("torch._dynamo.trace_rules")
-        rules.get_torch_obj_rule_map()
-        rules.get_tensor_method()
+        dynamo.list_functions()
 
 
 _digest: list[str] = []  # of what the wrappers do

@@ -9,17 +9,18 @@ require_torch(__name__)
 from collections.abc import Sequence
 
 import torch
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from xamp.ground.torch_private import operators
 
 __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a new tensor of one dimension with the elements of all ``tensors``, which have one dtype and device."""
-    flat: torch.Tensor = _flatten_dense_tensors(tensors)
+    flat: torch.Tensor = operators.flatten_dense_tensors(tensors)
     return flat
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of ``flat`` with the shapes of ``tensors``."""
-    return list(_unflatten_dense_tensors(flat, tensors))
+    return list(operators.unflatten_dense_tensors(flat, tensors))

@@ -28,6 +28,9 @@ from xamp.casting import node_numbers
 from xamp.casting.mark import PORTABLE, REPLACED, SLOT, Mark, no_casts_mark
 from xamp.casting.needs import needs
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private import autocast
+from xamp.ground.torch_private.autograd import current_graph_task_id, get_sequence_nr
+from xamp.ground.torch_private.dispatch import is_torch_function_mode_enabled
 
 __all__ = [
     "casts_on",
@@ -62,19 +65,17 @@ class _ThreadState(threading.local):
 
 
 _thread = _ThreadState()
-next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_number = get_sequence_nr
 """Returns the number that this thread's next autograd node gets."""
 
-_graph_task = torch._C._current_graph_task_id
+_graph_task = current_graph_task_id
 _is_compiling = torch.compiler.is_compiling
-_has_function_mode = torch._C._is_torch_function_mode_enabled
-# These come from torch._C and not from torch. Libraries that run scripts of one device on another replace the functions
-# of the same names in torch by their own, which look up the intended device and which the compiler cannot trace.
-_is_enabled, _set_enabled = torch._C.is_autocast_enabled, torch._C.set_autocast_enabled
-_get_dtype, _set_dtype = torch._C.get_autocast_dtype, torch._C.set_autocast_dtype
-_is_cached, _set_cached = torch._C.is_autocast_cache_enabled, torch._C.set_autocast_cache_enabled
-_increment_nesting, _decrement_nesting = torch._C.autocast_increment_nesting, torch._C.autocast_decrement_nesting
-_clear_cache = torch._C.clear_autocast_cache
+_has_function_mode = is_torch_function_mode_enabled
+_is_enabled, _set_enabled = autocast.is_autocast_enabled, autocast.set_autocast_enabled
+_get_dtype, _set_dtype = autocast.get_autocast_dtype, autocast.set_autocast_dtype
+_is_cached, _set_cached = autocast.is_autocast_cache_enabled, autocast.set_autocast_cache_enabled
+_increment_nesting, _decrement_nesting = autocast.autocast_increment_nesting, autocast.autocast_decrement_nesting
+_clear_cache = autocast.clear_autocast_cache
 
 Entered = tuple[Mark, "Mark | None", int, bool, "torch.dtype | None", bool, "tuple[torch.dtype | None] | None", int]
 

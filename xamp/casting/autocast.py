@@ -17,6 +17,8 @@ from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean
 from xamp.ground.compiler import keep_eager, own_code
+from xamp.ground.torch_private import dynamo
+from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_cache_enabled
 from xamp.registry import device_in_use
 
 __all__ = ["Casts", "Reentrant", "autocast"]
@@ -102,11 +104,9 @@ class Casts(Reentrant, torch.autocast):
     def device(self) -> str | None:  # type: ignore[override]
         """The device type."""
         mark = self._mark()
-        if torch._guards.TracingContext.try_get() is not None and (
-            needs.registered or (mark.portable and mark.device_type in needs.extended)
-        ):
+        if dynamo.is_tracing() and (needs.registered or (mark.portable and mark.device_type in needs.extended)):
             # The compiler breaks the graph here and runs the block eagerly; with fullgraph=True it raises this error.
-            raise torch._dynamo.exc.Unsupported(
+            raise dynamo.unsupported(
                 "autocast(): made outside of the function that torch.compile traces, which would leave out what xamp "
                 "adds to the device's own autocast. Make it inside: with xamp.autocast(): ..."
             )
@@ -115,7 +115,7 @@ class Casts(Reentrant, torch.autocast):
     @property
     def fast_dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """The dtype to which operators are cast."""
-        return self._mark().dtype or torch._C.get_autocast_dtype(self._mark().device_type or "")
+        return self._mark().dtype or get_autocast_dtype(self._mark().device_type or "")
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]
@@ -123,7 +123,7 @@ class Casts(Reentrant, torch.autocast):
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
-        return torch._C.is_autocast_cache_enabled() if self._cached is None else self._cached
+        return is_autocast_cache_enabled() if self._cached is None else self._cached
 
     def _arguments(self) -> tuple[Any, ...]:
         """Return the arguments that make an equal object of this class."""

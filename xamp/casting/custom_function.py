@@ -14,6 +14,7 @@ from torch.autograd.function import FunctionCtx
 from xamp.errors import StateError
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import cast_floats
+from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
 from xamp.registry import device_in_use
 from xamp.registry.registry import HOST
 
@@ -70,7 +71,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
         kind = _device_type((*args, *kwargs.values()))
-        on, dtype = torch._C.is_autocast_enabled(kind), torch._C.get_autocast_dtype(kind)
+        on, dtype = is_autocast_enabled(kind), get_autocast_dtype(kind)
         state = kind, on and cast_inputs is None, dtype
         dtype_inside = cast_inputs if on else None
         if args and isinstance(args[0], FunctionCtx):

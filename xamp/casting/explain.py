@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
+from xamp.ground.torch_private.modules import BatchNorm
 from xamp.policy import levels_where, listed
 from xamp.scaling.masters import is_lowered
 
@@ -176,7 +176,7 @@ def _cast_later(module: nn.Module) -> str | None:
 def _late_module(module: nn.Module) -> str | None:
     """The text for a module that has fp32 parameters, though neither ``keep_fp32`` nor the level keeps it so."""
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) or (name and _kept(module, name)):
+        if isinstance(part, BatchNorm) or (name and _kept(module, name)):
             continue
         for key, param in part._parameters.items():
             if param is not None and param.dtype is torch.float32 and not is_lowered(param):

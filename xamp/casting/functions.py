@@ -19,6 +19,7 @@ from xamp.casting.needs import needs
 from xamp.errors import PolicyError
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, cast_floats, tensors_in
+from xamp.ground.torch_private.autocast import get_autocast_dtype, is_autocast_enabled
 
 __all__ = ["call", "disable_casts", "float_function", "half_function", "is_torchs", "promote_function"]
 
@@ -45,7 +46,7 @@ def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs
         return function(*args, **kwargs)
     dtype = torch.float32
     if kind == HALF:
-        dtype = torch._C.get_autocast_dtype(device)
+        dtype = get_autocast_dtype(device)
     elif kind == PROMOTE:
         dtype = _widest(tensors, device)
     args, kwargs = cast_floats(args, dtype, device), cast_floats(kwargs, dtype, device)
@@ -62,7 +63,7 @@ def _autocast_device(tensors: list[torch.Tensor]) -> str | None:
         kind = tensor.device.type
         if kind not in seen:
             seen.append(kind)
-            if _has_autocast(kind) and torch._C.is_autocast_enabled(kind):
+            if _has_autocast(kind) and is_autocast_enabled(kind):
                 return kind
     return None
 

@@ -20,10 +20,9 @@ import threading
 import weakref
 from typing import Any
 
-import torch
-
 from xamp.casting.mark import Mark
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private.autograd import current_autograd_node, current_graph_task_id, queue_callback
 
 __all__ = ["answer", "find", "keep"]
 
@@ -81,8 +80,8 @@ class _ThreadState(threading.local):
 
 _thread = _ThreadState()
 _all_ranges: collections.deque[_Ranges] = collections.deque(maxlen=_THREADS)
-_graph_task = torch._C._current_graph_task_id
-_current_node = torch._C._current_autograd_node
+_graph_task = current_graph_task_id
+_current_node = current_autograd_node
 
 
 @keep_eager
@@ -123,5 +122,5 @@ def answer(mark: Mark) -> None:
     if last is not None and last[0]() is not None and last[1] == task and last[2] is mark:
         return
     backward = _Backward()
-    torch.autograd.Variable._execution_engine.queue_callback(backward)
+    queue_callback(backward)
     _thread.answer = weakref.ref(backward), task, mark

@@ -19,6 +19,7 @@ from torch.utils import checkpoint
 
 from xamp.casting import active
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private.autograd import wrap_checkpoint_generator
 
 __all__ = ["watch"]
 
@@ -31,8 +32,8 @@ def watch() -> None:
     with _lock:
         if _patched:
             return
-        saved, reentrant = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
-        checkpoint._checkpoint_without_reentrant_generator = _restoring(saved, 0)
+        wrap_checkpoint_generator(functools.partial(_restoring, position=0))
+        reentrant = checkpoint.CheckpointFunction
         reentrant.forward = staticmethod(_restoring(reentrant.forward, 1))  # type: ignore[method-assign]
         _patched.append("torch.utils.checkpoint")
 

@@ -26,6 +26,9 @@ from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats
 from xamp.ground.pickle_names import pickled_as
+from xamp.ground.torch_private.autocast import is_autocast_enabled
+from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
+from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.registry import registry
 from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
@@ -133,20 +136,20 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
     into, out_of = region.input_dtype, region.output_dtype
-    is_traced, compiler, is_enabled = torch.compiler.is_dynamo_compiling, torch.compiler, torch._C.is_autocast_enabled
+    is_traced, compiler, is_enabled = torch.compiler.is_dynamo_compiling, compiler_attributes, is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     cast, apart, lowers = region.cast, region.apart, region.lowers
     spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
     run_traced = own_code(active.run_traced)
 
     positional, named, results = Caster(into, cast), Caster(into, cast), Caster(out_of, cast)
-    ddp = nn.parallel.DistributedDataParallel
+    ddp = ddp_attributes
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         if spare is None and into is not None:
             args, kwargs = cast(args, into), cast(kwargs, into)
-        if notes and ddp._active_ddp_module is not None:
-            note_wrapper_while_tracing(id(ddp._active_ddp_module))
+        if notes and active_ddp() is not None:
+            note_wrapper_while_tracing(id(active_ddp()))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = run_traced(mark, function, self, *args, **kwargs)
         else:
@@ -156,11 +159,11 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if spare is not None:
             args, kwargs = spare(args, kwargs)
-        if is_traced() or compiler._is_compiling_flag:  # is_compiling() is two calls: 0.3 us more
+        if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more
             return traced(self, args, kwargs)
         if into is not None and spare is None:
             args, kwargs = positional.cast(args), named.cast(kwargs)
-        if notes and ddp._active_ddp_module is not None:
+        if notes and ddp[ACTIVE_DDP] is not None:
             note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
@@ -209,7 +212,7 @@ def note_call(model: nn.Module | None) -> None:
     Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
     masters are followed as :mod:`xamp.scaling.followers` says.
     """
-    ddp = nn.parallel.DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if torch.compiler.is_dynamo_compiling():
         if ddp is not None:
             note_wrapper_while_tracing(id(ddp))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.errors import PolicyError
 from xamp.ground.compiler import own_code
+from xamp.ground.torch_private import dynamo
 
 __all__ = ["register_float_function", "register_half_function", "register_promote_function"]
 
@@ -228,10 +228,9 @@ def _correct_trace_rules() -> None:
     what it finds there. A wrapper in that table would run when the graph runs, where no mark tells that it is in a
     region.
     """
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is None:
+    table = dynamo.rules_of_functions()
+    if table is None:
         return
-    table = rules.get_torch_obj_rule_map()
     for record in list(_registered.values()):
         rule = table.pop(record.wrapper, None)
         if rule is not None:

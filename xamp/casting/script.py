@@ -5,9 +5,8 @@ from __future__ import annotations
 import types
 from typing import Any, NoReturn
 
-import torch
-
 from xamp.errors import StateError
+from xamp.ground.torch_private import script
 from xamp.policy import levels_where, listed
 
 __all__ = ["forget_script", "refuse_script", "tell_script"]
@@ -29,10 +28,10 @@ def refuse_script() -> NoReturn:
 
 def tell_script(function: Any, wrapper: Any) -> None:
     """Make TorchScript compile ``function`` where it meets ``wrapper``, which replaces it."""
-    op = torch.jit._builtins._find_builtin(function)
+    op = script.find_builtin(function)
     if op is not None:
-        torch.jit._builtins._register_builtin(wrapper, op)
-    dispatched = torch._jit_internal.boolean_dispatched
+        script.register_builtin(wrapper, op)
+    dispatched = script.boolean_dispatched
     if isinstance(function, types.FunctionType) and function in dispatched:
         dispatched[wrapper] = dispatched[function]
     if isinstance(wrapper, types.FunctionType):
@@ -41,4 +40,4 @@ def tell_script(function: Any, wrapper: Any) -> None:
 
 def forget_script(wrapper: Any) -> None:
     """Remove ``wrapper`` from torch's table, which is keyed by the id of the object and would keep a stale entry."""
-    torch.jit._builtins._get_builtin_table().pop(id(wrapper), None)
+    script.forget_builtin(wrapper)

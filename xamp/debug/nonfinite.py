@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from xamp.debug.finding import Finding, Kind, Step
 from xamp.debug.origins import Origins
@@ -27,6 +24,8 @@ from xamp.debug.places import Place, Places, storage_of, tensors_in
 from xamp.debug.ranges import Range, dense, is_finite, range_of
 from xamp.errors import PolicyError, StateError
 from xamp.ground.arguments import number_between
+from xamp.ground.torch_private import dynamo
+from xamp.ground.torch_private.modes import TorchDispatchMode, tree_map
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.session import find_session
 
@@ -116,7 +115,7 @@ class NonFinite:
         if self._stack is not None:
             raise StateError("find_nonfinite: this block is open already. Make a new one for each block.")
         with contextlib.ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:
+            if dynamo.is_imported():
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings(

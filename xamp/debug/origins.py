@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_iter
 
 from xamp.debug.places import storage_of
 from xamp.debug.ranges import dense, is_finite
+from xamp.ground.torch_private.modes import tree_iter
 
 __all__ = ["Origins", "Verdict"]
 

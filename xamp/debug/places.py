@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
-from torch.utils._pytree import tree_iter
 
+from xamp.ground.torch_private.autograd import current_autograd_node, get_sequence_nr
+from xamp.ground.torch_private.modes import tree_iter
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Place", "Places", "storage_of", "tensors_in"]
@@ -113,7 +114,7 @@ class Places:
 
     def now(self) -> Place:
         """Return the place of the operator that runs now on this thread."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None:
             if self._stack.modules:
                 return self._of_module(self._stack.modules[-1], "forward")
@@ -124,7 +125,7 @@ class Places:
 
     def note_node(self, place: Place) -> None:
         """Remember that the autograd node that was made last on this thread was made at ``place``."""
-        number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+        number = get_sequence_nr() - 1
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._made.append(place)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from xamp.ground.torch_private.modes import is_traceable_wrapper_subclass
 
 __all__ = ["Range", "dense", "is_finite", "range_of"]
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from xamp.casting.forward import forget_policy, is_under_policy
 from xamp.debug.measured import Measured, Record
 from xamp.debug.ranges import dense
 from xamp.errors import PolicyError
+from xamp.ground.torch_private.autograd import current_autograd_node
+from xamp.ground.torch_private.modes import tree_map
 from xamp.scaling import masters
 from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import find_session
@@ -184,7 +185,7 @@ def _watch(model: nn.Module, found: Measured) -> Callable[[], None]:
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
         _, entry = begun.pop()
-        if torch._C._current_autograd_node() is not None:
+        if current_autograd_node() is not None:
             return  # activation checkpointing repeats a forward
         value = next((part for part in _floats(result)), None)
         if value is None or value.numel() == 0:

@@ -15,6 +15,8 @@ from torch.optim import optimizer as optimizers
 from xamp.debug.ranges import dense
 from xamp.debug.trace_file import NO_GRADIENT
 from xamp.ground import kernels
+from xamp.ground.torch_private import operators
+from xamp.ground.torch_private.autograd import current_autograd_node
 from xamp.scaling.optimizer import state_of
 
 __all__ = ["Sample", "per_element"]
@@ -56,7 +58,7 @@ class Sample:
         gradients = self._norms_of_gradients() if self._gradients is None else self._gradients
         after = _values(self._params)
         own = _norms(self._before)
-        moved = _norms(torch._foreach_sub(after, self._before)) if after else []
+        moved = _norms(operators.foreach_sub(after, self._before)) if after else []
         numbers = [number for found, _ in self.results.values() for number in found]
         return numbers + [number for each in zip(gradients, own, moved, strict=True) for number in each]
 
@@ -64,7 +66,7 @@ class Sample:
         name = self._modules.get(id(module))
         if name is None or name in self.results or not torch.is_grad_enabled():
             return  # evaluation between two steps has no gradients
-        if torch._C._current_autograd_node() is not None:
+        if current_autograd_node() is not None:
             return  # activation checkpointing repeats a forward
         value = next((part for found in _tensors(result) for part in dense(found)), None)
         if value is not None and value.numel():

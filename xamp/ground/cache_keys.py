@@ -11,6 +11,8 @@ from typing import Any
 
 from torch.compiler import config
 
+from xamp.ground.torch_private.dynamo import config_entries
+
 __all__ = ["put"]
 
 
@@ -23,8 +25,7 @@ def put(name: str, text: str) -> None:
     """
     own = re.compile(f";xamp-{re.escape(name)}-[^;]*")
     tag = f";xamp-{name}-{text}" if text else ""
-    entries: Any = getattr(config, "_config", {})
-    entry = entries.get("cache_key_tag")
+    entry: Any = config_entries().get("cache_key_tag")
     if hasattr(entry, "env_value_default") and isinstance(entry.default, str):
         known = entry.env_value_default
         entry.env_value_default = own.sub("", known if isinstance(known, str) else entry.default) + tag

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from xamp.ground.torch_private import dynamo
 
 __all__ = ["break_graphs", "forget_graphs", "keep_eager", "own_code"]
 
@@ -23,10 +22,7 @@ def keep_eager(function: _Function, *, inner: bool = True) -> _Function:
     calls. A function that sets or reads the thread's state would then do so while it is traced, and not when it runs.
     The compiler can still inline ``function`` into another function that it traces.
     """
-    frames: Any = torch._C._dynamo.eval_frame
-    code = function.__code__
-    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip if inner else default))
+    dynamo.skip_code(function.__code__, inner=inner)
     return function
 
 
@@ -66,8 +62,7 @@ def forget_graphs() -> None:
 
     Where there is CUDA, a reset imports all of inductor: seconds, and modules of torch that warn of what is deprecated.
     """
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.output_codes.seen:
+    if dynamo.graphs_seen():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch._dynamo.reset()
+            dynamo.reset()

@@ -15,6 +15,7 @@ from collections.abc import Sequence, Set
 import torch
 
 from xamp.ground.torch_features import traces_unscaling
+from xamp.ground.torch_private import operators
 
 __all__ = [
     "POWER_OF_TWO",
@@ -80,7 +81,7 @@ def copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return
-    torch._foreach_copy_(targets, sources)  # type: ignore[arg-type]
+    operators.foreach_copy_(targets, sources)  # type: ignore[arg-type]
 
 
 def lerp_(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
@@ -89,14 +90,14 @@ def lerp_(targets: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight:
         for target, end in zip(targets, ends, strict=True):
             target.lerp_(end, weight)
         return
-    torch._foreach_lerp_(targets, ends, weight)  # type: ignore[call-overload]
+    operators.foreach_lerp_(targets, ends, weight)  # type: ignore[call-overload]
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Return the norm of each tensor, scalar tensors of ``dtype``; None: of the tensor's own. None may be empty."""
     if is_missing("_foreach_norm", tensors):
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
-    return list(torch._foreach_norm(tensors, order, dtype=dtype)) if tensors else []  # type: ignore[arg-type]
+    return list(operators.foreach_norm(tensors, order, dtype=dtype)) if tensors else []  # type: ignore[arg-type]
 
 
 def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -113,13 +114,13 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     if dtype is not factor.dtype and dtype in _AS_WIDE_AS_FP32 and _is_power_of_two(factor):
         factor = factor.to(dtype)
     if dtype is factor.dtype and not is_missing("_foreach_mul_", tensors):
-        torch._foreach_mul_(tensors, factor)  # type: ignore[call-overload]
+        operators.foreach_mul_(tensors, factor)  # type: ignore[call-overload]
         return
     # With a dimension the factor takes part in the promotion of dtypes, so the product is computed in fp32. Lists whose
     # shapes differ are a kernel a tensor, but one call: an interrupt comes before all of it or after.
     held, wide = [tensor if tensor.dim() else tensor.view(1) for tensor in tensors], factor.reshape(1)
     if not is_missing("_foreach_mul_", tensors):
-        torch._foreach_mul_(held, [wide] * len(held))
+        operators.foreach_mul_(held, [wide] * len(held))
         return
     for tensor in held:
         tensor.mul_(wide)
@@ -137,7 +138,7 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     if left and not left.isdisjoint({grad.dtype for grad in grads}):
         _unscale_without(left, grads, found_inf, inv_scale)
     else:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        operators.amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 @torch.no_grad()  # as torch's kernel: gradients of gradients do not see it
@@ -155,7 +156,7 @@ def _unscale_without(
     finite = [torch.stack(norms(group, math.inf)).isfinite().all() for group in groups]
     if len(plain) < len(grads):
         rest = [grad for grad in grads if grad.dtype not in left]
-        torch._amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
+        operators.amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
     for group, is_finite in zip(groups, finite, strict=True):
         found_inf.copy_(torch.where(is_finite.reshape(found_inf.shape), found_inf, torch.ones_like(found_inf)))
         multiply_(group, inv_scale)
@@ -178,7 +179,7 @@ def update_scale_(
         interval: clean updates until the scale grows.
     """
     if not is_missing(_UPDATE, [scale]):
-        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+        operators.amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
         return
     overflowed, clean = found_inf.reshape(scale.shape).ne(0), tracker + 1
     due, grown = clean.eq(interval), scale * growth

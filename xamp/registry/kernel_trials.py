@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xamp.ground import kernels
+from xamp.ground.torch_private import operators
 from xamp.registry.causes import may_pass
 from xamp.registry.trial_state import as_in_a_new_process
 
@@ -104,29 +105,29 @@ def _holds(tensors: Iterable[torch.Tensor], *wanted: float) -> bool:
 
 def _copies(trial: Trial) -> bool:
     there, wide, back = trial.pair(), trial.pair(torch.float32), trial.pair(torch.float32)
-    torch._foreach_copy_(there, [2 * each for each in wide])
-    torch._foreach_copy_(back, there)
+    operators.foreach_copy_(there, [2 * each for each in wide])
+    operators.foreach_copy_(back, there)
     return _holds(there, 2.0, 4.0) and _holds(back, 2.0, 4.0)
 
 
 def _interpolates(trial: Trial) -> bool:
     found = trial.pair()
-    torch._foreach_lerp_(found, [torch.zeros_like(each) for each in found], 0.5)
+    operators.foreach_lerp_(found, [torch.zeros_like(each) for each in found], 0.5)
     return _holds(found, 0.5, 1.0)
 
 
 def _takes_norms(trial: Trial) -> bool:
     pair, own = trial.pair(), trial.dtype if trial.dtype is torch.float64 else torch.float32  # fp64 is not narrowed
-    largest, sums = torch._foreach_norm(pair, math.inf), torch._foreach_norm(pair, 1, dtype=own)
+    largest, sums = operators.foreach_norm(pair, math.inf), operators.foreach_norm(pair, 1, dtype=own)
     spoilt = [*trial.spoilt()]
-    found = torch._foreach_norm(spoilt, math.inf) if spoilt else ()
+    found = operators.foreach_norm(spoilt, math.inf) if spoilt else ()
     return _holds(largest, 1.0, 2.0) and _holds(sums, 5.0, 12.0) and not any(bool(norm.isfinite()) for norm in found)
 
 
 def _multiplies(trial: Trial) -> bool:
     found = trial.pair()
-    torch._foreach_mul_(found, trial.number(0.5, trial.dtype))
-    torch._foreach_mul_(found, [trial.number(0.5).reshape(1)] * 2)
+    operators.foreach_mul_(found, trial.number(0.5, trial.dtype))
+    operators.foreach_mul_(found, [trial.number(0.5).reshape(1)] * 2)
     return _holds(found, 0.25, 0.5)
 
 
@@ -134,7 +135,7 @@ def _unscales(trial: Trial) -> bool:
     for spoilt in (None, *trial.spoilt()):
         grads, found = trial.pair(), trial.number(0.0)
         given = grads if spoilt is None else [*grads, spoilt]
-        torch._amp_foreach_non_finite_check_and_unscale_(given, found, trial.number(0.5))
+        operators.amp_foreach_non_finite_check_and_unscale_(given, found, trial.number(0.5))
         if found.item() != (0.0 if spoilt is None else 1.0) or not _holds(grads, 0.5, 1.0):
             return False
     return True
@@ -143,7 +144,7 @@ def _unscales(trial: Trial) -> bool:
 def _updates(trial: Trial) -> bool:
     scale, tracker, seen = trial.number(8.0), trial.number(0, torch.int32), []
     for flag in (0.0, 0.0, 1.0):
-        torch._amp_update_scale_(scale, tracker, trial.number(flag), 4.0, 0.5, 2)
+        operators.amp_update_scale_(scale, tracker, trial.number(flag), 4.0, 0.5, 2)
         seen.append((scale.item(), tracker.item()))
     return seen == [(8.0, 1), (32.0, 0), (16.0, 0)]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from xamp.ground.torch_private.autocast import DisableAutocast
 from xamp.registry.causes import NotNow
 
 __all__ = ["as_in_a_new_process"]
@@ -30,7 +31,7 @@ def as_in_a_new_process(device: torch.device) -> Iterator[None]:
             f"a graph is being captured on {device}, and what the device can do was not tried before. Run at least one "
             "whole training step before the capture."
         )
-    with torch.device("cpu"), torch._C._DisableAutocast(), _waiting_allowed(device):
+    with torch.device("cpu"), DisableAutocast(), _waiting_allowed(device):
         yield
 
 

@@ -21,6 +21,7 @@ import torch
 
 from xamp.casting.autocast import autocast
 from xamp.errors import UnsupportedPolicy
+from xamp.ground.torch_private.originals import StorageBase
 from xamp.run import ascend_modules, casts, handlers, names, table
 from xamp.run.patches import Patches
 from xamp.run.site import Context, Site
@@ -48,7 +49,7 @@ def serve(context: Context, patches: Patches) -> tuple[Ascend | None, Callable[[
     Returns:
         The finder, None where torch_npu is installed; and a function that takes the modules out again.
     """
-    for owner in (torch.Tensor, torch.nn.Module, torch.storage._StorageBase, torch.storage.TypedStorage):
+    for owner in (torch.Tensor, torch.nn.Module, StorageBase, torch.storage.TypedStorage):
         make = {torch.Tensor: handlers.move, torch.nn.Module: handlers.move_module}.get(owner, handlers.move_storage)
         label = f"{'Storage' if make is handlers.move_storage else owner.__name__}.npu"
         site = Site(context, getattr(owner, "npu", None), label, ".to(xamp.device())", "npu")

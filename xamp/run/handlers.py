@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xamp.ground.torch_private.originals import tensor_to
 from xamp.run.devices import Target
 from xamp.run.site import Site, like
 from xamp.run.standins import stand_in
@@ -30,7 +31,7 @@ __all__ = [
 
 def move(site: Site) -> Any:
     """``Tensor.cuda``, ``Tensor.npu``."""
-    to, target = torch._C.TensorBase.to, site.target
+    to, target = tensor_to, site.target
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         site.note()
@@ -41,7 +42,7 @@ def move(site: Site) -> Any:
 
 def move_module(site: Site) -> Any:
     """``Module.cuda``, ``Module.npu``."""
-    to, target = torch._C.TensorBase.to, site.target
+    to, target = tensor_to, site.target
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
         site.note()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from typing import Any
 
 import torch
 
 from xamp.casting.script import forget_script, tell_script
 from xamp.ground.compiler import forget_graphs
+from xamp.ground.torch_private import dynamo, originals
 
 __all__ = ["Patches", "clear_caches", "prepare_torch"]
 
@@ -56,16 +56,13 @@ def prepare_torch(patches: Patches) -> None:
     Args:
         patches: restores the compiler's counter, which a reset replaces.
     """
-    importlib.import_module("torch.utils._device")._device_constructors()
+    originals.list_device_constructors()
     with contextlib.suppress(Exception):  # a torch whose compiler cannot be imported compiles nothing
-        rules = importlib.import_module("torch._dynamo.trace_rules")
-        rules.get_torch_obj_rule_map()
-        rules.get_tensor_method()
-        compiled = importlib.import_module("torch._dynamo.compiled_autograd")
-        patches.replace(compiled, "COMPILE_COUNTER", compiled.COMPILE_COUNTER)
+        dynamo.list_functions()
+        owner, counter = originals.compile_counter()
+        patches.replace(owner, counter, getattr(owner, counter))
     with contextlib.suppress(Exception):
-        unpickler = importlib.import_module("torch._weights_only_unpickler")
-        unpickler._get_allowed_globals()
+        originals.list_safe_globals()
 
 
 def clear_caches() -> None:

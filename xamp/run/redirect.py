@@ -14,6 +14,7 @@ import torch
 
 from xamp import apex
 from xamp.apex._patches import Wanted, held, release
+from xamp.ground.torch_private.originals import is_cuda
 from xamp.registry.device_in_use import DEVICE_VARIABLE, in_use
 from xamp.run import ascend, casts, handlers, launch, names, ranks, table
 from xamp.run.devices import Target
@@ -154,7 +155,7 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
         for owner in (torch.amp, torch.cuda.amp):
             patches.replace(owner, "GradScaler", GradScaler)
     if context.target.pretend:
-        site = Site(context, torch._C.TensorBase.is_cuda, "Tensor.is_cuda")
+        site = Site(context, is_cuda, "Tensor.is_cuda")
         patches.replace(torch.Tensor, "is_cuda", names.is_cuda(site))
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xamp.ground.torch_private.originals import DEVICE_CONTEXT, STORAGE_BASE
+
 __all__ = ["ANSWERED", "ASKED", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
 
 
@@ -77,18 +79,18 @@ _DEVICE = "device=xamp.device()"
 ROWS = (
     Row("torch:Tensor", ("cuda",), "move", ".to(xamp.device())"),
     Row("torch.nn:Module", ("cuda",), "move_module", ".to(xamp.device())"),
-    Row("torch.storage:_StorageBase", ("cuda",), "move_storage", "map_location=xamp.device()"),
+    Row(STORAGE_BASE, ("cuda",), "move_storage", "map_location=xamp.device()"),
     Row("torch.storage:TypedStorage", ("cuda",), "move_storage", "map_location=xamp.device()"),
     Row("torch:Tensor", ("to",), "device_argument", ".to(xamp.device())"),
     Row("torch.nn:Module", ("to", "to_empty"), "device_argument", ".to(xamp.device())"),
-    Row("torch.storage:_StorageBase", ("to",), "device_argument", _DEVICE),
+    Row(STORAGE_BASE, ("to",), "device_argument", _DEVICE),
     Row("torch.storage:TypedStorage", ("to",), "device_argument", _DEVICE),
     Row("torch:Tensor", _NEW, "device_argument", _DEVICE),
     Row("torch", _FACTORIES, "device_argument", _DEVICE),
     Row("torch.fft", ("fftfreq", "rfftfreq"), "device_argument", _DEVICE),
     Row("torch.nested", ("nested_tensor", "as_nested_tensor"), "device_argument", _DEVICE),
     Row("torch", ("set_default_device",), "device_argument", "torch.set_default_device(xamp.device())"),
-    Row("torch.utils._device:DeviceContext", ("__init__",), "device_argument", "with xamp.device():"),
+    Row(DEVICE_CONTEXT, ("__init__",), "device_argument", "with xamp.device():"),
     Row("torch:Tensor", ("type",), "tensor_type_argument", ".to(xamp.device(), dtype)"),
     Row("torch", ("set_default_tensor_type",), "default_tensor_type", "torch.set_default_device(xamp.device())"),
     Row("torch:Tensor", ("pin_memory",), "pin", "x if xamp.device_type() == 'cpu' else x.pin_memory()"),

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
 from xamp.ground.pickle_names import pickled_as
+from xamp.ground.torch_private.distributed import active_ddp, composed_states
 
 __all__ = [
     "around",
@@ -51,7 +52,7 @@ _ended: Any = WeakIdKeyDictionary()
 @keep_eager
 def note_wrapper() -> None:
     """Remember the DDP that runs a forward now, and whether the backward will reduce: DDP decides that in forward."""
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is not None:
         note_forward(ddp)
 
@@ -88,7 +89,7 @@ def note_wrapper_while_tracing(identity: int) -> None:
             one that comes later, is compiled anew, and so comes here too.
     """
     del identity
-    ddp = DistributedDataParallel._active_ddp_module
+    ddp = active_ddp()
     if ddp is not None:
         note_forward(ddp)
         if note_forward not in ddp._forward_pre_hooks.values():
@@ -165,9 +166,7 @@ def end(ddps: Iterable[Any]) -> None:
 
 def has_replicated(module: nn.Module) -> bool:
     """Return whether torch's ``replicate`` has run the forward of ``module``: so has its DDP, which is no module."""
-    contract = sys.modules.get("torch.distributed._composable.contract")
-    states = {} if contract is None else module.__dict__.get(contract.STATE_KEY, {})
-    return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in states.values())
+    return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in composed_states(module))
 
 
 def averages(ddp: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs
+from xamp.ground.torch_private.distributed import process_groups
 from xamp.scaling import ddp as ddps
 from xamp.scaling.fsdp import groups2, hidden_gradients, is_in_backward, keepers, sharded_params
 from xamp.scaling.masters import master_of
@@ -42,9 +43,8 @@ is_running: Callable[[], bool] = dist.is_initialized if dist.is_available() else
 """Returns whether there is a default process group. Each step asks, so this is torch's function itself."""
 
 
-def own_groups() -> list[Any]:
-    """Return all process groups that this rank is in."""
-    return list(dist.distributed_c10d._world.pg_map)
+own_groups = process_groups
+"""Returns all process groups that this rank is in."""
 
 
 def share_overflow(flags: torch.Tensor, group: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private.modes import disable_current_modes
 from xamp.scaling import followers, masters
 from xamp.scaling.gradients import Gradients
 
@@ -60,9 +61,7 @@ class MasterVersions:
         """
         if self.are_old:
             before, pairs = self._seen, self._gradients.pairs
-            with (
-                torch.utils._python_dispatch._disable_current_modes()
-            ):  # as of torch.export: these are the real weights
+            with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(
                     [pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen]
                 )

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground import kernels
 from xamp.ground.compiler import break_graphs
+from xamp.ground.torch_private.autograd import set_grad_enabled
 from xamp.policy import Policy
 from xamp.scaling import shards
 
@@ -231,11 +232,11 @@ def copy_back(pairs: Sequence[Pair]) -> None:
         return
     before = torch.is_grad_enabled()
     try:  # Ctrl-C at the end of a `with` block would leave it open
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         _copy([p for p, _ in pairs], [m for _, m in pairs])
-        torch._C._set_grad_enabled(before)
+        set_grad_enabled(before)
     except BaseException:
-        torch._C._set_grad_enabled(before)
+        set_grad_enabled(before)
         raise
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from xamp.errors import PolicyError, StateError
+from xamp.ground.torch_private.distributed import process_group_store
 
 __all__ = ["OF_THE_SCALE", "RankSettings", "ScalerSettings"]
 
@@ -54,7 +55,7 @@ class _Meeting:
     )
 
     def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
-        self._store: Any = dist.distributed_c10d._get_process_group_store(group)
+        self._store: Any = process_group_store(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._compared = compared or [key for key in settings if not key.startswith("_")]
         self.known: dict[int, dict[str, str]] = {}  # by rank, what it has written

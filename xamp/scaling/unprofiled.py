@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from xamp.ground.torch_private.autograd import is_profiling
+from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
 
 __all__ = ["bound_step", "returned_from_step", "step_of", "zero_grad_of"]
 
-_is_compiling, _is_profiling = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
+_is_compiling, _is_profiling = torch.compiler.is_compiling, is_profiling
 
 
 def step_of(optimizer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,8 +31,8 @@ def step_of(optimizer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
         or getattr(own, "__code__", None) is not _WRAPPER
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or optimizer_pre_hooks
+        or optimizer_post_hooks
     ):
         return functools.partial(own, optimizer)  # a bound method would come back as `optimizer.step` when traced
     return functools.partial(_call, own.__wrapped__, optimizer)  # type: ignore[attr-defined]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from xamp.casting.forward import enter_policy
 from xamp.casting.ops.layers import Join, join_weights
@@ -21,6 +20,7 @@ from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.errors import PolicyError
 from xamp.ground.containers import cast_floats
+from xamp.ground.torch_private.modules import BatchNorm, NormBase
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, shards
@@ -82,7 +82,7 @@ class Plan:
     def _find_lowered(self) -> None:
         kept = {id(m) for module in self.fp32_modules() for m in module.modules()}
         if self.policy.keep_batchnorm_fp32:
-            norms = (m for model in self.models() for m in model.modules() if isinstance(m, _BatchNorm))
+            norms = (m for model in self.models() for m in model.modules() if isinstance(m, BatchNorm))
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
         sharded = self._find_units(kept)
         modules = {id(m): m for model in self.models() for m in model.modules()}
@@ -256,7 +256,7 @@ class Plan:
         rounded, counts = [], []
         for model in self.models() if self.policy.spares_buffers else ():
             for prefix, module in model.named_modules():
-                for name, buffer in () if isinstance(module, _NormBase) else module._buffers.items():
+                for name, buffer in () if isinstance(module, NormBase) else module._buffers.items():
                     if buffer is None or not masters.is_lowered(buffer):
                         continue
                     shown = f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}"
@@ -320,7 +320,7 @@ class Plan:
 
 def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyError:
     kind = type(stays).__name__
-    norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, _BatchNorm) else ""
+    norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, BatchNorm) else ""
     return PolicyError(
         f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one "
         f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import xamp
+from xamp.ground.torch_private import dynamo
 from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import outcome
 from xamp.testing.lane import Lane
@@ -52,7 +52,7 @@ class Compiled(Tier):
     def _fresh_compiler(self) -> Iterator[None]:
         """Start with nothing compiled, and without the cache on disk: its key is the calls, not their result dtypes."""
         torch.compiler.reset()
-        with _without_cache():
+        with dynamo.without_autograd_cache():
             yield
         torch.compiler.reset()
 
@@ -205,13 +205,3 @@ def _compiled_loop(task: Task, lane: Lane, level: str, moment: str, compiler: st
 def _gradient(model: nn.Module) -> torch.Tensor:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return grads[0]
-
-
-def _without_cache() -> contextlib.AbstractContextManager[Any]:
-    """A context without the compiler's cache on disk, if this torch can switch it off."""
-    try:
-        from torch._functorch import config
-
-        return config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError):
-        return contextlib.nullcontext()

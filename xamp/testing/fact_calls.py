@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from xamp.ground.torch_private import operators
+
 __all__ = ["DTYPES", "OPERATORS", "STEPS", "WAITING", "Call", "Step"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -23,18 +25,18 @@ def _one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unscale(grad: torch.Tensor) -> None:
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], _one(grad).reshape(1), _one(grad))
+    operators.amp_foreach_non_finite_check_and_unscale_([grad], _one(grad).reshape(1), _one(grad))
 
 
 def _update_scale(grad: torch.Tensor) -> None:
     tracker = torch.zeros((), dtype=torch.int32, device=grad.device)
-    torch._amp_update_scale_(_one(grad), tracker, _one(grad).reshape(1), 2.0, 0.5, 2000)
+    operators.amp_update_scale_(_one(grad), tracker, _one(grad).reshape(1), 2.0, 0.5, 2000)
 
 
 def _sgd(grad: torch.Tensor, number: Number) -> None:
     lists: Any = [[grad], [grad.clone()], [grad.clone()]]
     numbers: Any = {"weight_decay": number(0.01), "momentum": number(0.9), "lr": number(0.1), "dampening": number(0.1)}
-    torch._fused_sgd_(*lists, **numbers, nesterov=False, maximize=False, is_first_step=False)
+    operators.fused_sgd_(*lists, **numbers, nesterov=False, maximize=False, is_first_step=False)
 
 
 def _adam(op: Any, grad: torch.Tensor, number: Number) -> None:
@@ -46,13 +48,13 @@ def _adam(op: Any, grad: torch.Tensor, number: Number) -> None:
 def _adagrad(grad: torch.Tensor, number: Number) -> None:
     lists: Any = [[grad], [grad.clone()], [grad.clone()], [_one(grad)]]
     numbers: Any = {"lr": number(0.1), "lr_decay": number(0.01), "weight_decay": number(0.01), "eps": number(1e-10)}
-    torch._fused_adagrad_(*lists, **numbers, maximize=False)
+    operators.fused_adagrad_(*lists, **numbers, maximize=False)
 
 
 STEPS: Mapping[str, Step] = {
     "aten::_fused_adagrad_": _adagrad,
-    "aten::_fused_adam_": functools.partial(_adam, torch._fused_adam_),
-    "aten::_fused_adamw_": functools.partial(_adam, torch._fused_adamw_),
+    "aten::_fused_adam_": functools.partial(_adam, operators.fused_adam_),
+    "aten::_fused_adamw_": functools.partial(_adam, operators.fused_adamw_),
     "aten::_fused_sgd_": _sgd,
 }
 """Fused steps of a parameter, whose gradient and moments are its own values, with what makes their numbers."""
@@ -62,12 +64,12 @@ OPERATORS: Mapping[str, Call] = {
     **{name: functools.partial(step, number=float) for name, step in STEPS.items()},
     "aten::_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "aten::_amp_update_scale_": _update_scale,
-    "aten::_foreach_copy_": lambda grad: torch._foreach_copy_([grad], [grad.float()]),
-    "aten::_foreach_lerp_.Scalar": lambda grad: torch._foreach_lerp_([grad], [grad.clone()], 0.5),
-    "aten::_foreach_mul_.List": lambda grad: torch._foreach_mul_([grad], [grad.clone()]),
-    "aten::_foreach_mul_.Scalar": lambda grad: torch._foreach_mul_([grad], 0.5),
-    "aten::_foreach_mul_.Tensor": lambda grad: torch._foreach_mul_([grad], _one(grad)),
-    "aten::_foreach_norm.Scalar": lambda grad: torch._foreach_norm([grad], float("inf")),
+    "aten::_foreach_copy_": lambda grad: operators.foreach_copy_([grad], [grad.float()]),
+    "aten::_foreach_lerp_.Scalar": lambda grad: operators.foreach_lerp_([grad], [grad.clone()], 0.5),
+    "aten::_foreach_mul_.List": lambda grad: operators.foreach_mul_([grad], [grad.clone()]),
+    "aten::_foreach_mul_.Scalar": lambda grad: operators.foreach_mul_([grad], 0.5),
+    "aten::_foreach_mul_.Tensor": lambda grad: operators.foreach_mul_([grad], _one(grad)),
+    "aten::_foreach_norm.Scalar": lambda grad: operators.foreach_norm([grad], float("inf")),
     "aten::add_.Tensor": lambda grad: grad.add_(grad.clone()),
     "aten::copy_": lambda grad: grad.copy_(grad.float()),
     "aten::isfinite": lambda grad: grad.isfinite(),

@@ -27,6 +27,7 @@ import torch
 from xamp.casting.ops.survey import survey
 from xamp.casting.ops.table import Kind
 from xamp.errors import XampError
+from xamp.ground.torch_private.dispatch import get_privateuse1_backend_name
 from xamp.ground.version import __version__
 from xamp.registry import registry
 from xamp.registry.plugins import spec_of
@@ -235,7 +236,7 @@ def _count_until_arrived(kind: str) -> int:
 
 def _is_real(kind: str) -> bool:
     """Whether the device computes beside the CPU, as a type of torch's own does: large products take it no time."""
-    return kind not in ("cpu", torch._C._get_privateuse1_backend_name())
+    return kind not in ("cpu", get_privateuse1_backend_name())
 
 
 def _waits(kind: str) -> list[str]:

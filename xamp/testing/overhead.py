@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import xamp
+from xamp.ground.torch_private import operators
 from xamp.testing.lane import Lane
 from xamp.testing.measure import Storages, best_ratio
 from xamp.testing.numerics import dtype_of
@@ -117,7 +118,7 @@ class OwnScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale, and checks that they are finite."""
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(grads, self._scale.reciprocal())
+        operators.foreach_mul_(grads, self._scale.reciprocal())
         self._finite = torch.stack([grad.isfinite().all() for grad in grads]).all()
 
     def step(self, optimizer: Optimizer) -> None:

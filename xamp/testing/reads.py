@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from xamp.ground.torch_private import aten
+from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry import registry
 from xamp.scaling import outcomes
 from xamp.scaling.late_reads import HISTORY_LAG, History, copies_without_waiting
@@ -86,9 +87,9 @@ class HostReads(TorchDispatchMode):
 def _read_by(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The tensor whose numbers the host waits for in ``func``; None if it does not wait."""
     read: torch.Tensor | None = None
-    if func is torch.ops.aten._local_scalar_dense.default:
+    if func is aten.local_scalar_dense:
         read = args[0]
-    elif func is torch.ops.aten._to_copy.default:
+    elif func is aten.to_copy:
         target = kwargs.get("device")
         if target is not None and torch.device(target).type == registry.HOST and not kwargs.get("non_blocking"):
             read = None if args[0].is_cpu else args[0]

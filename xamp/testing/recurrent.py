@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
+from xamp.ground.torch_private.modes import TorchDispatchMode, tree_map_only
 from xamp.policy import LEVELS
 from xamp.testing.lane import Lane
 from xamp.testing.tier import Tier, at_levels
@@ -115,7 +115,7 @@ class _Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: self.dtypes.add(t.dtype), (args, kwargs, made))
+        tree_map_only(torch.Tensor, lambda t: self.dtypes.add(t.dtype), (args, kwargs, made))
         return made
 
 

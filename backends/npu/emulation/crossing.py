@@ -14,21 +14,15 @@ import torch
 
 from xamp.backends.npu.emulation import arithmetic, limits, products, sparse, strided
 from xamp.backends.npu.emulation.strided import CPU, dense
+from xamp.backends.npu.emulation.torch_private import NOT_HERE, DisableTorchFunction, ExcludeDispatchKeyGuard
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
-
-# Keys to exclude in a kernel: autograd has already run, and an active CPU autocast must not see the computation.
-NOT_HERE = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-)
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """A context in which torch computes as on a plain CPU. It costs a microsecond more than its two parts by hand."""
-    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
+    with DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
         yield
 
 

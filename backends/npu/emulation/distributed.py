@@ -27,6 +27,7 @@ from xamp.backends.npu.emulation.hccl import (
 )
 from xamp.backends.npu.emulation.reductions import tensors_of
 from xamp.backends.npu.emulation.refusals import peers, refuse
+from xamp.backends.npu.emulation.torch_private import coalescing, replace_coalescing, work_of
 from xamp.backends.npu.emulation.uneven import UNEVEN
 
 __all__ = ["KERNELS", "install"]
@@ -35,7 +36,6 @@ _NPU = torch.device("npu")
 _CPU = torch.device("cpu")
 # The type stubs of these lack some of their C++ methods.
 _Group: Any = dist.ProcessGroup
-_c10d: Any = torch._C._distributed_c10d
 
 # On hccl these count elements and ignore the shape; gloo splits the first dimension.
 _FLAT_GATHERS = ("_allgather_base_", "allgather_into_tensor_coalesced_")
@@ -61,7 +61,7 @@ def install() -> None:
     theirs: Any = sys.modules["torch_npu"]._C._distributed_c10d
     EmulatedHccl.Options = theirs.ProcessGroupHCCL.Options
     theirs.ProcessGroupHCCL = EmulatedHccl
-    start, end, stop = _Group._start_coalescing, _Group._end_coalescing, _Group.shutdown
+    (start, end), stop = coalescing(), _Group.shutdown
 
     @functools.wraps(start)
     def start_coalescing(group: Any, device: torch.device) -> None:
@@ -81,8 +81,7 @@ def install() -> None:
         if isinstance(backend, EmulatedHccl):
             backend.records.close()
 
-    _Group._start_coalescing = start_coalescing
-    _Group._end_coalescing = end_coalescing
+    replace_coalescing(start_coalescing, end_coalescing)
     _Group.shutdown = shutdown
     reductions.install()
 
@@ -112,7 +111,7 @@ def _collective(name: str, op_type: str) -> Callable[..., Any]:
             with backend.working(op_type, tensors_of(args[1:]) or tensors_of(args)):
                 if uneven is None or not uneven(*crossed):
                     made = operator(*crossed)
-                    _c10d.Work.unbox(made[-1] if returns > 1 else made).wait()
+                    work_of(made[-1] if returns > 1 else made).wait()
             arithmetic.settle(crossed[0], crossing.index)
         work = finished(tensors_of(args[0])).boxed()
         return (args[0], work) if returns > 1 else work
@@ -146,7 +145,7 @@ def _peer_to_peer(name: str, op_type: str) -> Callable[..., Any]:
                     last = backend.records.begin(op_type, tensors, backend.get_hccl_comm_name(0))
                     with peers():
                         made = operator(memory, backend.shadow.boxed(), peer, 0)
-                    last.work = _c10d.Work.unbox(made)
+                    last.work = work_of(made)
                     started.add(tensors, last.work)
         except BaseException:
             close_batch()  # nobody else does where the body of a batch raises

@@ -17,6 +17,7 @@ from xamp.backends.npu.emulation.crossing import Crossing, aside, over
 from xamp.backends.npu.emulation.records import Records
 from xamp.backends.npu.emulation.reductions import tensors_of
 from xamp.backends.npu.emulation.refusals import peers, refuse_offsets, refuse_strided
+from xamp.backends.npu.emulation.torch_private import finished_work, prefixed
 
 __all__ = ["Batch", "EmulatedHccl", "batch", "close_batch", "finished", "open_batch"]
 
@@ -25,7 +26,6 @@ _CPU = torch.device("cpu")
 # The type stubs of these classes lack some of their C++ methods.
 _Group: Any = dist.ProcessGroup
 _Gloo: Any = dist.ProcessGroupGloo
-_c10d: Any = torch._C._distributed_c10d
 
 _LONGEST_NAME = 127  # characters of a communicator's name
 # The types of the entries of ``Options.hccl_config`` that HCCL knows. It leaves others alone.
@@ -122,7 +122,7 @@ class EmulatedHccl(_Gloo):  # type: ignore[misc]
         self._options = self.Options() if options is None else _copy_of(options)
         if timeout is not None:
             self._options._timeout = timeout
-        store = _c10d.PrefixStore(_prefix(self._options), store)
+        store = prefixed(_prefix(self._options), store)
         super().__init__(store, rank, size, timeout=self._options._timeout)
         # The kernels of collectives call the same operators on CPU tensors over the cards' memory, in this group.
         shadow = _Group(store, rank, size)
@@ -351,4 +351,4 @@ def finished(tensors: list[torch.Tensor]) -> Any:
     devices = sorted({tensor.device.index for tensor in tensors}) or [0]
     future: torch.futures.Future[Any] = torch.futures.Future(devices=[torch.device("npu", index) for index in devices])
     future.set_result(tensors)
-    return _c10d._create_work_from_future(future)
+    return finished_work(future)

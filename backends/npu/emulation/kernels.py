@@ -32,14 +32,22 @@ from xamp.backends.npu.emulation import (
     sparse,
     written,
 )
-from xamp.backends.npu.emulation.crossing import CPU, NOT_HERE, Crossing, give, over
+from xamp.backends.npu.emulation.crossing import CPU, Crossing, give, over
+from xamp.backends.npu.emulation.torch_private import (
+    AUTOCAST,
+    NOT_HERE,
+    DisableTorchFunction,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    has_kernel_for_key,
+    registrations_for_key,
+)
 
 __all__ = ["install"]
 
 # Keeps the libraries alive: when a library is deleted, its kernels are too.
 _libraries: dict[str, torch.library.Library] = {}
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 _OURS = ("aten", "npu", "fsdp", "symm_mem", "npu_custom_dist")
 _STAYS = frozenset(
     f"aten::{name}"
@@ -66,7 +74,7 @@ _COMPUTED = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFu
 
 def install() -> None:
     """Register all kernels, once in a process, after torch_npu has registered its own."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = has_kernel_for_key
     by_hand = {
         **written.KERNELS,
         **missing_kernels.KERNELS,
@@ -107,11 +115,10 @@ def install() -> None:
 
 
 def _registered(key: str) -> list[str]:
-    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return [name for name in names if name.partition("::")[0] in _OURS]
+    return [name for name in registrations_for_key(key) if name.partition("::")[0] in _OURS]
 
 
-def _operator(name: str) -> torch._ops.OpOverload | None:
+def _operator(name: str) -> OpOverload | None:
     """The overload called ``name``; None if there is only a kernel of that name, which nobody can call."""
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
@@ -119,7 +126,7 @@ def _operator(name: str) -> torch._ops.OpOverload | None:
     return getattr(packet, overload or "default", None)
 
 
-def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _strict(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel``, which under ``--strict`` tells errors of indices late."""
     if not limits.STRICT:
         return kernel
@@ -134,7 +141,7 @@ def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> Non
     library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, allow_override=True)
 
 
-def _stays(operator: torch._ops.OpOverload) -> bool:
+def _stays(operator: OpOverload) -> bool:
     """Whether torch_npu's own kernel stays: it only changes strides and sizes, and updates torch_npu's records."""
     schema = operator._schema
     if any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns):
@@ -151,20 +158,20 @@ def refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
-def composed(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def composed(operator: OpOverload) -> Callable[..., Any]:
     """A kernel that runs torch's composition of other operators.
 
     On a card ``operator`` is one kernel, and autocast does not reach inside it. So autocast is off in the composition.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        with ExcludeDispatchKeyGuard(AUTOCAST):
             return operator.decompose(*args, **kwargs)
 
     return kernel
 
 
-def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def generic(operator: OpOverload) -> Callable[..., Any]:
     """A kernel that computes ``operator`` with torch's CPU kernel, on the card's memory."""
     schema = operator._schema
     name = operator.name()
@@ -183,7 +190,7 @@ def generic(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     makes_beside = "batch_norm" in name or (bool(written_at) and None in returned)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(NOT_HERE):
+        with DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
             crossing = Crossing(name, lenient)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from xamp.backends.npu.emulation.library import CORE
+from xamp.backends.npu.emulation.torch_private import OpOverload
 
 __all__ = ["note_wait", "told_late", "waiting"]
 
@@ -30,7 +31,7 @@ _INDEXED = frozenset(
 )
 
 
-def told_late(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def told_late(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel`` of ``operator``, whose errors of indices are kept until the host waits for the card."""
     base = operator.name().partition("::")[2].partition(".")[0].rstrip("_")
     if base not in _INDEXED or os.environ.get("ASCEND_LAUNCH_BLOCKING") == "1":
@@ -48,7 +49,7 @@ def told_late(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Ca
     return kept
 
 
-def _unset(operator: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+def _unset(operator: OpOverload, args: Any, kwargs: Any) -> Any:
     """What ``operator`` returns, with unset numbers; a tensor that it writes to is left as it is."""
     schema = operator._schema
     for position, argument in enumerate(schema.arguments):

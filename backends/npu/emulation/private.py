@@ -13,6 +13,7 @@ import torch
 
 from xamp.backends.npu.emulation import arithmetic, deviations
 from xamp.backends.npu.emulation.crossing import aside, computed, over
+from xamp.backends.npu.emulation.torch_private import fft_c2c, fft_r2c, tensor_metadata, to_copy
 
 __all__ = ["KERNELS", "STAYS"]
 
@@ -56,8 +57,7 @@ def _format_cast(tensor: torch.Tensor, layout: int | torch.Tensor, *more: Any, *
 
 def _recorded_size(tensor: torch.Tensor) -> tuple[int, ...]:
     """The size of the tensor for which the memory of ``tensor`` was made, by torch_npu's record."""
-    records: dict[str, bool] = torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
-    for record in records:
+    for record in tensor_metadata(tensor):
         name, *sizes = record.strip("/").split("/")
         if name == "base_sizes_":
             size = tuple(map(int, sizes))
@@ -104,7 +104,7 @@ def _cast_by_number(tensor: torch.Tensor, number: int, given: int | None = None)
         raise NotImplementedError(
             f"npu::npu_dtype_cast: torch_npu's own dtype {own[0]} is not served (emulated Ascend)"
         )
-    made: torch.Tensor = torch.ops.aten._to_copy.default(tensor, dtype=number)
+    made: torch.Tensor = to_copy(tensor, dtype=number)
     return made
 
 
@@ -148,12 +148,12 @@ def _r2c_backward(grad: torch.Tensor, dim: list[int], norm: int, onesided: bool,
         whole = torch.zeros(size, dtype=grad.dtype)
         whole.narrow(dim[-1], 0, grad.size(dim[-1])).copy_(grad)
         grad = whole
-    result: torch.Tensor = torch.ops.aten._fft_c2c(grad, dim, norm, False)
+    result: torch.Tensor = fft_c2c(grad, dim, norm, False)
     return result.real.contiguous()
 
 
 def _c2r_backward(grad: torch.Tensor, dim: list[int], norm: int) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.aten._fft_r2c(grad, dim, norm, True)
+    result: torch.Tensor = fft_r2c(grad, dim, norm, True)
     doubled = grad.size(dim[-1]) - result.size(dim[-1])
     if doubled > 0:
         result.narrow(dim[-1], 1, doubled).mul_(2)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from xamp.backends.npu.emulation.crossing import aside
+from xamp.backends.npu.emulation.torch_private import OpOverload
 
 __all__ = ["draws", "next_seed", "seeded"]
 
@@ -17,13 +18,13 @@ _STEP = 4  # how far a kernel moves the offset; any number but 0 works
 _global = threading.Lock()
 
 
-def draws(operator: torch._ops.OpOverload) -> bool:
+def draws(operator: OpOverload) -> bool:
     """Whether ``operator`` draws random numbers."""
     takes = any("Generator" in str(argument.type) for argument in operator._schema.arguments)
     return takes or torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def seeded(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
+def seeded(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """``kernel`` of ``operator``, which then draws from the card's generator."""
     names = [argument.name for argument in operator._schema.arguments]
     if "generator" not in names:

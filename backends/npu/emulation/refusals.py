@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._prims_common
 
 from xamp.backends.npu.emulation import deviations
 from xamp.backends.npu.emulation.reductions import tensors_of
+from xamp.backends.npu.emulation.strided import dense
+from xamp.backends.npu.emulation.torch_private import suggest_memory_format
 
 __all__ = ["LOST", "peers", "refuse", "refuse_offsets", "refuse_strided"]
-
-_prims: Any = torch._prims_common
 
 _CONTIGUOUS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "send", "recv_"), (0,)),
@@ -106,8 +105,8 @@ def peers() -> Iterator[None]:
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=_prims.suggest_memory_format(tensor))
+    return tensor.is_contiguous(memory_format=suggest_memory_format(tensor))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return bool(_prims.is_non_overlapping_and_dense_or_false(tensor))
+    return tensor.layout is torch.strided and dense(tensor)

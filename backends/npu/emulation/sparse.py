@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xamp.backends.npu.emulation import strided
+from xamp.backends.npu.emulation.torch_private import sparse_of_parts
 
 __all__ = ["STAYS", "give", "over", "put_back", "writable"]
 
@@ -26,7 +27,7 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
     """A sparse CPU tensor whose parts share the memory of ``tensor``'s parts."""
     if tensor.layout is not torch.sparse_coo:
         raise NotImplementedError(f"{tensor.layout} is not served on an emulated Ascend card")
-    seen: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+    seen: torch.Tensor = sparse_of_parts(
         *(tensor.sparse_dim(), tensor.dense_dim(), tensor.size()),
         *(strided.over(tensor._indices()), strided.over(tensor._values())),
         dtype=tensor.dtype,
@@ -42,7 +43,7 @@ def give(made: torch.Tensor, index: int) -> torch.Tensor:
     if made.layout is not torch.sparse_coo:
         raise NotImplementedError(f"{made.layout} is not served on an emulated Ascend card")
     indices, values = strided.give(made._indices(), index), strided.give(made._values(), index)
-    given: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+    given: torch.Tensor = sparse_of_parts(
         *(made.sparse_dim(), made.dense_dim(), made.size(), indices, values),
         dtype=made.dtype,
         layout=torch.sparse_coo,

@@ -8,12 +8,13 @@ import sys
 
 import torch
 
+from xamp.backends.npu.emulation.torch_private import conj, neg_view, storage_at
+
 __all__ = ["CPU", "QUEUED", "dense", "finish_queue", "give", "over"]
 
 CPU = torch.device("cpu")
 _DEVICES = tuple(torch.device("npu", index) for index in range(64))
 _BLOCK = 512
-_storage_over = torch._C._construct_storage_from_data_pointer
 QUEUED = os.environ.get("TASK_QUEUE_ENABLE", "0") != "0"
 """Whether torch_npu queues the copies that its own kernels start, as a script may ask it to."""
 
@@ -31,14 +32,14 @@ def over(tensor: torch.Tensor) -> torch.Tensor:
     shared = torch.empty(0, dtype=tensor.dtype, device=CPU)
     shape = (tensor.storage_offset(), tensor.size(), tensor.stride())
     try:
-        shared.set_(_storage_over(storage.data_ptr(), CPU, storage.nbytes()), *shape)
+        shared.set_(storage_at(storage.data_ptr(), CPU, storage.nbytes()), *shape)
     except RuntimeError:
         # Its storage was made smaller by hand. A card goes on in the block of memory, which has 512 bytes or more.
         whole = -(-storage.nbytes() // _BLOCK) * _BLOCK
-        shared.set_(_storage_over(storage.data_ptr(), CPU, whole), *shape)
+        shared.set_(storage_at(storage.data_ptr(), CPU, whole), *shape)
     if tensor.is_conj():
-        shared = torch._conj(shared)
-    return torch._neg_view(shared) if tensor.is_neg() else shared
+        shared = conj(shared)
+    return neg_view(shared) if tensor.is_neg() else shared
 
 
 def give(made: torch.Tensor, index: int) -> torch.Tensor:

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xamp.backends.npu.emulation.torch_private import work_of
+
 __all__ = ["UNEVEN"]
 
 _c10d: Any = torch.ops.c10d
 _Group: Any = dist.ProcessGroup
-_Work: Any = torch._C._distributed_c10d.Work
 
 
 def _wait(made: Any) -> None:
-    _Work.unbox(made[-1] if isinstance(made, (tuple, list)) else made).wait()
+    work_of(made[-1] if isinstance(made, (tuple, list)) else made).wait()
 
 
 def _is_even(tensors: list[torch.Tensor]) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from xamp.backends.npu.emulation import arithmetic, late, limits
 from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
+from xamp.backends.npu.emulation.torch_private import pack_padded_sequence, to_copy, unscale_
 
 __all__ = ["ADDED", "KERNELS"]
 
@@ -70,7 +71,7 @@ def _to_copy(
         if not non_blocking and (device.type == "cpu" or tensor.is_cpu):
             late.note_wait()
         if device.type == "cpu":
-            made: torch.Tensor = _aten._to_copy(source, dtype=dtype, device=CPU, memory_format=memory_format)
+            made: torch.Tensor = to_copy(source, dtype=dtype, device=CPU, memory_format=memory_format)
             return made.pin_memory() if pin_memory else made
         index: int | None = device.index
         if index is None:
@@ -196,7 +197,7 @@ def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bo
 
 def _pack_padded_sequence(*args: Any) -> Any:
     # Torch's own kernel, which calls the card's operators; the batch sizes that it returns stay on the host.
-    return _aten._pack_padded_sequence.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+    return pack_padded_sequence(*args)
 
 
 def _attention_choice(*args: Any, **kwargs: Any) -> int:
@@ -248,7 +249,7 @@ def _unscale(grads: list[torch.Tensor], found: torch.Tensor, inverse: torch.Tens
     if not arithmetic.SATURATES:
         with aside():
             crossing = Crossing(_UNSCALE)
-            _aten._amp_foreach_non_finite_check_and_unscale_(*map(crossing.over, (grads, found, inverse)))
+            unscale_(*map(crossing.over, (grads, found, inverse)))
         return
     for name, scalar in (("inv_scale", inverse), ("found_inf", found)):
         if scalar.numel() != 1 or scalar.get_device() < 0:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.ground import kernels
+from xamp.ground.torch_private import operators
 from xamp.registry.device_trial import defect_of
 from xamp.registry.kernel_trials import KERNELS, ask_kernels
 
@@ -80,7 +81,7 @@ def test_an_operator_that_overlooks_inf_is_done_without(monkeypatch: pytest.Monk
         for grad in grads:
             grad.mul_(inv_scale)
 
-    monkeypatch.setattr(torch, UNSCALE, overlooking)
+    monkeypatch.setattr(operators, UNSCALE.removeprefix("_"), overlooking)
     assert defect_of(CPU, "bfloat16") == ""
     assert kernels.missing(UNSCALE, "cpu") == {torch.bfloat16}
 
@@ -90,7 +91,7 @@ def test_no_memory_says_nothing_of_the_device(error: Exception, monkeypatch: pyt
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(torch, UNSCALE, full)
+    monkeypatch.setattr(operators, UNSCALE.removeprefix("_"), full)
     with pytest.raises(RuntimeError, match="out of memory"):
         ask_kernels(CPU, torch.bfloat16)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from xamp.backends import cudnn_rnn
+from xamp.backends import cudnn_rnn, torch_private
 from xamp.backends.cuda import CudaBackend
 from xamp.casting.ops.layers import join_weights
 from xamp.contract import BackendSpec, Setting
@@ -61,7 +61,7 @@ def flattened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_cudnn_rnn_flatten_weight", flatten, "CPU")
-    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    monkeypatch.setattr(torch_private, "use_cudnn_rnn_flatten_weight", lambda: True)
     yield called
     library._destroy()
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from xamp.apex import apex_C
+from xamp.ground.torch_private.modules import BatchNorm
 
 __all__ = [
     "BN_convert_float",
@@ -36,7 +37,7 @@ class tofp16(nn.Module):  # noqa: N801, RUF100 - Apex's name
 
 
 def _is_affine_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine is True
+    return isinstance(module, BatchNorm) and module.affine is True
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
 from xamp.errors import CheckpointError
 from xamp.ground.log import say
+from xamp.ground.torch_private import operators
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedSGD"]
 
@@ -130,23 +131,23 @@ class FusedAdam(FusedOptimizer):
         beta1, beta2 = group["betas"]
         first, second = (self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq"))
         old = floats(params)
-        scaled = list(torch._foreach_div(floats(grads), scale))
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, scaled, alpha=1.0 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, scaled, scaled, value=1.0 - beta2)
+        scaled = list(operators.foreach_div(floats(grads), scale))
+        operators.foreach_mul_(first, beta1)
+        operators.foreach_add_(first, scaled, alpha=1.0 - beta1)
+        operators.foreach_mul_(second, beta2)
+        operators.foreach_addcmul_(second, scaled, scaled, value=1.0 - beta2)
         if self.eps_mode == 0:
-            denominators = list(torch._foreach_sqrt(torch._foreach_add(second, group["eps"])))
+            denominators = list(operators.foreach_sqrt(operators.foreach_add(second, group["eps"])))
         else:
-            denominators = list(torch._foreach_add(torch._foreach_sqrt(second), group["eps"]))
-        update = list(torch._foreach_div(first, denominators))
-        torch._foreach_add_(update, old, alpha=group["weight_decay"])
+            denominators = list(operators.foreach_add(operators.foreach_sqrt(second), group["eps"]))
+        update = list(operators.foreach_div(first, denominators))
+        operators.foreach_add_(update, old, alpha=group["weight_decay"])
         rates = [self._rate(group, param) for param in params]
-        torch._foreach_mul_(update, [-rate for rate in rates])
-        new = list(torch._foreach_add(old, update))
-        torch._foreach_copy_([param.detach() for param in params], new)
+        operators.foreach_mul_(update, [-rate for rate in rates])
+        new = list(operators.foreach_add(old, update))
+        operators.foreach_copy_([param.detach() for param in params], new)
         if outputs is not None:
-            torch._foreach_copy_([output.detach() for output in outputs], new)
+            operators.foreach_copy_([output.detach() for output in outputs], new)
 
     def _rate(self, group: dict[str, Any], param: torch.Tensor) -> float:
         """Count the step of a parameter and return its step size."""
@@ -213,7 +214,7 @@ class FusedSGD(_FusedSGD):
             for param, grad in zip(everything, own, strict=True):
                 param.grad = grad
         for group, outputs in zip(self.param_groups, _by_group(output_params, count), strict=True):
-            torch._foreach_copy_([o.detach() for o in outputs], [p.detach() for p in group["params"]])
+            operators.foreach_copy_([o.detach() for o in outputs], [p.detach() for p in group["params"]])
         return loss
 
 

@@ -11,6 +11,7 @@ from xamp.apex import amp_C
 from xamp.apex._tensor_lists import floats, norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.ground.torch_private import operators
 
 __all__ = ["FusedAdam"]
 
@@ -135,7 +136,7 @@ class FusedAdam(FusedOptimizer):
         for params in sorted_params:
             lists = self._lists(params)
             if clip is not None:
-                lists[0] = list(torch._foreach_div(floats(lists[0]), clip))
+                lists[0] = list(operators.foreach_div(floats(lists[0]), clip))
             multi_tensor_applier(amp_C.multi_tensor_adam, None, lists, *options)
 
     def _clip(self, group: dict[str, Any], grads: list[torch.Tensor]) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from torch.distributed import ReduceOp
 from xamp.apex.parallel.distributed import DistributedDataParallel, Reducer
 from xamp.apex.parallel.LARC import LARC
 from xamp.apex.parallel.sync_batchnorm import SyncBatchNorm
+from xamp.ground.torch_private.modules import BatchNorm, InstanceNorm
 
 __all__ = [
     "LARC",
@@ -39,9 +40,9 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
         ``module``, or the batch norm that takes its place.
     """
     converted = module
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+    if isinstance(module, InstanceNorm):
         return module
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, BatchNorm):
         converted = _converted(module, process_group, channel_last)
     for name, child in module.named_children():
         converted.add_module(name, convert_syncbn_model(child, process_group, channel_last))

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.modules._functions import SyncBatchNorm as _TorchFunction
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from xamp.ground.torch_private.modules import BatchNorm, SyncBatchNormFunction
 
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm whose statistics are those of the batches of all ranks together, forward and backward.
 
     Args:
@@ -91,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size{x.size()}")
             return _own(x, mean, var, self.weight, self.bias, True, factor, self.eps)
         group = dist.group.WORLD if group is None else group
-        kind: Any = _TorchFunction if _has_kernels(x.device.type) else _Function
+        kind: Any = SyncBatchNormFunction if _has_kernels(x.device.type) else _Function
         normed: torch.Tensor = kind.apply(x, self.weight, self.bias, mean, var, self.eps, factor, group, ranks)
         return normed
 

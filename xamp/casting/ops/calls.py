@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from xamp.ground.torch_private.fake import unset_fake_temporarily
 
 __all__ = ["CALLS", "Make", "Maker"]
 

@@ -26,6 +26,8 @@ from xamp.casting.ops.table import LAYERS
 from xamp.contract import Backend
 from xamp.ground import cache_keys
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private import dispatch
+from xamp.ground.torch_private.autocast import get_autocast_dtype
 from xamp.ground.version import __version__
 
 __all__ = ["OwnList", "added", "fixed", "install"]
@@ -88,13 +90,13 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
 
 def _entry(overload: str, own: torch.dtype, device_type: str) -> Callable[..., Any]:
     """Make the entry of an overload that the device casts to ``own``, by an entry of its own or further inside."""
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
-    below = torch._C._dispatch_keyset_full_after(key)
+    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
+    below = dispatch.keyset_full_after(key)
     cast_inside = not has_entry(overload, autocast_key(device_type))
     to_region, to_own = _lowering(overload, None, device_type), _lowering(overload, own, device_type)
     target, redispatch = python_function(overload) or operator(overload), operator(overload).redispatch
-    get_dtype, casts_on = torch._C.get_autocast_dtype, active.casts_on
-    exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+    get_dtype, casts_on = get_autocast_dtype, active.casts_on
+    exclude = dispatch.set_key_excluded
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
         ours = get_dtype(device_type) is not own and casts_on(device_type)
@@ -115,4 +117,4 @@ def _lowering(overload: str, dtype: torch.dtype | None, device_type: str) -> Cas
     if dtype is None and overload in LAYERS:
         return layer_caster(overload, device_type)
     on_device = device_test(device_type)
-    return lambda args, kwargs: cast_all(args, kwargs, dtype or torch._C.get_autocast_dtype(device_type), on_device)
+    return lambda args, kwargs: cast_all(args, kwargs, dtype or get_autocast_dtype(device_type), on_device)

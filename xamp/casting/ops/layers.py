@@ -10,6 +10,7 @@ from torch import nn
 
 from xamp.casting.ops.parts import CastArguments, cast_all, device_test
 from xamp.contract import Backend, RecurrentLayer
+from xamp.ground.torch_private.autocast import get_autocast_dtype
 
 __all__ = ["Join", "join_weights", "layer_caster", "serve"]
 
@@ -42,7 +43,7 @@ def layer_caster(overload: str, device_type: str) -> CastArguments:
     place = 3 if form == "data" else 2  # of the weights, after the input, the lengths of packed sequences, the state
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        made, kwargs = cast_all(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
+        made, kwargs = cast_all(args, kwargs, get_autocast_dtype(device_type), on_device)
         join = _joins.get(device_type)
         if join is not None and _are_new(made[place], args[place]):
             with torch.no_grad():

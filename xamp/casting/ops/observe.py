@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.casting.ops.samples import Call, Sample, operator, samples
 from xamp.casting.ops.table import RULES, Rule
+from xamp.ground.torch_private import dispatch
+from xamp.ground.torch_private.fake import FakeTensorMode
+from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry.causes import one_line
 
 __all__ = ["Observed", "attempt", "expected", "has_entry", "is_present", "observe"]
@@ -146,8 +147,8 @@ def is_present(device_type: str) -> bool:
 
 def has_entry(overload: str, device_type: str) -> bool:
     """Tell whether the device's own autocast has an entry for ``overload``."""
-    key = "PrivateUse1" if device_type == torch._C._get_privateuse1_backend_name() else device_type.upper()
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", f"Autocast{key}")
+    key = "PrivateUse1" if device_type == dispatch.get_privateuse1_backend_name() else device_type.upper()
+    return dispatch.has_kernel_for_key(f"aten::{overload}", f"Autocast{key}")
 
 
 @contextlib.contextmanager
@@ -242,7 +243,7 @@ class _Recorded(Exception):
 class _RecordDtypes(TorchDispatchMode):
     """Records the dtypes of the floating arguments of the call of ``op``, and ends the call."""
 
-    def __init__(self, op: torch._ops.OpOverload[..., Any]) -> None:
+    def __init__(self, op: dispatch.OpOverload[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._op = op
         self.dtypes: set[torch.dtype] = set()
@@ -259,6 +260,6 @@ def _after_autocast(sample: Sample, call: Call) -> set[torch.dtype]:
     op = operator(sample.overload)
     mode = _RecordDtypes(op)
     # Below autograd, the mode gets a composite operator itself; above autograd, only the operators inside it.
-    with contextlib.suppress(_Recorded), torch._C._AutoDispatchBelowAutograd(), mode:
+    with contextlib.suppress(_Recorded), dispatch.AutoDispatchBelowAutograd(), mode:
         op(*call.args, **call.kwargs)
     return mode.dtypes

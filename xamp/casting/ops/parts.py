@@ -10,6 +10,7 @@ import torch
 
 from xamp.casting.ops.samples import operator
 from xamp.ground.caster import TO
+from xamp.ground.torch_private import dispatch
 
 __all__ = [
     "LOWER",
@@ -31,19 +32,18 @@ IsOnDevice = Callable[[torch.Tensor], bool]
 CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Takes the arguments of a call, and returns them cast."""
 
-_HOMES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]
 _NOT_BY_NAME = frozenset(("binary_cross_entropy", "frobenius_norm", "linalg_matrix_norm", "nuclear_norm", "norm"))
 """Operators that several overloads share whose arguments do not tell them apart for certain."""
 
 
 def autocast_key(device_type: str) -> str:
     """Return the name of the dispatcher key on which autocast's entries for a device type are registered."""
-    return f"Autocast{torch._C._dispatch_key_for_device(device_type)}"
+    return f"Autocast{dispatch.key_for_device(device_type)}"
 
 
 def has_entry(overload: str, key: str) -> bool:
     """Tell whether ``overload`` has an entry on ``key``, as :func:`autocast_key` names it."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key)
+    return dispatch.has_kernel_for_key(f"aten::{overload}", key)
 
 
 def device_test(device_type: str) -> IsOnDevice:
@@ -78,5 +78,5 @@ def python_function(overload: str) -> Callable[..., Any] | None:
     tensors = [argument for argument in operator(overload)._schema.arguments if "Tensor" in str(argument.type)]
     if packet in _NOT_BY_NAME or any(each.kwarg_only or "List[Optional" in str(each.type) for each in tensors):
         return None
-    homes = (home for home in _HOMES if hasattr(home, packet))
+    homes = (home for home in dispatch.HOMES if hasattr(home, packet))
     return next((getattr(home, packet) for home in homes), None)

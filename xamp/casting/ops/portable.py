@@ -46,6 +46,8 @@ from xamp.errors import StateError
 from xamp.ground import cache_keys
 from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
+from xamp.ground.torch_private import dispatch
+from xamp.ground.torch_private.autocast import get_autocast_dtype
 from xamp.ground.version import __version__
 
 __all__ = ["PLAIN", "SAME", "Portable", "additions", "install"]
@@ -93,9 +95,8 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
 
 def _is_plain(inner: str, device_type: str) -> bool:
     """Whether a device has a kernel of its own for ``inner``, which else calls others, and no rule of its own."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    kernels = torch._C._dispatch_key_for_device(device_type)
-    return has_kernel(f"aten::{inner}", kernels) and not has_entry(inner, autocast_key(device_type))
+    kernels = dispatch.key_for_device(device_type)
+    return dispatch.has_kernel_for_key(f"aten::{inner}", kernels) and not has_entry(inner, autocast_key(device_type))
 
 
 class Portable(OpPolicy):
@@ -141,14 +142,14 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
     """Make the entry of an overload that the device has a rule for, or that calls nothing which it has a rule for."""
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
+    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
     is_portable = active.is_portable
     # Two calls cost 1 us less than torch's guard as a context manager, 2 to 4 where other operators emptied the caches.
     # An entry runs only where its key is not excluded, so it need not ask before.
-    exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+    exclude = dispatch.set_key_excluded
 
     def entry(*args: Any, **kwargs: Any) -> Any:
         cast = cast_portably if is_portable() else cast_natively
@@ -158,7 +159,7 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
             exclude(key, True)
             if cast is not None:
                 return target(*args, **kwargs)
-            with torch._C.DisableTorchFunction():  # who calls from C++ is not seen by modes and subclasses
+            with dispatch.DisableTorchFunction():  # who calls from C++ is not seen by modes and subclasses
                 return target(*args, **kwargs)
         finally:
             exclude(key, False)
@@ -172,15 +173,15 @@ def _passing_entry(overload: str, native: str | None, device_type: str) -> Calla
     torch makes the first argument, the keys of the dispatcher, for each call: 2 us where other operators emptied the
     caches.
     """
-    key = getattr(torch._C.DispatchKey, autocast_key(device_type))
-    below = torch._C._dispatch_keyset_full_after(key)
+    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
+    below = dispatch.keyset_full_after(key)
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
     redispatch, is_portable = operator(overload).redispatch, active.is_portable
     # A rule that lowers a cell leaves its weights to the products inside, which must see the key.
     lowering = (cast_portably, cast_natively if native == "lower" else None) if overload in _CELLS else ()
-    exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+    exclude = dispatch.set_key_excluded
 
     def entry(keys: Any, *args: Any, **kwargs: Any) -> Any:
         cast = cast_portably if is_portable() else cast_natively
@@ -219,15 +220,15 @@ def _rule_caster(overload: str, kind: str, device_type: str) -> CastArguments:
             return _fp32_caster(places, on_device)
         return lambda args, kwargs: cast_all(args, kwargs, torch.float32, on_device)
     if kind == "lower" and overload in _CELLS:
-        return lambda args, kwargs: _cast_state(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
+        return lambda args, kwargs: _cast_state(args, kwargs, get_autocast_dtype(device_type), on_device)
     if kind == "lower" and overload in LAYERS:
         return layer_caster(overload, device_type)
     if kind == "lower":
-        return lambda args, kwargs: cast_all(args, kwargs, torch._C.get_autocast_dtype(device_type), on_device)
+        return lambda args, kwargs: cast_all(args, kwargs, get_autocast_dtype(device_type), on_device)
     if kind == "promote":
 
         def promote(args: Any, kwargs: Any) -> Any:
-            lower = torch._C.get_autocast_dtype(device_type)
+            lower = get_autocast_dtype(device_type)
             dtype = _widest((*args, *kwargs.values()), lower, lower, overload, on_device)
             return cast_all(args, kwargs, dtype, on_device)
 

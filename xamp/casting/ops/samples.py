@@ -16,13 +16,14 @@ import torch
 
 from xamp.casting.ops.calls import CALLS, Make, Maker
 from xamp.casting.ops.table import RULES, Rule
+from xamp.ground.torch_private.dispatch import OpOverload, has_kernel
 
 __all__ = ["HERE", "Call", "Sample", "exists", "operator", "samples"]
 
 
 def exists(overload: str) -> bool:
     """Whether this torch has ``overload``; ``"mm"`` stands for the default one."""
-    return torch._C._dispatch_has_kernel(f"aten::{overload}")
+    return has_kernel(f"aten::{overload}")
 
 
 HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in RULES.items() if exists(name)})
@@ -71,7 +72,7 @@ class Sample:
         return Call(self.make(Maker(device, given, grad, values)), {"dtype": given[0]} if self.names_dtype else {})
 
 
-def operator(overload: str) -> torch._ops.OpOverload[..., Any]:
+def operator(overload: str) -> OpOverload[..., Any]:
     """Return the operator overload of that name: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
     packet, _, name = overload.partition(".")
     return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]

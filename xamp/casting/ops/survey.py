@@ -22,6 +22,7 @@ from xamp.casting.ops.parts import autocast_key
 from xamp.casting.ops.portable import SAME, additions, install
 from xamp.casting.ops.samples import HERE, Sample, samples
 from xamp.casting.ops.table import RULES, Kind, Rule
+from xamp.ground.torch_private import dispatch
 
 __all__ = ["Row", "Survey", "own_list", "survey"]
 
@@ -107,7 +108,7 @@ def survey(device_type: str, op_rules: Mapping[str, str], dtype: torch.dtype, op
 
 def own_list(device_type: str, op_rules: Mapping[str, str]) -> set[str]:
     """Return the overloads of torch's operators on the device's Autocast key, without xamp's entries."""
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(autocast_key(device_type))
+    names = dispatch.registrations_for_key(autocast_key(device_type))
     ours = {name for name, native in additions(device_type, op_rules).items() if native is None}
     ours |= fixed_dtype.added(device_type)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - ours
@@ -240,4 +241,4 @@ def _explanations(overload: str, seen: Results, dtype: torch.dtype) -> Iterator[
 def _is_composite(overload: str) -> bool:
     """Tell whether the overload is made of other operators, and so runs on every device that has these."""
     keys = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{overload}", key) for key in keys)
+    return any(dispatch.has_kernel_for_key(f"aten::{overload}", key) for key in keys)

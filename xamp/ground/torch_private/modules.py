@@ -1,0 +1,37 @@
+"""Classes of modules, what they call, and the hooks of all optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+__all__ = [
+    "RECURRENT",
+    "BatchNorm",
+    "InstanceNorm",
+    "NormBase",
+    "SyncBatchNormFunction",
+    "optimizer_post_hooks",
+    "optimizer_pre_hooks",
+]
+
+BatchNorm = _BatchNorm
+"""The class of batch norms of all dimensions."""
+
+NormBase = _NormBase
+"""That of batch and instance norms."""
+
+InstanceNorm = _InstanceNorm
+
+RECURRENT: Any = torch._VF
+"""Has the functions that recurrent layers and cells call. Each is looked up here when it is called."""
+
+optimizer_pre_hooks = _global_optimizer_pre_hooks
+"""The hooks before the steps of all optimizers: torch adds to this dict, and to the next one."""
+
+optimizer_post_hooks = _global_optimizer_post_hooks
