@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "ci" / "devices.toml"
 HOW = ("host", "emulated", "third-party", "hardware")
 BUILDS = ("cuda", "hip")
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_NAME = re.compile(r"[a-z0-9]+([-.][a-z0-9]+)*")
 _RELEASE = re.compile(r"\d+\.\d+\.\d+")
 _PYTHON = re.compile(r"\d+\.\d+")
 _WORD = re.compile(r"[\w.-]+")
@@ -277,7 +277,7 @@ def _check_job(row: Job) -> None:
 
 def _check_place(name: str, title: str, runner: Sequence[str], index: str) -> None:
     for key, right, what in (
-        ("name", _NAME.fullmatch(name), "small letters, digits and -"),
+        ("name", _NAME.fullmatch(name), "small letters, digits, - and ."),
         ("title", title, "a text"),
         ("runner", runner and all(map(_WORD.fullmatch, runner)), "labels of a runner"),
         ("index", not index or index.startswith("https://"), "an address that begins with https://"),

@@ -200,7 +200,7 @@ def test_the_badge_can_be_read() -> None:
 
 WRONG = [
     ('name = "twin"', "", "number 9: name is missing"),
-    ('name = "twin"', 'name = "the twin"', "small letters, digits and -"),
+    ('name = "twin"', 'name = "the twin"', "small letters, digits, - and ."),
     ('name = "twin"', 'name = "cpu"', "2 rows have this name"),
     ('name = "twin"', 'name = "lint"', "2 rows have this name"),
     ('how = "host"', 'how = "host"\nhost = 1', "host is no key of it; there are name, title, how"),
