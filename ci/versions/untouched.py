@@ -9,6 +9,7 @@ Exit code 1 where a package is another one afterwards, was added or is gone.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,9 +25,11 @@ __all__ = ["main"]
 _SOURCES = ("xamp", "backends", "docs/package.md", "setup.cfg", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 _THERE = """
 import importlib.metadata, json
-print(json.dumps({found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}))
+found = list(importlib.metadata.distributions())[::-1]  # of two with one name the first counts
+print(json.dumps({one.metadata["Name"]: one.version for one in found}))
 """
-_SITES = 'import sysconfig as s; print(*{s.get_path("purelib"), s.get_path("platlib")}, sep="\\n")'
+_SEES = 'import os, sys; print(*filter(os.path.isdir, sys.path), sep="\\n")'
+_SITE = 'import sysconfig; print(sysconfig.get_path("purelib"))'
 _PIP = "-m pip install --quiet --disable-pip-version-check --no-build-isolation"
 
 
@@ -38,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         source = _copied(Path(folder) / "source")
         for what in (str(source), f"{source}[torch]"):
             before = _packages(new)
-            subprocess.run([new, *_PIP.split(), what], check=True, cwd=folder)
+            _call([new, *_PIP.split(), what])
             if changed := _changed(before, _packages(new)):
                 print(f"pip install {what.replace(str(source), '.')} changed what was there: {'; '.join(changed)}")
                 return 1
@@ -48,11 +51,12 @@ def main(words: Sequence[str]) -> int:
 
 def _beside(python: str, folder: Path) -> str:
     """The Python of a new environment that sees the packages of ``python``, its pip among them."""
-    subprocess.run([python, "-m", "venv", "--without-pip", str(folder)], check=True)
+    _call([python, "-m", "venv", "--without-pip", str(folder)])
     new = str(folder / "bin" / "python")
-    site = subprocess.run([new, "-c", _SITES], capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    seen = subprocess.run([python, "-c", _SITES], capture_output=True, text=True, check=True).stdout
-    Path(site, "beside.pth").write_text(seen, encoding="utf-8")
+    site, seen = (
+        _call([each, "-I", "-c", code], stdout=subprocess.PIPE) for each, code in ((new, _SITE), (python, _SEES))
+    )
+    Path(site.strip(), "beside.pth").write_text(seen, encoding="utf-8")
     return new
 
 
@@ -65,9 +69,14 @@ def _copied(to: Path) -> Path:
 
 
 def _packages(python: str) -> dict[str, str]:
-    done = subprocess.run([python, "-c", _THERE], capture_output=True, text=True, check=True, cwd="/")
-    found: dict[str, str] = json.loads(done.stdout)
+    found: dict[str, str] = json.loads(_call([python, "-c", _THERE], stdout=subprocess.PIPE))
     return found
+
+
+def _call(words: Sequence[str], stdout: int | None = None) -> str:
+    """Run a command that sees no checkout; what it printed, if that was asked for."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(words, env=environment, stdout=stdout, text=True, check=True, cwd="/").stdout
 
 
 def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:

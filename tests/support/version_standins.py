@@ -22,6 +22,7 @@ echo "$*" | tr '\\n' ' ' >>{log!r}; echo >>{log!r}
 case "$*" in
 *ensurepip*) echo {version} ;;
 *'version("torch")'*) echo "{version} $(cat "$here/torch")" ;;
+"-m venv --without-pip "*) exec {real!r} "$@" ;;
 "-m venv "*) mkdir -p "$3/bin" && cp -- "$0" "$3/bin/python" && echo none >"$3/bin/torch" ;;
 "-m pip index versions torch "*)
     [ -n "${{STANDIN_OFFERED:-}}" ] || {{ echo "no index answers" >&2; exit 1; }}
