@@ -6,14 +6,13 @@ Exit code 1 where something failed or could not be made, 2 for wrong use, 130 or
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ci.devices_data import DATA, ROOT, Data, Release, load
+from ci.devices_data import ROOT, Release, load
 from ci.nightly import __main__ as nightly
 from ci.nightly.parts import of_releases
 from ci.stages.command import add_options, say
@@ -35,20 +34,16 @@ def main(words: Sequence[str]) -> int:
     return commands[words[0]](words[1:])
 
 
-def _data() -> Data:
-    return load(Path(os.environ.get("XAMP_DEVICES", DATA)))
-
-
 def _make(words: Sequence[str]) -> int:
     """Make the environments of some releases, or of all; say which were left out, and why."""
     parser = argparse.ArgumentParser(prog=f"{COMMAND} make")
     parser.add_argument("releases", nargs="*", metavar="RELEASE")
     asked = parser.parse_args(words).releases
-    every = {release.torch: release for release in _data().releases}
+    every = {release.torch: release for release in load().releases}
     if wrong := [torch for torch in asked if torch not in every]:
         return say(COMMAND, 2, f"{wrong[0]!r} is no release of ci/devices.toml: there are {', '.join(every)}")
     code = 0
-    for release in [every[torch] for torch in asked] or _data().whole:
+    for release in [every[torch] for torch in asked] or load().whole:
         try:
             make(_of(release))
         except (NoInterpreter, NotMade) as error:
@@ -62,7 +57,7 @@ def _run(words: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="tests that take a moment, and few of two ranks")
     add_options(parser)
     args = parser.parse_args(words)
-    names = {release.torch: name_of(release.torch, args.quick) for release in _data().whole}
+    names = {release.torch: name_of(release.torch, args.quick) for release in load().whole}
     if wrong := [torch for torch in args.stages if torch not in names]:
         return say(COMMAND, 2, f"{wrong[0]!r} is no release on which all tests run: there are {', '.join(names)}")
     options = [names.get(word, word) for word in words if word != "--quick"]
@@ -74,7 +69,7 @@ def _run(words: Sequence[str]) -> int:
 def _smoke(words: Sequence[str]) -> int:
     """Run some tests on the oldest and the newest release, where their environments are there."""
     argparse.ArgumentParser(prog=f"{COMMAND} smoke").parse_args(words)
-    whole = _data().whole
+    whole = load().whole
     outcomes = [_smoke_of(_of(release)) for release in (whole[0], whole[-1])]
     return int(any(outcome in BAD for outcome in outcomes))
 
@@ -93,7 +88,7 @@ def _smoke_of(there: Environment) -> str:
 def _list(words: Sequence[str]) -> int:
     """Say which environments are there."""
     argparse.ArgumentParser(prog=f"{COMMAND} list").parse_args(words)
-    for release in _data().whole:
+    for release in load().whole:
         there = _of(release)
         print(f"torch {there.torch}, Python {there.python}: {there.why_not() or there.path}")
     return 0

@@ -51,7 +51,7 @@ def stage(release: Release, jobs: int, *, quick: bool = False) -> Stage:
 def smoke(there: Environment) -> Stage:
     """Some tests of everything: levels, a compiled step, a checkpoint, GradScaler, autocast, xamp.apex."""
     what = f"some tests on torch {there.torch}"
-    return Stage(f"smoke-{there.torch}", what, _LIMIT, [_pytest(there, "tests", 1, *_SMOKE)])
+    return Stage(f"smoke-{there.torch}", what, 300.0, [_pytest(there, "tests", 1, *_SMOKE)])
 
 
 def quick_tests(there: Environment, jobs: int, name: str) -> Stage:

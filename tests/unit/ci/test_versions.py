@@ -1,4 +1,4 @@
-"""ci/versions.sh: environments of releases of torch, and what runs in them. Programs that pass for Python stand in for it."""
+"""ci/versions.sh: environments of releases of torch, and what runs in them. Small programs pass for their Pythons."""
 
 from __future__ import annotations
 
