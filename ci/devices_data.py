@@ -143,10 +143,8 @@ def load(path: Path | str = DATA) -> Data:
         RowError: a row cannot be right.
     """
     found = _parsed(Path(path))
-    releases = tuple(_row(Release, row, place) for place, row in enumerate(_rows(found, "release"), 1))
+    releases, devices, jobs = _all(Release, found), _all(Device, found), _all(Job, found)
     _check_releases(releases)
-    devices = tuple(_row(Device, row, place) for place, row in enumerate(_rows(found, "device"), 1))
-    jobs = tuple(_row(Job, row, place) for place, row in enumerate(_rows(found, "job"), 1))
     if not devices:
         raise DevicesError(f"{Path(path).name} has no row [[device]]")
     for device in devices:
@@ -204,6 +202,12 @@ def _rows(found: Mapping[str, Any], table: str) -> list[Any]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise RowError(f"[{table}]: rows are written [[{table}]], with two brackets")
     return rows
+
+
+def _all(kind: type[Row], found: Mapping[str, Any]) -> tuple[Row, ...]:
+    """The rows of one table."""
+    rows = _rows(found, kind.__name__.lower())
+    return tuple(_row(kind, row, place) for place, row in enumerate(rows, 1))
 
 
 def _row(kind: type[Row], row: Mapping[str, Any], place: int) -> Row:

@@ -12,13 +12,13 @@ from ci.versions.environments import Environment
 __all__ = ["name_of", "quick_tests", "smoke", "stage"]
 
 _LIMIT = 3500.0  # seconds
+_SUITE = "tests/conformance/test_conformance.py::TestCpu::test_"
 _SMOKE = (
-    "tests/conformance/test_conformance.py::TestCpu::test_levels",
+    *(_SUITE + name for name in ("effective", "trains_like_eager", "resume_is_bit_identical", "grad_scaler")),
     "tests/unit/scaling/test_step_compiled.py::test_as_eager",
-    "tests/unit/sessions/test_checkpoint_state.py",
-    "tests/unit/sessions/test_grad_scaler.py",
     "tests/unit/casting/test_autocast.py",
-    "tests/unit/apex/test_apex_training.py",
+    "tests/unit/apex/test_apex_state.py",
+    "tests/unit/apex/test_apex_o1_functions.py",
 )
 _RANKS = ("tests/distributed/test_ddp.py", "tests/distributed/test_decide.py")
 
