@@ -176,10 +176,10 @@ def _joined(data: Data) -> Data:
         RowError: a row names a release that is none.
     """
     known = ", ".join(release.torch for release in data.releases)
-    for row in (*data.devices, *data.jobs):
-        for torch in (row.torch,) if isinstance(row, Job) else row.torch:
-            there = not torch or any(torch == release.torch for release in data.releases)
-            _check(there, row, "torch", torch, f"a release that has a row [[release]]: {known}")
+    named: list[tuple[Device | Job, str]] = [(row, torch) for row in data.devices for torch in row.torch]
+    for row, torch in [*named, *((job, job.torch) for job in data.jobs if job.torch)]:
+        there = any(torch == release.torch for release in data.releases)
+        _check(there, row, "torch", torch, f"a release that has a row [[release]]: {known}")
     devices = [
         dataclasses.replace(row, python=tuple(data.python_of(torch) for torch in row.torch)) for row in data.devices
     ]

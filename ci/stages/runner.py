@@ -130,8 +130,8 @@ def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str
             wrong.append("there were no tests")
     if wrong:
         return "failed", "; ".join(wrong)
-    codes = [(step, _code(step, kept)) for step in stage.steps]
-    return "passed", "; ".join([*missing, *(step.says[code] for step, code in codes if code in step.says)])
+    told = [step.says[code] for step in stage.steps if (code := _code(step, kept)) is not None and code in step.says]
+    return "passed", "; ".join([*missing, *told])
 
 
 def _is_done(step: Step, kept: Kept) -> bool:

@@ -85,9 +85,10 @@ def test_the_rows_that_are_there() -> None:
 
 def test_each_row_has_the_python_of_its_releases(tmp_path: Path) -> None:
     data = devices.load(with_rows(tmp_path, TWIN, JOBS))
-    rows = {row.name: row for row in (*data.devices, *data.jobs)}
+    rows = {row.name: row for row in data.devices}
     assert list(zip(rows["twin"].torch, rows["twin"].python, strict=True)) == [("2.7.1", "3.10"), ("2.13.0", "3.11")]
-    assert (rows["fine"].python, rows["broken"].python) == ("3.10", "3.11")
+    pythons = {job.name: job.python for job in data.jobs}
+    assert (pythons["fine"], pythons["broken"]) == ("3.10", "3.11")
     assert (rows["cuda"].torch, rows["cuda"].python) == ((), ())
 
 
