@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # xamp on each release of torch that ci/devices.toml names for the CPU, each in an environment of its own.
 #
-#     ci/versions.sh make                 makes the environments: some minutes and up to 5 GB each, once
+#     ci/versions.sh make                 makes the environments: some minutes and up to 7 GB each, once
 #     ci/versions.sh make 2.7.1 2.8.0     these
 #     ci/versions.sh list                 which are there
 #     ci/versions.sh run                  on each: tests/unit and tests/conformance on the CPU, two ranks, the demo, and
