@@ -34,8 +34,7 @@ def stage(release: Release, jobs: int, *, quick: bool = False) -> Stage:
     tests = ["--tier=quick"] if quick else []
     ranks = _RANKS if quick else ("tests/distributed",)
     make = [sys.executable, "-m", "ci.versions", "make", there.torch]
-    picture = f"results/demo-torch-{release.torch}.png"
-    demo = ["env", "XAMP_NO_VENV=1", "XAMP_DEVICE=cpu", f"PYTHON={there.interpreter}", "ci/demo.sh", "--out", picture]
+    demo = ["env", "XAMP_NO_VENV=1", "XAMP_DEVICE=cpu", f"PYTHON={there.interpreter}", "ci/demo.sh"]
     steps = [
         Step("make", make, vital=True),
         _compiled(there),
