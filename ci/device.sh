@@ -35,7 +35,7 @@ fi
 if [ -n "${XAMP_TORCH:-}" ] && [ "${XAMP_NO_VENV:-0}" != 1 ]; then
     pins=$(mktemp)
     trap 'rm -f -- "$pins"' EXIT
-    sed "s/^torch==.*/torch==$XAMP_TORCH/" "$root/ci/constraints/ci.txt" >"$pins"
+    "${PYTHON:-python3}" "$root/ci/devices.py" pins "$XAMP_TORCH" >"$pins"
     export XAMP_CONSTRAINTS=$pins
 fi
 use_env test

@@ -7,8 +7,8 @@ Jobs for the night get theirs where the clock or a person starts the pipeline, a
 Another project's pipeline says what it wants, and gets exactly that:
 
     XAMP_ONLY       names of rows, such as "cpu ascend-910b2 cuda"
-    XAMP_PYTHON     the version of Python of jobs that are not on hardware
-    XAMP_TORCH      the same for torch
+    XAMP_TORCH      releases of torch for jobs that are not on hardware; without it the one that CI pins
+    XAMP_PYTHON     versions of Python for them; without it the one on which each release is tested
     XAMP_RUNNERS    JSON: the labels of runners by the name of a row, such as {"cuda": ["self-hosted", "gpu"]}
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ci.devices import Device, DevicesError, Job, read, read_jobs
+from ci.devices_data import Data, Device, DevicesError, Job, load
 
 __all__ = ["matrix", "plan", "text"]
 
@@ -33,7 +33,7 @@ def words_of(variables: Mapping[str, str], name: str) -> list[str]:
 
 
 def matrix(devices: Sequence[Device], hardware: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The pipeline's jobs on devices: one for each device, Python and torch.
+    """The pipeline's jobs on devices: one for each device and release of torch.
 
     Args:
         devices: the rows.
@@ -50,8 +50,7 @@ def matrix(devices: Sequence[Device], hardware: Sequence[str] = ()) -> list[dict
         _job(row, python, torch)
         for row in devices
         if row.how != "hardware" or row.name in hardware
-        for python in row.python or ("",)
-        for torch in row.torch or ("",)
+        for python, torch in list(zip(row.python, row.torch, strict=True)) or [("", "")]
     ]
 
 
@@ -74,32 +73,31 @@ def plan(path: Path, variables: Mapping[str, str]) -> dict[str, list[dict[str, A
     Raises:
         DevicesError: the data is wrong, or a variable names what is not there.
     """
-    devices = read(path)
+    data = load(path)
     if only := words_of(variables, "XAMP_ONLY"):
-        chosen = [_chosen(name, devices, variables) for name in dict.fromkeys(only)]
+        chosen = [_chosen(name, data, variables) for name in dict.fromkeys(only)]
         return {"devices": matrix(chosen, [row.name for row in chosen if row.how == "hardware"]), "jobs": []}
     outside = variables.get("GITHUB_EVENT_NAME", "").startswith("pull_request")
-    ready = [row.name for row in devices if row.how == "hardware" and row.ready]
+    ready = [row.name for row in data.devices if row.how == "hardware" and row.ready]
     hardware = [] if outside else [*ready, *words_of(variables, "XAMP_HARDWARE")]
     by_commit = variables.get("GITHUB_EVENT_NAME", "") not in ("", "schedule", "workflow_dispatch")
-    jobs = [_job(row, row.python) for row in read_jobs(path) if not (row.nightly and by_commit)]
-    return {"devices": matrix(devices, hardware), "jobs": jobs}
+    jobs = [_job(row, row.python) for row in data.jobs if not (row.nightly and by_commit)]
+    return {"devices": matrix(data.devices, hardware), "jobs": jobs}
 
 
-def _chosen(name: str, devices: Sequence[Device], variables: Mapping[str, str]) -> Device:
+def _chosen(name: str, data: Data, variables: Mapping[str, str]) -> Device:
     """A row as another project wants it."""
-    found = {row.name: row for row in devices}
+    found = {row.name: row for row in data.devices}
     if name not in found:
         raise DevicesError(f"XAMP_ONLY names {name!r}: there are {', '.join(found)}")
-    row = found[name]
-    runner = _runners(variables, found).get(name, row.runner)
+    row = dataclasses.replace(found[name], runner=tuple(_runners(variables, found).get(name, found[name].runner)))
     if row.how == "hardware":
-        return dataclasses.replace(row, runner=tuple(runner))
-    python, torch = (tuple(words_of(variables, each)) for each in ("XAMP_PYTHON", "XAMP_TORCH"))
-    # One Python, the newest, unless another is asked for: a project tests its script, not xamp.
-    return dataclasses.replace(
-        row, runner=tuple(runner), python=python or row.python[-1:], torch=torch or row.torch[-1:]
-    )
+        return row
+    # One release unless others are asked for: a project tests its script, not xamp.
+    asked = words_of(variables, "XAMP_TORCH") or [data.usual.torch]
+    pythons = words_of(variables, "XAMP_PYTHON")
+    pairs = [(python, torch) for torch in asked for python in pythons or [data.python_of(torch)]]
+    return dataclasses.replace(row, python=tuple(each[0] for each in pairs), torch=tuple(each[1] for each in pairs))
 
 
 def _runners(variables: Mapping[str, str], known: Mapping[str, Device]) -> dict[str, list[str]]:

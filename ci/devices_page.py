@@ -1,20 +1,22 @@
 """Writes what readers see of ci/devices.toml: the tables of README.md and docs/ci.md, and the badge docs/devices.svg.
 
 ``python ci/devices.py pages`` calls it. With ``--check`` nothing is written: it fails where a page is not what the data
-says. The tables stand between marks, and the rest of a page stays as it is. The badge says which jobs there are, and
+says. The tables stand between marks, and the rest of a page stays as it is. The table of README.zh-CN.md is written by
+hand, but for the releases in it. The badge says which jobs there are, and
 nothing about whether they passed: it needs no address and no service.
 """
 
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ci.devices import ROOT, Device, DevicesError, Job, read, read_jobs
+from ci.devices_data import ROOT, Device, DevicesError, Job, load
 
 COMMAND = "python ci/devices.py pages"
-README, PAGE, BADGE = "README.md", "docs/ci.md", "docs/devices.svg"
+README, CHINESE, PAGE, BADGE = "README.md", "README.zh-CN.md", "docs/ci.md", "docs/devices.svg"
 IN_WORDS = {
     "host": "on any machine",
     "emulated": "emulated, on any machine",
@@ -39,6 +41,7 @@ def made(devices: Sequence[Device], jobs: Sequence[Job], root: Path = ROOT) -> d
     """
     return {
         README: placed(root / README, {"devices": short_table(devices)}),
+        CHINESE: with_releases(root / CHINESE, devices),
         PAGE: placed(root / PAGE, {"devices": long_table(devices), "jobs": job_table(jobs)}),
         BADGE: badge(devices),
     }
@@ -80,11 +83,10 @@ def tested(row: Device) -> str:
 
 
 def _versions(row: Device) -> str:
-    if not row.python and not row.torch:
+    if not row.torch:
         return "the Python and torch of the machine"
-    return "; ".join(
-        f"{name} {', '.join(each)}" for name, each in (("Python", row.python), ("torch", row.torch)) if each
-    )
+    first, *others = zip(row.torch, row.python, strict=True)
+    return ", ".join([f"torch {first[0]} (Python {first[1]})", *(f"{torch} ({python})" for torch, python in others)])
 
 
 def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -93,16 +95,36 @@ def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|\n" + body
 
 
+def with_releases(path: Path, devices: Iterable[Device]) -> str:
+    """The text of a page whose table is written by hand, as :func:`short_table` has it, with the releases of today.
+
+    A test compares its lines with those of README.md.
+
+    Raises:
+        DevicesError: the page is not there.
+    """
+    page = _text(path)
+    for row in devices:
+        if row.torch:
+            line = rf"^(\|[^|]*\|[^|]*\| )[^|]*( \| `{row.name}` \|)"
+            page = re.sub(line, rf"\g<1>{_versions(row)}\g<2>", page, flags=re.MULTILINE)
+    return page
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DevicesError(f"{path.name}: {error.strerror or error}") from error
+
+
 def placed(path: Path, tables: dict[str, str]) -> str:
     """The text of a page, with each table between its marks.
 
     Raises:
         DevicesError: the page or a mark is not there.
     """
-    try:
-        page = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DevicesError(f"{path.name}: {error.strerror or error}") from error
+    page = _text(path)
     for mark, body in tables.items():
         start, end = f"<!-- {mark}: made by ci/devices.py -->\n", f"<!-- end of {mark} -->\n"
         before, found, rest = page.partition(start)
@@ -148,7 +170,8 @@ def main(data: Path, check: bool, root: Path = ROOT) -> int:
         DevicesError: the data is wrong, or a page lacks its marks; nothing is written.
     """
     status = 0
-    for name, text in made(read(data), read_jobs(data), root).items():
+    rows = load(data)
+    for name, text in made(rows.devices, rows.jobs, root).items():
         path = root / name
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What takes too long for each commit: coverage, every test on emulated cards, mutants, libraries, four processes, every
-# point of fault injection. The pipeline runs it once a week, and a person before a piece of work is called finished.
+# point of fault injection, every release of torch. The pipeline runs it once a week, and a person before a piece of work is called finished.
 #
 #     ci/nightly.sh                       all parts, of which each takes less than an hour; some hours on two cores
 #     ci/nightly.sh coverage mutants      these

@@ -7,7 +7,7 @@ import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ci.devices import Device
+from ci.devices_data import Device
 from ci.results import Note, Result
 from xamp.ground.version import __version__
 from xamp.testing import TIERS

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ci.devices import DATA, ROOT, Device, DevicesError, find
+from ci.devices import find
+from ci.devices_data import DATA, ROOT, Device, DevicesError
 
 _PIP = "-m pip install --quiet --no-deps --no-build-isolation --no-index --no-compile --disable-pip-version-check"
 _THERE = """

@@ -81,7 +81,7 @@ def _benchmarks(plan: Plan) -> Stage:
     names = ("syncs", "step") if plan.rehearse else (*_BENCHMARKS, *_ON_THE_HOST)
     options = ["--device", plan.about["type"], "--json", FILE, *(["--quick", "--rounds", "3"] if plan.rehearse else [])]
     accepts = (0, 1) if plan.rehearse else (0,)  # so few rounds say nothing about a bound
-    says = {1: "a bound was missed, or it failed"}
+    says = {} if plan.rehearse else {1: "a bound was missed, or it failed"}
     steps = [Step(name, [*python("benchmarks"), name, *options], accepts=accepts, says=says) for name in names]
     return Stage("benchmarks", "times and bytes, one at a time", 470, steps)
 

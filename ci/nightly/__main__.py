@@ -28,21 +28,37 @@ from ci.stages.stage import Stage
 KEPT = ROOT / "ci" / "nightly" / "kept"
 
 
-def main(words: Sequence[str], table: Callable[[int], Sequence[Part]] = parts, kept: Path = KEPT) -> int:
+def _show(found: Sequence[Mapping[str, Any]]) -> None:
+    summary.show("by night", found)
+
+
+def main(
+    words: Sequence[str],
+    table: Callable[[int], Sequence[Part]] = parts,
+    kept: Path = KEPT,
+    show: Callable[[Sequence[Mapping[str, Any]]], None] = _show,
+) -> int:
     """Run what is asked for; see the module.
 
     Args:
         words: the options.
         table: makes the parts, for so many workers.
         kept: the folder of what came of each.
+        show: prints the table of what came of those that were chosen.
     """
     args = _parsed(words)
     every = {part.stage.name: part for part in table(args.jobs)}
     if wrong := unknown(args.stages, [part.stage for part in every.values()]):
         return say("ci/nightly.sh", 2, wrong)
-    hashes = {name: hash_of(ROOT, part.content) for name, part in every.items()}
+    # Several parts are about one content.
+    known = {content: hash_of(ROOT, content) for content in {tuple(part.content) for part in every.values()}}
+    hashes = {name: known[tuple(part.content)] for name, part in every.items()}
     chosen = _changed(args.stages, hashes, kept) if args.changed else [*(args.stages or every)]
-    return _run(args, [every[name] for name in every if name in chosen], hashes, kept) if chosen else 0
+    if not chosen:
+        return 0
+    code, found = _run(args, [every[name] for name in every if name in chosen], hashes, kept)
+    show(found)
+    return code
 
 
 def _changed(names: Sequence[str], hashes: Mapping[str, str], kept: Path) -> list[str]:
@@ -52,24 +68,27 @@ def _changed(names: Sequence[str], hashes: Mapping[str, str], kept: Path) -> lis
     return [name for name in names if not _is_true(_read(kept, name), hashes[name])]
 
 
-def _run(args: argparse.Namespace, chosen: Sequence[Part], hashes: Mapping[str, str], kept: Path) -> int:
+def _run(
+    args: argparse.Namespace, chosen: Sequence[Part], hashes: Mapping[str, str], kept: Path
+) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code, and what came of each part."""
     args.out.mkdir(parents=True, exist_ok=True)
     runner = Runner(Log(args.out / "nightly.log"), ROOT, surroundings(ROOT), time.monotonic() + 60 * args.minutes)
-    content = {part.stage.name: part.content for part in chosen}
-    for name in content:
+    parts_of = {part.stage.name: part for part in chosen}
+    for name in parts_of:
         runner.log.about(name, hashes[name])
 
     def write(stage: Stage) -> None:
-        if hash_of(ROOT, content[stage.name]) != hashes[stage.name]:
+        part = parts_of[stage.name]
+        if hash_of(ROOT, part.content) != hashes[stage.name]:
             print(f"== {stage.name}: its content was changed while it ran, so nothing is kept", flush=True)
             runner.forget(stage)
             return
-        _keep(kept, stage, runner.log, hashes[stage.name])
+        _keep(kept, part, runner.log, hashes[stage.name])
 
     stages = [part.stage for part in chosen]
     code = follow(args, runner, stages, write)
-    summary.show("by night", [summary.of(stage, runner.log.of(stage.name)) for stage in stages])
-    return code
+    return code, [{**summary.of(part.stage, runner.log.of(part.stage.name)), **part.about} for part in chosen]
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -80,13 +99,15 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _keep(folder: Path, stage: Stage, log: Log, content: str) -> None:
-    about = summary.of(stage, log.of(stage.name))
-    failed = list(summary.failures(stage.name, log.of(stage.name)))
+def _keep(folder: Path, part: Part, log: Log, content: str) -> None:
+    name = part.stage.name
+    about = summary.of(part.stage, log.of(name))
+    failed = list(summary.failures(name, log.of(name)))
     when = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
-    found = {**about, "failures": failed, "content": content, "when": when, "python": platform.python_version()}
+    versions = {"python": platform.python_version(), **part.about}
+    found = {**about, "failures": failed, "content": content, "when": when, **versions}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stage.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _read(folder: Path, name: str) -> Mapping[str, Any]:

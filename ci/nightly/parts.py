@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ci.devices_data import load
 from ci.stages.stage import Stage, Step, pytest_step
+from ci.versions.newest import UNTESTED_FAILS
+from ci.versions.stages import stage
 
-__all__ = ["Part", "parts"]
+__all__ = ["Part", "of_releases", "parts"]
 
 _LIMIT = 3500.0  # seconds
 _CORE = ("xamp/", "backends/", "setup.cfg", "pyproject.toml", "ci/constraints/ci.txt")
-_TESTS = ("tests/conftest.py", "tests/support/")
+_TESTS = ("tests/conftest.py", "tests/support/", "tests/ledger.toml")
 _KERNELS = ("backends/npu/emulation/", "tests/emulated/inside/", "tests/emulated/test_inside.py")
 
 
@@ -23,10 +26,12 @@ class Part:
     Attributes:
         stage: the stage.
         content: files and folders, as :func:`ci.nightly.content.hash_of` takes them.
+        about: what the result says besides, such as the version of torch.
     """
 
     stage: Stage
     content: Sequence[str]
+    about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def parts(jobs: int) -> list[Part]:
@@ -42,8 +47,27 @@ def parts(jobs: int) -> list[Part]:
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
         _mutants(),
         _libraries(),
+        *of_releases(jobs),
+        _newest(),
         _coverage(jobs),
     ]
+
+
+def of_releases(jobs: int, *, quick: bool = False) -> list[Part]:
+    """A part for each release of torch on which all tests run."""
+    content = (*_rooms(), "tests/distributed/", "examples/", "ci/versions/", "ci/devices.toml")
+    return [
+        Part(stage(release, jobs, quick=quick), content, {"torch": release.torch, "python": release.python})
+        for release in load().whole
+    ]
+
+
+def _newest() -> Part:
+    """What fails on a torch that is out and not in the table yet is told, and is no failure."""
+    says = {UNTESTED_FAILS: "tests fail on a torch that is not in ci/devices.toml yet, see results/newest.json"}
+    step = Step("newest", ["ci/versions.sh", "newest"], accepts=(0, UNTESTED_FAILS), says=says)
+    what = "the newest torch of the index"
+    return Part(Stage("newest", what, _LIMIT, [step], anew=True), (*_rooms(), "ci/versions/"))
 
 
 def _emulated() -> Sequence[str]:

@@ -47,7 +47,7 @@ class Runner:
     def run(self, stage: Stage, *, again: bool = False) -> None:
         """Run a stage, or what is left of it. One that came to its end is kept, unless ``again`` and it failed."""
         kept = self.log.of(stage.name)
-        if kept.outcome == "passed" or (kept.outcome == "failed" and not again):
+        if (kept.outcome == "passed" and not stage.anew) or (kept.outcome == "failed" and not again):
             print(f"== {stage.name}: {kept.outcome} before, and kept", flush=True)
             return
         left = min(stage.limit, self.until - time.monotonic())
@@ -75,7 +75,7 @@ class Runner:
             return "left out", stage.lacks
         missing: list[str] = []
         for step in stage.steps:
-            if _is_done(step, kept):
+            if _is_done(step, kept) and not (step.vital or stage.anew):
                 continue
             if lacking := [name for name in step.needs if not is_there(name)]:
                 missing.append(f"{', '.join(lacking)} is not there")
@@ -85,6 +85,8 @@ class Runner:
                 return "cut off", f"{step.name} was not done when its time was over"
             if ended.code < 0:
                 return "killed", f"{step.name} {ended.how}"
+            if step.vital and ended.code not in step.accepts:
+                return "failed", _told(step, ended.code)
         if missing and len(missing) == len(stage.steps):
             return "left out", "; ".join(missing)
         return _verdict(stage, self.log.of(stage.name), missing)
@@ -126,7 +128,10 @@ def _verdict(stage: Stage, kept: Kept, missing: Sequence[str]) -> tuple[str, str
             wrong.append(f"{broken[0]} ended with code 1, and no test had failed")
         elif not kept.tests:
             wrong.append("there were no tests")
-    return ("failed", "; ".join(wrong)) if wrong else ("passed", "; ".join(missing))
+    if wrong:
+        return "failed", "; ".join(wrong)
+    told = [step.says[code] for step in stage.steps if (code := _code(step, kept)) is not None and code in step.says]
+    return "passed", "; ".join([*missing, *told])
 
 
 def _is_done(step: Step, kept: Kept) -> bool:

@@ -12,7 +12,7 @@ from ci.results import clean
 from ci.stages.log import Kept
 from ci.stages.stage import Stage, is_there
 
-__all__ = ["HEADS", "counts", "failures", "of", "rows", "show"]
+__all__ = ["HEADS", "counts", "failures", "of", "rows", "show", "show_table"]
 
 HEADS = ("stage", "outcome", "passed", "failed", "others", "seconds", "")
 _REASON = 300  # characters
@@ -61,25 +61,30 @@ def rows(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def show(title: str, stages: Sequence[Mapping[str, Any]]) -> None:
-    """Print the table: in colours where rich is there, else as plain text."""
-    lines = rows(stages)
+    """Print the table of stages."""
+    show_table(title, HEADS, rows(stages))
+
+
+def show_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table, whose second column is an outcome: in colours where rich is there, else as plain text."""
     if is_there("rich"):
-        _show_in_colours(title, lines)
+        _show_in_colours(title, heads, lines)
         return
-    widths = [max(len(line[i]) for line in [HEADS, *lines]) for i in range(len(HEADS))]
+    widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
     print(f"\n{title}")
-    for line in [HEADS, *lines]:
+    for line in [heads, *lines]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
-def _show_in_colours(title: str, lines: Sequence[Sequence[str]]) -> None:
+def _show_in_colours(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
-    for index, head in enumerate(HEADS):
-        table.add_column(head, justify="right" if index in (2, 3, 5) else "left", overflow="fold")
+    for index, head in enumerate(heads):
+        numbers = any(line[index] for line in lines) and all(line[index].isdigit() for line in lines if line[index])
+        table.add_column(head, justify="right" if numbers else "left", overflow="fold")
     for line in lines:
         table.add_row(*map(Text, line), style=_COLOURS.get(line[1], "bold red" if line[1] else "bold"))
     Console(width=None if sys.stdout.isatty() else 140).print(Text(f"\n{title}", style="bold"), table)

@@ -19,10 +19,10 @@ DIES = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 NAME = "gpu-*-rehearsal"
 
 
-def does(name: str, *codes: str, limit: float = 60.0, **more: str) -> Stage:
+def does(name: str, *codes: str, limit: float = 60.0, lacks: str = "") -> Stage:
     """A stage whose commands are the programs ``codes``."""
     steps = [Step(f"{name} {index}", [sys.executable, "-c", code]) for index, code in enumerate(codes)]
-    return Stage(name, f"does {name}", limit, steps, **more)
+    return Stage(name, f"does {name}", limit, steps, lacks)
 
 
 def pytest_stage(folder: Path, *options: str) -> Stage:

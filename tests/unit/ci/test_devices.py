@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import json
 import os
@@ -19,7 +20,8 @@ from forked_python import python
 from gathering import cases
 
 from ci import devices, devices_matrix, devices_page
-from ci.devices import DevicesError, RowError
+from ci.devices_data import DevicesError, RowError
+from xamp.registry.find_torch import MINIMUM_TORCH, NEWEST_TESTED, as_text, numbers
 
 TWIN = """
 [[device]]
@@ -27,8 +29,7 @@ name = "twin"
 title = "the CPU again"
 how = "host"
 runner = ["somewhere"]
-python = ["3.12"]
-torch = ["2.13.0", "2.13.1"]
+torch = ["2.7.1", "2.13.0"]
 require = ["O1"]
 needs = "nothing"
 note = "a row more"
@@ -40,14 +41,13 @@ JOBS = """
 name = "fine"
 title = "ends well"
 runner = ["somewhere"]
-python = "3.12"
+torch = "2.7.1"
 run = "ci/npu_cache.sh"
 
 [[job]]
 name = "broken"
 title = "fails"
 runner = ["somewhere"]
-python = "3.12"
 run = "ci/release.sh"
 """
 
@@ -83,17 +83,53 @@ def test_the_rows_that_are_there() -> None:
         rows["cpu"].name = "x"  # type: ignore[misc]
 
 
-def test_versions_are_supported_ones() -> None:
-    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    oldest = re.search(r"python_requires = >=(\S+)", setup)
-    supported = re.search(r"torch>=(\S+),<(\S+)", setup)
-    assert oldest is not None
-    assert supported is not None
-    cpu = next(row for row in devices.read() if row.name == "cpu")
-    assert cpu.python[0] == oldest[1]
-    low, high = (tuple(map(int, each.split("."))) for each in supported.groups())
-    for row in devices.read():
-        assert all(low <= tuple(map(int, version.split(".")))[:2] < high for version in row.torch), row.name
+def test_each_row_has_the_python_of_its_releases(tmp_path: Path) -> None:
+    data = devices.load(with_rows(tmp_path, TWIN, JOBS))
+    rows = {row.name: row for row in data.devices}
+    assert list(zip(rows["twin"].torch, rows["twin"].python, strict=True)) == [("2.7.1", "3.10"), ("2.13.0", "3.11")]
+    pythons = {job.name: job.python for job in data.jobs}
+    assert (pythons["fine"], pythons["broken"]) == ("3.10", "3.11")
+    assert (rows["cuda"].torch, rows["cuda"].python) == ((), ())
+
+
+def test_the_releases_are_those_that_xamp_names() -> None:
+    data = devices.load()
+    assert data.whole[0].torch == as_text(MINIMUM_TORCH)
+    assert (numbers(data.whole[-1].torch) or ())[:2] == NEWEST_TESTED
+    assert f"\ntorch=={data.usual.torch}\n" in devices.PINS.read_text(encoding="utf-8")
+    assert data.usual in data.whole
+    assert {release.python for release in data.whole} == {"3.10", "3.11", "3.12", "3.13"}
+    assert {row.python for row in data.jobs if not row.nightly} == {data.usual.python}
+
+
+def test_the_pythons_are_those_that_the_package_takes() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    taken = re.findall(r"Python :: (3\.\d+)$", setup["metadata"]["classifiers"], re.MULTILINE)
+    assert taken == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    tested = {release.python for release in devices.load().releases}
+    assert taken[0] in tested
+    assert tested <= set(taken)
+    assert setup["options"]["python_requires"] == f">={taken[0]}"
+    pages = ("README.md", "README.zh-CN.md", "docs/start.md", "docs/zh/start.md")
+    assert [page for page in pages if f"Python {taken[0]} " not in (ROOT / page).read_text(encoding="utf-8")] == []
+
+
+def test_pins_beside_a_release(tmp_path: Path) -> None:
+    pins = tmp_path / "ci.txt"
+    pins.write_text("# what CI installs\ntorch==2.13.0\n\nnumpy==2; python_version > '3'\nnumpy==1\nsetuptools==84\n")
+    numpy = "# what CI installs\n\nnumpy==2; python_version > '3'\nnumpy==1\n"
+    assert devices.pins("2.13.0", constraints=pins) == f"torch==2.13.0\n{numpy}setuptools==84\n"
+    assert devices.pins("2.16.0.dev1", constraints=pins) == f"torch==2.16.0.dev1\n{numpy}setuptools==84\n"
+    assert devices.pins("2.11.0", constraints=pins) == f"torch==2.11.0\nsetuptools==81.0.0\n{numpy}"
+
+
+def test_releases_are_listed_for_scripts(tmp_path: Path) -> None:
+    done = call("devices.py", "releases", data=devices.DATA, cwd=tmp_path)
+    assert done.stdout.splitlines() == [f"{each.torch} {each.python}" for each in devices.load().whole]
+    assert len(done.stdout.splitlines()) == 5
+    done = call("devices.py", "pins", "2.8.0", data=devices.DATA, cwd=tmp_path)
+    assert done.stdout == devices.pins("2.8.0")
 
 
 def test_what_is_required_can_be_required() -> None:
@@ -107,12 +143,13 @@ def test_a_row_more_appears_everywhere(tmp_path: Path) -> None:
     data = with_rows(tmp_path, TWIN)
     twins = [job for job in jobs_of(data) if job["name"] == "twin"]
     assert [(job["python"], job["torch"], job["runner"]) for job in twins] == [
-        ("3.12", "2.13.0", ["somewhere"]),
-        ("3.12", "2.13.1", ["somewhere"]),
+        ("3.10", "2.7.1", ["somewhere"]),
+        ("3.11", "2.13.0", ["somewhere"]),
     ]
     assert len({job["result"] for job in jobs_of(data)}) == len(jobs_of(data))
 
     pages = devices_page.made(devices.read(data), devices.read_jobs(data))
+    pages.pop(devices_page.CHINESE)
     for name, text in pages.items():
         assert "the CPU again" in text, name
         assert "the CPU again" not in (ROOT / name).read_text(encoding="utf-8"), name
@@ -135,13 +172,15 @@ def test_the_pages_are_what_the_data_says() -> None:
 
 def test_pages_are_written_and_keep_the_rest(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    for name in (devices_page.README, devices_page.PAGE):
+    for name in (devices_page.README, devices_page.PAGE, devices_page.CHINESE):
         text = (ROOT / name).read_text(encoding="utf-8")
-        (tmp_path / name).write_text(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
+        taken, left = (r"torch 2\S+ \(.* \| `", " | `") if name == devices_page.CHINESE else (r"^\|.*\n", "")
+        (tmp_path / name).write_text(re.sub(taken, left, text, flags=re.MULTILINE), encoding="utf-8")
     assert devices_page.main(devices.DATA, True, tmp_path) == 1
     assert devices_page.main(devices.DATA, False, tmp_path) == 0
     assert devices_page.main(devices.DATA, True, tmp_path) == 0
-    assert (tmp_path / "docs" / "devices.svg").read_bytes() == (ROOT / "docs" / "devices.svg").read_bytes()
+    for name in (devices_page.BADGE, devices_page.CHINESE):
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
     (tmp_path / "README.md").write_text("# xamp\n", encoding="utf-8")
     with pytest.raises(DevicesError, match=r"README\.md: the lines <!-- devices: .* are not there"):
         devices_page.main(devices.DATA, False, tmp_path)
@@ -162,7 +201,7 @@ def test_the_badge_can_be_read() -> None:
 
 WRONG = [
     ('name = "twin"', "", "number 9: name is missing"),
-    ('name = "twin"', 'name = "the twin"', "small letters, digits and -"),
+    ('name = "twin"', 'name = "the twin"', "small letters, digits, - and ."),
     ('name = "twin"', 'name = "cpu"', "2 rows have this name"),
     ('name = "twin"', 'name = "lint"', "2 rows have this name"),
     ('how = "host"', 'how = "host"\nhost = 1', "host is no key of it; there are name, title, how"),
@@ -171,9 +210,14 @@ WRONG = [
     ('how = "host"', 'how = "third-party"', 'given where how is "third-party"'),
     ('["somewhere"]', "[]", "labels of a runner must stand there"),
     ('["somewhere"]', '"somewhere"', "a list of texts is needed"),
-    ('["3.12"]', "[3.12]", "a list of texts is needed"),
-    ('["3.12"]', '["three"]', "versions, such as 3.11 or 2.13.0"),
-    ('["3.12"]', "[]", "only a job on hardware takes what the machine has"),
+    ('["2.7.1", "2.13.0"]', "[2.7]", "a list of texts is needed"),
+    (
+        '["2.7.1", "2.13.0"]',
+        '["2.7.0"]',
+        r"row twin: torch = '2.7.0': it must be a release that has a row",
+    ),
+    ('["2.7.1", "2.13.0"]', "[]", "only a job on hardware takes what the machine has"),
+    ('how = "host"', 'how = "host"\npython = ["3.12"]', "python is no key of it; there are name, title, how"),
     ('["O1"]', '["O1; ls"]', "names, as xamp conformance --require has them"),
     ('"a row more"', '"a | b"', r"no line break, \|, <, > or ` may be in it"),
     ('"a row more"', '"a\\nb"', "no line break"),
@@ -184,8 +228,19 @@ WRONG = [
     ('device = "cpu"', "ready = false", "only hardware can be missing"),
     ('device = "cpu"', 'index = "ftp://x"', "begins with https://"),
     ("[[device]]", "[device]", "Cannot|no TOML"),
-    ("[[device]]", "[[devise]]", r"\[\[devise\]\] is no table of it"),
+    ("[[device]]", "[[devise]]", r"\[\[devise\]\] is no table of it; there are \[\[release\]\], \[\[device\]\], \["),
 ]
+WRONG_RELEASES = [
+    ('torch = "2.99.0"', "", "number 7: torch is missing"),
+    ('"2.99.0"', '"2.99"', "torch = '2.99': it must be a release, such as 2.13.0"),
+    ('"2.99.0"', '"2.15.0"', r"2\.14\.0, 2\.15\.0, 2\.15\.0: each once, from the oldest to the newest"),
+    ('"2.99.0"', '"2.9.0"', r"2\.15\.0, 2\.9\.0: each once, from the oldest to the newest"),
+    ('"3.13"', '"3.13.1"', "python = '3.13.1': it must be a version, such as 3.11"),
+    ('"3.13"', '"3.13"\nusual = true', "2 of 7 rows have usual = true"),
+    ('"3.13"', '"3.13"\npins = ["setuptools"]', "pins = 'setuptools': it must be pins, such as setuptools==81"),
+    ('"3.13"', '"3.13"\nname = "new"', "name is no key of it; there are torch, python, usual, pins"),
+]
+RELEASE = '\n[[release]]\ntorch = "2.99.0"\npython = "3.13"\n'
 
 
 def test_a_wrong_row(tmp_path: Path) -> None:
@@ -196,6 +251,14 @@ def test_a_wrong_row(tmp_path: Path) -> None:
                     devices.read(with_rows(tmp_path, TWIN.replace(old, new, 1)))
                 told = str(caught.value)
                 assert isinstance(caught.value, RowError) or "TOML" in told or "no table" in told
+
+
+def test_a_wrong_release(tmp_path: Path) -> None:
+    assert devices.load(with_rows(tmp_path, RELEASE)).releases[-1].torch == "2.99.0"
+    with cases() as case:
+        for old, new, text in WRONG_RELEASES:
+            with case(new or f"no {old}"), pytest.raises(RowError, match=text):
+                devices.load(with_rows(tmp_path, RELEASE.replace(old, new, 1)))
 
 
 NO_SCRIPTS = ["rm -rf /", "ci/../x.sh", "python x.py", "xci/lint.sh"]
@@ -215,7 +278,7 @@ def test_single_brackets_and_files_that_are_not_there(tmp_path: Path) -> None:
     path.write_text("[device]\nname = 'x'\n", encoding="utf-8")
     with pytest.raises(RowError, match="with two brackets"):
         devices.read(path)
-    path.write_text("", encoding="utf-8")
+    path.write_text(RELEASE + "usual = true\n", encoding="utf-8")
     with pytest.raises(DevicesError, match=r"has no row \[\[device\]\]"):
         devices.read(path)
 
@@ -224,8 +287,9 @@ def test_hardware_gets_a_job_only_where_it_is_there() -> None:
     def names(**variables: str) -> list[str]:
         return [str(job["name"]) for job in jobs_of(devices.DATA, **variables)]
 
-    assert names() == ["cpu", "cpu", "ascend-910b2", "ascend-910a", "abacus", "standin"]
-    assert names(XAMP_HARDWARE="npu, cuda")[6:] == ["cuda", "npu"]
+    assert names() == [row.name for row in devices.read() for _ in row.torch]
+    assert list(dict.fromkeys(names())) == ["cpu", "ascend-910b2", "ascend-910a", "abacus", "standin"]
+    assert names(XAMP_HARDWARE="npu, cuda") == [*names(), "cuda", "npu"]
     assert names(XAMP_HARDWARE="npu", GITHUB_EVENT_NAME="pull_request") == names()
     assert names(XAMP_HARDWARE="npu", GITHUB_EVENT_NAME="pull_request_target") == names()
     with pytest.raises(DevicesError, match="'cpu': rows of hardware are cuda, rocm, npu"):
@@ -253,16 +317,23 @@ def test_what_takes_long_is_not_run_for_a_commit() -> None:
 
 
 def test_what_another_project_asks_for() -> None:
-    found = jobs_of(
-        devices.DATA, XAMP_ONLY="ascend-910a cuda cpu", XAMP_PYTHON="3.11,3.12", XAMP_RUNNERS='{"cuda": ["gpu"]}'
-    )
-    assert [(job["name"], job["python"], job["runner"]) for job in found] == [
-        ("ascend-910a", "3.11", ["ubuntu-latest"]),
-        ("ascend-910a", "3.12", ["ubuntu-latest"]),
-        ("cuda", "", ["gpu"]),
-        ("cpu", "3.11", ["ubuntu-latest"]),
-        ("cpu", "3.12", ["ubuntu-latest"]),
+    def asked(**variables: str) -> list[tuple[str, str, str]]:
+        only = {"XAMP_ONLY": "ascend-910a cuda cpu", "XAMP_RUNNERS": '{"cuda": ["gpu"]}'}
+        found = jobs_of(devices.DATA, **only, **variables)
+        assert [job["runner"] for job in found if job["name"] != "cpu"][-1] == ["gpu"]
+        assert {tuple(job["runner"]) for job in found if job["name"] != "cuda"} == {("ubuntu-latest",)}
+        return [(job["name"], job["python"], job["torch"]) for job in found]
+
+    hardware = ("cuda", "", "")
+    usual = devices.load().usual
+    assert asked() == [("ascend-910a", "3.11", usual.torch), hardware, ("cpu", "3.11", usual.torch)]
+    assert asked(XAMP_TORCH="2.7.1 2.99.0") == [
+        *(("ascend-910a", python, torch) for torch, python in (("2.7.1", "3.10"), ("2.99.0", "3.11"))),
+        hardware,
+        *(("cpu", python, torch) for torch, python in (("2.7.1", "3.10"), ("2.99.0", "3.11"))),
     ]
+    assert asked(XAMP_PYTHON="3.11,3.12")[-2:] == [("cpu", "3.11", usual.torch), ("cpu", "3.12", usual.torch)]
+    assert asked(XAMP_PYTHON="3.12", XAMP_TORCH="2.7.1")[-1:] == [("cpu", "3.12", "2.7.1")]
     with pytest.raises(DevicesError, match="XAMP_ONLY names 'gpu': there are cpu"):
         jobs_of(devices.DATA, XAMP_ONLY="gpu")
     for runners in ("{", "[]", '{"gpu": ["x"]}', '{"cuda": "x"}', '{"cuda": []}'):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -84,6 +85,19 @@ def test_what_a_command_leaves_running_is_ended(runner: Runner, tmp_path: Path) 
     code += f"open({str(tmp_path / 'child')!r}, 'w').write(str(p.pid))"
     assert outcome(runner, does("forgets", code)) == ("passed", "")
     assert _is_gone(int((tmp_path / "child").read_text()))
+
+
+def test_without_what_is_vital_the_others_are_not_run(runner: Runner, tmp_path: Path) -> None:
+    """It is run at each attempt, though it was done before: what it makes may be gone."""
+    made = f"import pathlib; pathlib.Path({str(tmp_path / 'makes')!r}).open('a').write('.')"
+    stage = does("some", f"{made}; raise SystemExit(not pathlib.Path('can').exists())", "raise SystemExit(3)")
+    stage = dataclasses.replace(stage, steps=[dataclasses.replace(stage.steps[0], vital=True), *stage.steps[1:]])
+    assert outcome(runner, stage) == ("failed", "some 0 ended with code 1")
+    assert list(runner.log.of("some").steps) == ["some 0"]
+    (tmp_path / "can").touch()
+    assert outcome(runner, stage, again=True) == ("failed", "some 1 ended with code 3")
+    assert outcome(runner, stage, again=True) == ("failed", "some 1 ended with code 3")
+    assert (tmp_path / "makes").read_text() == "..."
 
 
 def test_what_is_lacking_is_left_out(runner: Runner) -> None:

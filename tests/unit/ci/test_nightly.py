@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -90,6 +91,23 @@ def test_content_that_changes_meanwhile_is_not_what_was_tested(
     monkeypatch.setattr(nightly, "hash_of", lambda *_: next(hashes))
     run([], does("some", "pass"))
     assert not (tmp_path / "kept").exists()
+
+
+def test_what_it_says_besides_is_kept(run: Callable[..., int], tmp_path: Path) -> None:
+    """What an exit code means is told too where it is no failure."""
+    steps = [Step("asks", [sys.executable, "-c", "raise SystemExit(4)"], accepts=(0, 4), says={4: "not today"})]
+    part = Part(Stage("asks", "asks", 60.0, steps), [PLACE], {"torch": "2.7.1", "python": "3.1"})
+    assert run([], part) == 0
+    told = {key: kept(tmp_path, "asks")[key] for key in ("outcome", "reason", "torch", "python")}
+    assert told == {"outcome": "passed", "reason": "not today", "torch": "2.7.1", "python": "3.1"}
+
+
+def test_what_asks_something_outside_is_run_each_time(run: Callable[..., int], tmp_path: Path) -> None:
+    place = tmp_path / "ran"
+    part = does("asks", f"open({str(place)!r}, 'a').write('.')")
+    anew = dataclasses.replace(part, stage=dataclasses.replace(part.stage, anew=True))
+    assert run([], anew) == run([], anew) == 0
+    assert place.read_text() == ".."
 
 
 def test_an_unknown_part(run: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
