@@ -1,4 +1,4 @@
-"""Builds the stand-in for CANN with the machine's C compiler, once, into a cache."""
+"""Builds stand-ins for libraries with the machine's C compiler, once, into a cache: that for CANN, and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xamp.errors import BackendUnavailable
 
-__all__ = ["SONAMES", "EmulationError", "build", "cache_folder", "publish"]
+__all__ = ["SONAMES", "EmulationError", "build", "built", "cache_folder", "find_compiler", "publish"]
 
 SONAMES = (
     "libascendcl.so",
@@ -31,7 +31,7 @@ CORE = "libxamp_emulated_cann.so"
 
 _SOURCE = Path(__file__).with_name("cann.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fexceptions")
 
 
 class EmulationError(BackendUnavailable):
@@ -62,17 +62,30 @@ def build() -> Path:
     Raises:
         EmulationError: this is not Linux, there is no C compiler, or the compiler fails.
     """
-    if not sys.platform.startswith("linux"):
-        raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
-    compiler = _compiler()
-    key = hashlib.sha256(_SOURCE.read_bytes() + _version(compiler) + repr((_FLAGS, SONAMES)).encode()).hexdigest()[:16]
-    wanted = cache_folder() / f"cann-{key}"
+    return built("cann", CORE, _SOURCE.read_text(encoding="utf-8"), SONAMES)
+
+
+def built(name: str, core: str, source: str, sonames: Sequence[str]) -> Path:
+    """A folder of libraries in the cache, built if it does not exist yet.
+
+    Args:
+        name: what the folder's name begins with.
+        core: the library that is compiled from ``source``. It holds everything.
+        source: C.
+        sonames: the libraries for which it stands in: of each an empty one is built, which depends on ``core``.
+
+    Raises:
+        EmulationError: this is not Linux, there is no C compiler, or the compiler fails.
+    """
+    compiler = find_compiler()
+    inputs = [source.encode(), _version(compiler), repr((_FLAGS, core, tuple(sonames))).encode()]
+    wanted = cache_folder() / f"{name}-{hashlib.sha256(b''.join(inputs)).hexdigest()[:16]}"
     if wanted.is_dir():
         return wanted
     wanted.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix="building-", dir=wanted.parent))
     try:
-        _compile(compiler, made)
+        _compile(compiler, made, core, source, sonames)
         publish(made, wanted)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -80,11 +93,26 @@ def build() -> Path:
     return wanted
 
 
-def _compile(compiler: list[str], folder: Path) -> None:
-    _run([*compiler, *_FLAGS, str(_SOURCE), f"-Wl,-soname,{CORE}", "-o", str(folder / CORE)])
+def find_compiler() -> list[str]:
+    """The words with which the C compiler is called.
+
+    Raises:
+        EmulationError: this is not Linux, or there is none.
+    """
+    if not sys.platform.startswith("linux"):
+        raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
+    return _compiler()
+
+
+def _compile(compiler: list[str], folder: Path, core: str, source: str, sonames: Sequence[str]) -> None:
+    library = folder / core
+    text = library.with_suffix(".c")
+    text.write_text(source, encoding="utf-8")
+    _run([*compiler, *_FLAGS, str(text), f"-Wl,-soname,{core}", "-ldl", "-o", str(library)])
+    text.unlink()
     # --no-as-needed: these libraries hold nothing but the dependency, and linkers drop one that nothing refers to.
-    link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(folder / CORE))
-    for soname in SONAMES:
+    link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(library))
+    for soname in sonames:
         _run([*compiler, *_FLAGS, f"-Wl,-soname,{soname}", *link, "-o", str(folder / soname)])
 
 

@@ -76,12 +76,6 @@ def _torch_version() -> str:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise EmulationError("torch is not installed in this environment: install a CPU build of it first") from None
-    local = version.partition("+")[2]
-    if local.startswith(("cu", "rocm", "xpu")):
-        raise EmulationError(
-            f"torch {version} is built for another accelerator, and torch_npu refuses to load beside it: use an"
-            " environment with a CPU build (pip install torch --index-url https://download.pytorch.org/whl/cpu)"
-        )
     return version.partition("+")[0]
 
 
