@@ -16,30 +16,30 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from xamp.backends.npu.emulation import elf
-from xamp.backends.npu.emulation.library import EmulationError, built, cache_folder, find_compiler
+from xamp.backends.npu.emulation.library import EmulationError, built, files, find_compiler, is_found, remembered
 
-__all__ = ["check", "find_spec", "stand_in"]
+__all__ = ["check", "find_spec", "stand_in", "torch_folder"]
 
 HALF = ("libtorch_cuda.so", "libc10_cuda.so")
 CORE = "libxamp_no_cuda.so"
+ROOTS = ("libtorch_python.so", "libtorch_global_deps.so")
+"""What ``import torch`` loads."""
 
 _SOURCE = Path(__file__).with_name("cuda.c")
-_ROOTS = ("libtorch_python.so", "libtorch_global_deps.so")  # what `import torch` loads
 _CUDAS = re.compile(r"(lib)?(cu|nccl|nv)")  # how CUDA's libraries, and the functions in them, are named
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _BUILDS = {"hip": "ROCm", "xpu": "XPU"}
-_CURE = "use an environment with a build of torch for CPUs or for CUDA (pip install torch=={}; for CPUs add --index-url {})"
+_CURE = "use an environment with a build for CPUs or CUDA: pip install torch=={}; for CPUs add --index-url {}"
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -52,7 +52,7 @@ def check() -> bool:
         EmulationError: it is built for something else, or its half for CUDA cannot be taken out; or there is no C
             compiler.
     """
-    folder = _torch()
+    folder = torch_folder()
     if folder is None:
         return False
     build = _build(folder / "version.py")
@@ -61,7 +61,7 @@ def check() -> bool:
             raise _refusal(build, f"{name} {build[attribute]}, and torch_npu does not load beside that")
     if not build.get("cuda"):
         return False
-    lacking = [name for name in (*HALF, *_ROOTS) if not (folder / "lib" / name).is_file()]
+    lacking = [name for name in (*HALF, *ROOTS) if not (folder / "lib" / name).is_file()]
     if lacking:
         why = f"which torch_npu does not load beside; the emulation takes that half out, but {folder / 'lib'} has no"
         raise _refusal(build, f"CUDA {build['cuda']}, {why} {lacking[0]}")
@@ -77,20 +77,20 @@ def stand_in() -> Path | None:
     Raises:
         EmulationError: see :func:`check`; or the compiler fails.
     """
-    folder = _torch()
+    folder = torch_folder()
     if folder is None or not check():
         return None
     libraries = folder / "lib"
-    known = cache_folder() / f"cuda-of-{_key(libraries)}"
-    if known.is_file() and (made := Path(known.read_text(encoding="utf-8"))).is_dir():
-        return made
-    try:
-        source, sonames = _written(libraries)
-    except (OSError, ValueError) as error:
-        raise _refusal(_build(folder / "version.py"), f"CUDA, and its libraries cannot be read: {error}") from error
-    made = built("cuda", CORE, source, sonames)
-    known.write_text(str(made), encoding="utf-8")
-    return made
+    inputs = (files(libraries), sys.path, _SOURCE.read_bytes())
+
+    def make() -> Path:
+        try:
+            source, sonames = _written(libraries)
+        except (OSError, ValueError) as error:
+            raise _refusal(_build(folder / "version.py"), f"CUDA, and its libraries cannot be read: {error}") from error
+        return built("cuda", CORE, source, sonames)
+
+    return remembered("cuda", inputs, make)
 
 
 class Loader(importlib.machinery.SourceFileLoader):
@@ -115,7 +115,8 @@ def find_spec(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | No
     return spec
 
 
-def _torch() -> Path | None:
+def torch_folder() -> Path | None:
+    """Where torch is; it is not imported."""
     spec = importlib.util.find_spec("torch")
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
@@ -141,18 +142,10 @@ def _refusal(build: Mapping[str, str], what: str) -> EmulationError:
     return EmulationError(f"torch {version} is built for {what}: {cure}")
 
 
-def _key(libraries: Path) -> str:
-    """What the stand-in depends on, but for the compiler: the files of torch, and where CUDA's libraries are sought."""
-    stats = [(file.name, file.stat()) for file in sorted(libraries.glob("*.so*"))]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    text = repr((files, sys.path, _SOURCE.read_bytes()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _written(libraries: Path) -> tuple[str, list[str]]:
     """The source of the stand-in, and the libraries that it is one for."""
-    kept = _loaded(libraries, _ROOTS, without=HALF)
-    half = _loaded(libraries, HALF, without=[library.path.name for library in kept])
+    kept = elf.read_all(ROOTS, [libraries], without=HALF)
+    half = elf.read_all(HALF, [libraries], without=[library.path.name for library in kept])
     defined = {name for library in kept for name in library.defined}
     wanted = {name: by for library in kept for name, by in library.wanted.items() if name not in defined}
     of_torch = {
@@ -170,36 +163,14 @@ def _written(libraries: Path) -> tuple[str, list[str]]:
     return "\n".join([source, *filter(None, lines), ""]), [*HALF, *missing]
 
 
-def _loaded(libraries: Path, roots: Iterable[str], without: Collection[str]) -> list[elf.Library]:
-    """The libraries of torch that are loaded with ``roots``, but for those of the names ``without``."""
-    found: dict[str, elf.Library] = {}
-    names = list(roots)
-    while names:
-        name = names.pop()
-        if name in found or name in without or not (libraries / name).is_file():
-            continue
-        found[name] = elf.read(libraries / name)
-        names += found[name].needed
-    return list(found.values())
-
-
 def _missing(kept: Iterable[elf.Library]) -> list[str]:
     """The libraries of CUDA that ``kept`` load and that are nowhere."""
     folders = [Path(folder) for library in kept for folder in library.folders]
     folders += [found for entry in sys.path for found in Path(entry).glob("nvidia/*/lib")]
     needed = {name for library in kept for name in library.needed if _CUDAS.match(name)}
     return sorted(
-        name for name in needed if not any((folder / name).exists() for folder in folders) and not _is_found(name)
+        name for name in needed if not any((folder / name).exists() for folder in folders) and not is_found(name)
     )
-
-
-def _is_found(name: str) -> bool:
-    """Whether the dynamic linker finds the library by itself."""
-    try:
-        ctypes.CDLL(name)
-    except OSError:
-        return False
-    return True
 
 
 def _line(name: str, symbol: elf.Symbol) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import struct
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["Library", "Symbol", "read"]
+__all__ = ["Library", "Symbol", "read", "read_all"]
 
 _HEADER = struct.Struct("<4sBB10x24xQ10xHHH")  # magic, class, byte order; where the sections are; their size, number
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -97,6 +98,28 @@ def read(path: Path) -> Library:
         except (struct.error, IndexError, ValueError) as error:
             raise ValueError(f"{path} is not a shared library that can be read: {error}") from error
     return Library(path, needed, folders, defined, wanted)
+
+
+def read_all(roots: Iterable[str], folders: Sequence[Path], without: Collection[str] = ()) -> list[Library]:
+    """The tables of libraries and of what is loaded with them.
+
+    Args:
+        roots: their names.
+        folders: where libraries are looked for; what is in none of them is left out.
+        without: names to leave out, with what only these load.
+
+    Raises:
+        ValueError, OSError: see :func:`read`.
+    """
+    found: dict[str, Library] = {}
+    names = list(roots)
+    while names:
+        name = names.pop()
+        there = [folder / name for folder in folders if (folder / name).is_file()]
+        if there and name not in found and name not in without:
+            found[name] = read(there[0])
+            names += found[name].needed
+    return list(found.values())
 
 
 def _text(strings: bytes, at: int) -> str:

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
-from xamp.backends.npu.emulation.library import CORE, SONAMES
-
 __all__ = ["find_spec"]
 
 
@@ -33,7 +31,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # prepare says why
-        load_cann(Path(os.environ["XAMP_EMULATED_CANN"]))
+        for folder in os.environ["XAMP_EMULATED_CANN"].split(os.pathsep):
+            load_cann(Path(folder))
         with _installed_cann():
             try:
                 super().exec_module(module)
@@ -84,9 +83,9 @@ def _allocate_silently() -> None:
 
 
 def load_cann(folder: Path) -> None:
-    """Load the stand-in libraries, so that torch_npu finds CANN's libraries already loaded."""
-    for name in (CORE, *SONAMES):
-        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    """Load the stand-in libraries of a folder, so that torch_npu finds CANN's libraries already loaded."""
+    for library in sorted(folder.iterdir()):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shlex
@@ -9,12 +10,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xamp.errors import BackendUnavailable
 
-__all__ = ["SONAMES", "EmulationError", "build", "built", "cache_folder", "find_compiler", "publish"]
+__all__ = [
+    "CORE",
+    "SONAMES",
+    "EmulationError",
+    "build",
+    "built",
+    "cache_folder",
+    "files",
+    "find_compiler",
+    "is_found",
+    "publish",
+    "remembered",
+]
 
 SONAMES = (
     "libascendcl.so",
@@ -91,6 +104,33 @@ def built(name: str, core: str, source: str, sonames: Sequence[str]) -> Path:
         shutil.rmtree(made, ignore_errors=True)
         raise
     return wanted
+
+
+def remembered(name: str, inputs: object, make: Callable[[], Path]) -> Path:
+    """What ``make`` gave for these ``inputs``; the cache remembers it, for ``make`` reads large files."""
+    known = cache_folder() / f"{name}-for-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
+    if known.is_file() and (made := Path(known.read_text(encoding="utf-8"))).is_dir():
+        return made
+    made = make()
+    part = known.with_suffix(f".{os.getpid()}")
+    part.write_text(str(made), encoding="utf-8")
+    part.replace(known)
+    return made
+
+
+def files(folder: Path) -> list[tuple[str, int, int]]:
+    """The libraries in a folder, each with its size and time: what tells whether they are others than before."""
+    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.so*"))]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def is_found(name: str) -> bool:
+    """Whether the dynamic linker finds the library by itself."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
 
 
 def find_compiler() -> list[str]:
