@@ -112,11 +112,15 @@ def _registered(key: str) -> list[str]:
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
-    """The overload called ``name``; None if there is only a kernel of that name, which nobody can call."""
+    """The overload called ``name``; None if there is only a kernel of that name, which nobody can call.
+
+    So it is where a release of torch_npu has put a Python function in the operator's place.
+    """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    return getattr(packet, overload or "default", None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
