@@ -241,10 +241,11 @@ process.join()
 """
 # An operator has torch_npu's own kernel, which looks for CANN's. xamp does without this one, and the device is usable.
 NO_KERNEL = f"""
-import os
+import functools, os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch, xamp
 put = torch.library.Library.impl
+@functools.wraps(put)
 def put_but_one(library, name, *rest, **options):
     if name != "_amp_foreach_non_finite_check_and_unscale_":
         put(library, name, *rest, **options)

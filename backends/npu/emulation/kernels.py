@@ -12,6 +12,8 @@ An operator gets the first kernel of this list that fits:
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -130,12 +132,19 @@ def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Call
     return late.waiting(kernel) if operator.name() in _WAITS else late.told_late(operator, kernel)
 
 
+@functools.cache
+def _overriding() -> dict[str, bool]:
+    """How a library is told to replace a kernel; torch 2.7 need not be told."""
+    option = "allow_override"
+    return {option: True} if option in inspect.signature(torch.library.Library.impl).parameters else {}
+
+
 def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
     namespace, _, rest = name.partition("::")
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, allow_override=True)
+    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **_overriding())
 
 
 def _stays(operator: torch._ops.OpOverload) -> bool:
