@@ -134,7 +134,7 @@ def _strict(operator: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Call
 
 @functools.cache
 def _overriding() -> dict[str, bool]:
-    """How a library is told to replace a kernel; torch 2.7 need not be told."""
+    """How a library is told to replace a kernel that is written in Python; torch 2.7 cannot be told."""
     option = "allow_override"
     return {option: True} if option in inspect.signature(torch.library.Library.impl).parameters else {}
 
@@ -144,7 +144,10 @@ def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> Non
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **_overriding())
+    options = _overriding()
+    if not options:
+        torch.library._impls.discard(f"{namespace}/{rest}/{key}")
+    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **options)
 
 
 def _stays(operator: torch._ops.OpOverload) -> bool:
