@@ -53,9 +53,9 @@ def prepare(
         raise EmulationError(f"unknown chip {soc!r}: known are {', '.join(chips.CHIPS)}")
     if not 0 <= devices <= _MAX_DEVICES:
         raise EmulationError(f"{devices} devices cannot be emulated: 0 to {_MAX_DEVICES} can")
+    cuda_half.check()  # before anything is fetched
     cann, path = build(), folders(wheels)
     activation = Path(__file__).with_name("activation")
-    cuda_half.check()  # before anything is fetched
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(activation)]
     return {
         "PYTHONPATH": os.pathsep.join([str(activation), *before]),

@@ -21,7 +21,7 @@ __all__ = ["asked_of_cann", "find_torch_npu", "refusing", "stand_ins"]
 MORE = "libxamp_emulated_cann_more.so"
 
 _LINE = 'int {name}(void) {{ return xamp_emulated_refuse("{name}"); }}\n'
-_C_NAME = re.compile(r"(?!_Z)[A-Za-z_]\w*")  # not C++: what lacks there is of another torch
+_C_NAME = re.compile(r"(?!_Z|_?Py)[A-Za-z_]\w*")  # neither C++, which lacks where torch is another, nor Python
 
 
 def stand_ins(cann: Path, path: Iterable[Path]) -> list[Path]:

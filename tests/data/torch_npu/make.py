@@ -1,14 +1,17 @@
 """Adds to asked.json what torch_npu asks of CANN: to be run once in an environment of each release of torch.
 
     python tests/data/torch_npu/make.py
+    python tests/data/torch_npu/make.py UNPACKED/torch_npu SITE/torch
 
-It fetches torch_npu as ``xamp emulate`` does and reads the tables of its libraries, and of torch's. Each entry is by
+It fetches torch_npu as ``xamp emulate`` does, unless folders are named, and reads the tables of its libraries, and of
+torch's. Each entry is by
 the version of torch_npu: the first has all names, a later one those that it has more and fewer than the one before it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,15 @@ _KINDS = ("functions", "libraries")
 
 
 def installed() -> tuple[str, dict[str, list[str]]]:
-    """The version of torch_npu, and what it asks for."""
+    """The version of the torch_npu that fits the installed torch, and what it asks for."""
     folder, torch = asked.find_torch_npu(wheel.folders()), cuda_half.torch_folder()
     assert folder is not None
     assert torch is not None
+    return in_folders(folder, torch)
+
+
+def in_folders(folder: Path, torch: Path) -> tuple[str, dict[str, list[str]]]:
+    """The version of the torch_npu in ``folder``, and what it asks for beside the torch in the other."""
     version = (folder / "version.py").read_text(encoding="utf-8").split("'")[1].partition("+")[0]
     return version, {
         kind: sorted(found) for kind, found in zip(_KINDS, asked.asked_of_cann(folder, torch), strict=True)
@@ -57,7 +65,7 @@ def _order(version: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    version, found = installed()
+    version, found = in_folders(*map(Path, sys.argv[1:])) if sys.argv[1:] else installed()
     known = read() if FILE.is_file() else {}
     write({**known, version: found})
     print(f"torch_npu {version}: {len(found['functions'])} functions, {len(found['libraries'])} libraries")
