@@ -93,7 +93,7 @@ def stand_in() -> Path | None:
     return remembered("cuda", inputs, make)
 
 
-class Loader(importlib.machinery.SourceFileLoader):
+class _Loader(importlib.machinery.SourceFileLoader):
     """Loads torch after what :func:`stand_in` has built."""
 
     def __init__(self, real: importlib.machinery.SourceFileLoader, folder: str) -> None:
@@ -106,12 +106,26 @@ class Loader(importlib.machinery.SourceFileLoader):
         libraries[CORE].xamp_emulated_torch_is_loaded()
 
 
-def find_spec(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """The spec of torch, with a loader that wraps its own loader; None beside a torch that is built for CPUs."""
+class _ExtensionLoader(importlib.machinery.ExtensionFileLoader):
+    """Loads ``torch._C``, which then says that it is built without CUDA: some of torch's modules ask it on import."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        vars(module)["_has_cuda"] = False
+
+
+def find_spec(name: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """The spec of torch or of ``torch._C``, with a loader that derives from its own loader.
+
+    None beside a torch that is built for CPUs.
+    """
     folder = os.environ.get("XAMP_EMULATED_NO_CUDA")
-    spec = importlib.machinery.PathFinder.find_spec("torch", path) if folder else None
-    if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        spec.loader = Loader(spec.loader, folder or "")
+    spec = importlib.machinery.PathFinder.find_spec(name, path) if folder else None
+    loader = spec and spec.loader
+    if spec is not None and isinstance(loader, importlib.machinery.SourceFileLoader):
+        spec.loader = _Loader(loader, folder or "")
+    elif spec is not None and isinstance(loader, importlib.machinery.ExtensionFileLoader):
+        spec.loader = _ExtensionLoader(loader.name, loader.path)
     return spec
 
 

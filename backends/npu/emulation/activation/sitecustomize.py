@@ -46,10 +46,10 @@ class _Finder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG004
     ) -> importlib.machinery.ModuleSpec | None:
-        if name == "torch":
+        if name in ("torch", "torch._C"):
             from xamp.backends.npu.emulation import cuda_half
 
-            return cuda_half.find_spec(path)
+            return cuda_half.find_spec(name, path)
         if name == "torch_npu":
             from xamp.backends.npu.emulation import importing
 
