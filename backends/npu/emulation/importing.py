@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib.machinery
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -107,12 +106,8 @@ def _installed_cann() -> Iterator[None]:
 
 
 def _explained(error: ImportError) -> ImportError:
-    missing = re.search(r"undefined symbol: ((?:acl|rt|Msprof|Hccl|ge)\w+)", str(error))
-    if missing is not None:
-        text = f"emulated Ascend: this torch_npu needs {missing[1]} of CANN, which the stand-in does not have: {error}"
-    elif "undefined symbol" in str(error):
-        torch = sys.modules["torch"]
-        text = f"emulated Ascend: torch_npu was built for another torch than {torch.__version__}: {error}"
-    else:
+    if "undefined symbol" not in str(error):
         return error
+    torch = sys.modules["torch"]
+    text = f"emulated Ascend: torch_npu was built for another torch than {torch.__version__}: {error}"
     return ImportError(text, name=error.name, path=error.path)

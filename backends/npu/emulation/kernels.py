@@ -5,7 +5,8 @@ An operator gets the first kernel of this list that fits:
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
 2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas`` and
    ``attention``: a kernel written by hand;
-3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
+3. operators that torch composes of others: torch's composition, also above autograd if there is a formula, torch_npu's
+   or torch's;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
 5. all others: a kernel that raises an error with the operator's name.
 """
@@ -77,6 +78,7 @@ def install() -> None:
         **formulas.KERNELS,
         **attention.KERNELS,
     }
+    above = dict.fromkeys(_registered("AutogradPrivateUse1"))
     for name in _registered("PrivateUse1"):
         operator = _operator(name)
         if operator is None or _stays(operator):
@@ -85,12 +87,14 @@ def install() -> None:
             _put(name, _strict(operator, by_hand[name]))
         elif has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator))
+            if has(name, "Autograd"):  # torch's own formula, which would call an operator of the card alone
+                above[name] = None
         elif any(has(name, key) for key in _COMPUTED):
             kernel = _strict(operator, generic(operator))
             _put(name, randoms.seeded(operator, kernel) if randoms.draws(operator) else kernel)
         else:
             _put(name, refusal(name))
-    for name in _registered("AutogradPrivateUse1"):
+    for name in above:
         operator = _operator(name)
         if operator is not None and has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator), "AutogradPrivateUse1")
