@@ -69,7 +69,7 @@ class _File:
         self.sections = [_SECTION.unpack_from(data, start + size * index) for index in range(count)]
         self.by_type = {section[1]: section for section in self.sections}
 
-    def bytes(self, kind: int) -> bytes:
+    def content(self, kind: int) -> bytes:
         """The content of the section of that type; empty where there is none."""
         section = self.by_type.get(kind)
         return b"" if section is None else self.data[section[4] : section[4] + section[5]]
@@ -128,17 +128,17 @@ def _text(strings: bytes, at: int) -> str:
 
 def _dynamic(file: _File, path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     strings = file.strings(_DYNAMIC_SECTION)
-    entries = list(_DYNAMIC.iter_unpack(file.bytes(_DYNAMIC_SECTION)))
+    entries = list(_DYNAMIC.iter_unpack(file.content(_DYNAMIC_SECTION)))
     needed = tuple(_text(strings, value) for tag, value in entries if tag == _NEEDED)
     paths = ":".join(_text(strings, value) for tag, value in entries if tag in (_RPATH, _RUNPATH))
     return needed, tuple(each.replace("$ORIGIN", str(path.parent)) for each in paths.split(":") if each)
 
 
 def _symbols(file: _File) -> tuple[dict[str, Symbol], dict[str, str]]:
-    strings, versions, providers = file.strings(_DYNSYM), file.bytes(_VERSION_OF_SYMBOL), _providers(file)
+    strings, versions, providers = file.strings(_DYNSYM), file.content(_VERSION_OF_SYMBOL), _providers(file)
     defined: dict[str, Symbol] = {}
     wanted: dict[str, str] = {}
-    for index, (name, info, _, section, _, size) in enumerate(_SYMBOL.iter_unpack(file.bytes(_DYNSYM))):
+    for index, (name, info, _, section, _, size) in enumerate(_SYMBOL.iter_unpack(file.content(_DYNSYM))):
         binding = info >> 4
         if not name or not binding:  # local ones
             continue
@@ -152,7 +152,7 @@ def _symbols(file: _File) -> tuple[dict[str, Symbol], dict[str, str]]:
 
 def _providers(file: _File) -> dict[int, str]:
     """The library that a version of a symbol is of, by the version's number."""
-    data, strings = file.bytes(_VERSIONS_NEEDED), file.strings(_VERSIONS_NEEDED)
+    data, strings = file.content(_VERSIONS_NEEDED), file.strings(_VERSIONS_NEEDED)
     found: dict[int, str] = {}
     at = 0
     while data:
