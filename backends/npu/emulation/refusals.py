@@ -110,4 +110,6 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return bool(_prims.is_non_overlapping_and_dense_or_false(tensor))
+    # torch 2.8 and older have it under the second name.
+    is_dense = getattr(_prims, "is_non_overlapping_and_dense_or_false", None) or _prims.is_non_overlapping_and_dense
+    return bool(is_dense(tensor))
