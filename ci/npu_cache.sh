@@ -13,7 +13,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 
 torch=${XAMP_TORCH:-$(sed -n 's/^torch==//p' "$root/ci/constraints/ci.txt")}
 python=${XAMP_PYTHON:-$(python3 -c 'import sys; print("{}.{}".format(*sys.version_info[:2]))')}
-made=$(cat "$root"/backends/npu/emulation/{cann.c,library.py,wheel.py} | sha256sum | cut -c 1-16)
+made=$(cat "$root"/backends/npu/emulation/{cann.c,cuda.c,asked.py,cuda_half.py,elf.py,library.py,wheel.py} | sha256sum | cut -c 1-16)
 system=$(uname -sm | tr ' ' -)
 found="folder=${XAMP_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/xamp}
 key=xamp-npu-$system-${ImageOS:-own}-python$python-torch$torch-$made"

@@ -102,9 +102,11 @@ REFUSAL = "ERROR: Could not find a version that satisfies the requirement torch-
     ("said", "text"),
     [
         (
-            REFUSAL.format("2.6.0, 2.7.1.post2, 2.13.0"),
-            r"there is no torch-npu for torch 2.99.0: .*\(2.6.0, 2.7.1, 2.13.0\)",
+            REFUSAL.format("2.6.0, 2.7.1rc1, 2.7.1.post2, 2.7.1.post10, 2.13.0"),
+            r"there is no torch-npu for torch 2.99.0 and Python 3.\d+. For this Python there is one for torch"
+            r" 2.7.1 \(torch-npu 2.7.1.post10\), 2.13.0 \(torch-npu 2.13.0\)\. .*: pip install torch==2.13.0$",
         ),
+        (REFUSAL.format("2.5.1, 2.6.0"), r"pip cannot fetch torch-npu==2.99.0.\*"),
         ("ERROR: no route to host", r"pip cannot fetch torch-npu==2.99.0.\*:\nERROR: no route to host"),
     ],
 )
@@ -188,20 +190,22 @@ def test_two_that_compile_at_a_time_end_with_one(tmp_path: Path) -> None:
     assert {path.name for path in Path(folder).iterdir()} == {library.CORE, *library.SONAMES}
 
 
-def test_a_symbol_that_the_stand_in_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_the_stand_in_lacks_refuses_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (fetched,) = (Path(folder) for folder in wheel.folders() if folder.name.startswith("torch_npu"))
     (tmp_path / fetched.name).symlink_to(fetched)
     source = library._SOURCE.read_text()
     less = tmp_path / "less.c"
-    less.write_text(source.replace("aclrtMemset(", "aclrtMemsetOther("))
+    less.write_text(source.replace("aclrtGetMemInfo(", "aclrtGetMemInfoOther("))
     monkeypatch.setattr(library, "_SOURCE", less)
     monkeypatch.setenv("XAMP_CACHE", str(tmp_path))
     environment = {**os.environ, **emulation.prepare()}
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch"], capture_output=True, text=True, env=environment, check=False
-    )
+    code = "import torch; print(torch.ones(1, device='npu').item()); torch.npu.mem_get_info()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.startswith("1.0\n")
     assert done.returncode != 0
-    assert "emulated Ascend: this torch_npu needs aclrtMemset of CANN, which the stand-in does not have" in done.stderr
+    assert "emulated Ascend: the stand-in CANN does not serve aclrtGetMemInfo" in done.stderr
 
 
 def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:

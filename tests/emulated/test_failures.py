@@ -23,8 +23,9 @@ from pathlib import Path
 import pytest
 from emulated_cards import need_emulation
 
+import xamp
 from xamp.backends.npu import emulation
-from xamp.backends.npu.emulation import library, wheel
+from xamp.backends.npu.emulation import cuda_half, library, wheel
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +66,8 @@ class Machine:
         path: where it finds torch_npu.
         cann: its LD_LIBRARY_PATH.
         settings: other environment variables.
+
+    Where torch is built for CUDA that half is taken out, as it is for an emulated card.
     """
 
     folder: Path
@@ -73,10 +76,17 @@ class Machine:
     cann: list[Path] = dataclasses.field(default_factory=lambda: [library.build()])
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if stand_in := cuda_half.stand_in():
+            self.settings["XAMP_EMULATED_NO_CUDA"] = str(stand_in)
+            (self.folder / "sitecustomize.py").write_text(NO_CUDA)
+            self.path.insert(0, self.folder)
+
     def environment(self) -> dict[str, str]:
         """All of it."""
         bare = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND_", "XAMP_EMULATED_"))}
-        path, cann = (os.pathsep.join(map(str, folders)) for folders in (self.path, self.cann))
+        folders = [*self.path, Path(xamp.__file__).parents[1]]
+        path, cann = (os.pathsep.join(map(str, each)) for each in (folders, self.cann))
         return {**bare, "PYTHONPATH": path, "LD_LIBRARY_PATH": cann, "OMP_NUM_THREADS": "1", **self.settings}
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -200,8 +210,12 @@ def empty_folder(machine: Machine) -> None:
 
 def cuda_build(machine: Machine) -> None:
     """A torch that says it is built for CUDA, when torch_npu asks."""
-    (machine.folder / "sitecustomize.py").write_text(
-        """
+    with (machine.folder / "sitecustomize.py").open("a") as file:
+        file.write(TWO)
+    machine.path.insert(0, machine.folder)
+
+
+TWO = """
 import sys
 class Finder:
     @staticmethod
@@ -211,8 +225,16 @@ class Finder:
             torch._C._get_accelerator = lambda *args: torch.device("cuda")
 sys.meta_path.insert(0, Finder)
 """
-    )
-    machine.path.insert(0, machine.folder)
+NO_CUDA = """
+import sys
+class NoCuda:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ("torch", "torch._C"):
+            from xamp.backends.npu.emulation import cuda_half
+            return cuda_half.find_spec(name, path)
+sys.meta_path.insert(0, NoCuda)
+"""
 
 
 def not_installed(machine: Machine) -> None:
@@ -241,10 +263,11 @@ process.join()
 """
 # An operator has torch_npu's own kernel, which looks for CANN's. xamp does without this one, and the device is usable.
 NO_KERNEL = f"""
-import os
+import functools, os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch, xamp
 put = torch.library.Library.impl
+@functools.wraps(put)
 def put_but_one(library, name, *rest, **options):
     if name != "_amp_foreach_non_finite_check_and_unscale_":
         put(library, name, *rest, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -19,11 +20,11 @@ import torch
 
 from xamp.registry.device_in_use import DEVICE_VARIABLE
 
-TORCH = "2.13"
-"""The torch version that the emulation is tested with; another version needs another torch-npu."""
-
 CHIPS = ("Ascend910B2", "Ascend910A")
 INSIDE = Path(__file__).parent.parent / "emulated" / "inside"
+RELEASES = Path(__file__).parent.parent / "data" / "torch_npu" / "asked.json"
+"""What each release of torch_npu asks of CANN; make.py beside it adds one."""
+
 counts: dict[str, Counter[str]] = {}
 """The number of passed, failed and other tests, by chip."""
 
@@ -37,10 +38,19 @@ _WARNED = (
 _COUNTED = re.compile(r"(\d+) (passed|failed|skipped|xfailed|xpassed|errors?)\b")
 
 
+def releases() -> list[str]:
+    """The releases of torch that have a torch-npu, of those that are recorded: the oldest first."""
+    recorded = json.loads(RELEASES.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(re.split(r"\.post|rc", version)[0] for version in recorded))
+
+
 def need_emulation() -> None:
-    """Skip with another version of torch, or with a build of torch that torch_npu refuses."""
-    if not torch.__version__.startswith(TORCH) or torch.version.cuda or torch.version.hip:
-        pytest.skip(f"the emulation is proved with a CPU build of torch {TORCH}, and this is {torch.__version__}")
+    """Skip where there is no torch-npu for this release of torch, and with a build that the emulation refuses."""
+    release = torch.__version__.partition("+")[0]
+    if release not in releases():
+        pytest.skip(f"there is no torch-npu for torch {release}: {', '.join(releases())} have one ({RELEASES.name})")
+    if torch.version.hip or torch.version.xpu:
+        pytest.skip("the emulation takes builds of torch for CPUs and CUDA")
 
 
 def emulate(

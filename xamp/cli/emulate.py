@@ -1,8 +1,8 @@
 """Run a command where a device is emulated: `xamp emulate ascend:Ascend910A --devices 2 -- python train.py`.
 
 NAME is a kind of device that a backend can emulate; the part after the colon is a chip. The vendor's own package runs
-unmodified, and the CPU computes the operators. It needs a build of torch for CPUs, of a version for which that package
-exists, and a C compiler. docs/ascend.md says what this proves and what it cannot prove. The exit
+unmodified, and the CPU computes the operators. It needs a build of torch for CPUs or CUDA, of a version for which that
+package exists, and a C compiler. docs/ascend.md says what this proves and what it cannot prove. The exit
 code is that of the command, or 2 where the emulation cannot be set up.
 """
 

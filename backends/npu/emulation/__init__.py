@@ -8,7 +8,8 @@ The command runs in its own processes, prepared only by environment variables::
 
     emulation.run("Ascend910B2", 1, ["python", "train.py"])
 
-In these processes ``activation/sitecustomize`` runs first, then ``importing``, then ``kernels``.
+In these processes ``activation/sitecustomize`` runs first, then ``importing``, then ``kernels``. Beside a torch that is
+built for CUDA, ``cuda_half`` comes before torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import xamp
 from xamp.backends.npu import chips
+from xamp.backends.npu.emulation import asked, cuda_half
 from xamp.backends.npu.emulation.library import EmulationError, build
 from xamp.backends.npu.emulation.wheel import folders
 
@@ -51,6 +53,8 @@ def prepare(
         raise EmulationError(f"unknown chip {soc!r}: known are {', '.join(chips.CHIPS)}")
     if not 0 <= devices <= _MAX_DEVICES:
         raise EmulationError(f"{devices} devices cannot be emulated: 0 to {_MAX_DEVICES} can")
+    cuda_half.check()  # before anything is fetched
+    cann, path = build(), folders(wheels)
     activation = Path(__file__).with_name("activation")
     before = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(activation)]
     return {
@@ -59,8 +63,9 @@ def prepare(
         "XAMP_EMULATED_DEVICES": str(devices),
         "XAMP_EMULATED_MEMORY": str(chip.memory or _USUAL_MEMORY),
         "XAMP_EMULATED_STRICT": str(int(strict)),
-        "XAMP_EMULATED_CANN": str(build()),
-        "XAMP_EMULATED_PATH": os.pathsep.join(map(str, folders(wheels))),
+        "XAMP_EMULATED_CANN": os.pathsep.join(map(str, asked.stand_ins(cann, path))),
+        "XAMP_EMULATED_NO_CUDA": str(cuda_half.stand_in() or ""),
+        "XAMP_EMULATED_PATH": os.pathsep.join(map(str, path)),
         "XAMP_EMULATED_PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "XAMP_EMULATED_XAMP": str(Path(xamp.__file__).parent),
         # With torch_npu's queue a later operator reports a failure. So only a script that asks for it gets it.

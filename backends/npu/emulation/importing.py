@@ -6,15 +6,12 @@ import contextlib
 import ctypes
 import importlib.machinery
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import cast
-
-from xamp.backends.npu.emulation.library import CORE, SONAMES
 
 __all__ = ["find_spec"]
 
@@ -33,7 +30,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         os.environ.setdefault("TASK_QUEUE_ENABLE", "0")  # prepare says why
-        load_cann(Path(os.environ["XAMP_EMULATED_CANN"]))
+        for folder in os.environ["XAMP_EMULATED_CANN"].split(os.pathsep):
+            load_cann(Path(folder))
         with _installed_cann():
             try:
                 super().exec_module(module)
@@ -84,9 +82,9 @@ def _allocate_silently() -> None:
 
 
 def load_cann(folder: Path) -> None:
-    """Load the stand-in libraries, so that torch_npu finds CANN's libraries already loaded."""
-    for name in (CORE, *SONAMES):
-        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    """Load the stand-in libraries of a folder, so that torch_npu finds CANN's libraries already loaded."""
+    for library in sorted(folder.iterdir()):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 @contextlib.contextmanager
@@ -108,12 +106,8 @@ def _installed_cann() -> Iterator[None]:
 
 
 def _explained(error: ImportError) -> ImportError:
-    missing = re.search(r"undefined symbol: ((?:acl|rt|Msprof|Hccl|ge)\w+)", str(error))
-    if missing is not None:
-        text = f"emulated Ascend: this torch_npu needs {missing[1]} of CANN, which the stand-in does not have: {error}"
-    elif "undefined symbol" in str(error):
-        torch = sys.modules["torch"]
-        text = f"emulated Ascend: torch_npu was built for another torch than {torch.__version__}: {error}"
-    else:
+    if "undefined symbol" not in str(error):
         return error
+    torch = sys.modules["torch"]
+    text = f"emulated Ascend: torch_npu was built for another torch than {torch.__version__}: {error}"
     return ImportError(text, name=error.name, path=error.path)

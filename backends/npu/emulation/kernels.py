@@ -5,13 +5,16 @@ An operator gets the first kernel of this list that fits:
 1. views, and operators that allocate or describe memory: torch_npu's own kernel stays;
 2. operators in the tables ``KERNELS`` of ``written``, ``missing_kernels``, ``private``, ``norms``, ``formulas`` and
    ``attention``: a kernel written by hand;
-3. operators that torch composes of others: torch's composition, also above autograd if torch_npu has a formula there;
+3. operators that torch composes of others: torch's composition, also above autograd if there is a formula, torch_npu's
+   or torch's;
 4. operators with a CPU kernel in torch: that kernel, over the card's memory (``generic``);
 5. all others: a kernel that raises an error with the operator's name.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,6 +86,7 @@ def install() -> None:
         **formulas.KERNELS,
         **attention.KERNELS,
     }
+    above = dict.fromkeys(_registered("AutogradPrivateUse1"))
     for name in _registered("PrivateUse1"):
         operator = _operator(name)
         if operator is None or _stays(operator):
@@ -91,12 +95,14 @@ def install() -> None:
             _put(name, _strict(operator, by_hand[name]))
         elif has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator))
+            if has(name, "Autograd"):  # torch's own formula, which would call an operator of the card alone
+                above[name] = None
         elif any(has(name, key) for key in _COMPUTED):
             kernel = _strict(operator, generic(operator))
             _put(name, randoms.seeded(operator, kernel) if randoms.draws(operator) else kernel)
         else:
             _put(name, refusal(name))
-    for name in _registered("AutogradPrivateUse1"):
+    for name in above:
         operator = _operator(name)
         if operator is not None and has(name, "CompositeImplicitAutograd"):
             _put(name, composed(operator), "AutogradPrivateUse1")
@@ -119,11 +125,15 @@ def _registered(key: str) -> list[str]:
 
 
 def _operator(name: str) -> OpOverload | None:
-    """The overload called ``name``; None if there is only a kernel of that name, which nobody can call."""
+    """The overload called ``name``; None if there is only a kernel of that name, which nobody can call.
+
+    So it is where a release of torch_npu has put a Python function in the operator's place.
+    """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    return getattr(packet, overload or "default", None)
+    found = getattr(packet, overload or "default", None)
+    return found if isinstance(found, OpOverload) else None
 
 
 def _strict(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,12 +143,22 @@ def _strict(operator: OpOverload, kernel: Callable[..., Any]) -> Callable[..., A
     return late.waiting(kernel) if operator.name() in _WAITS else late.told_late(operator, kernel)
 
 
+@functools.cache
+def _overriding() -> dict[str, bool]:
+    """How a library is told to replace a kernel that is written in Python; torch 2.7 cannot be told."""
+    option = "allow_override"
+    return {option: True} if option in inspect.signature(torch.library.Library.impl).parameters else {}
+
+
 def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> None:
     namespace, _, rest = name.partition("::")
     library = _libraries.get(namespace)
     if library is None:
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
-    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, allow_override=True)
+    options = _overriding()
+    if not options:
+        torch.library._impls.discard(f"{namespace}/{rest}/{key}")
+    library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **options)
 
 
 def _stays(operator: OpOverload) -> bool:

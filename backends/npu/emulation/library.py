@@ -1,7 +1,8 @@
-"""Builds the stand-in for CANN with the machine's C compiler, once, into a cache."""
+"""Builds stand-ins for libraries with the machine's C compiler, once, into a cache: that for CANN, and others."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shlex
@@ -9,12 +10,24 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xamp.errors import BackendUnavailable
 
-__all__ = ["SONAMES", "EmulationError", "build", "cache_folder", "publish"]
+__all__ = [
+    "CORE",
+    "SONAMES",
+    "EmulationError",
+    "build",
+    "built",
+    "cache_folder",
+    "files",
+    "find_compiler",
+    "is_found",
+    "publish",
+    "remembered",
+]
 
 SONAMES = (
     "libascendcl.so",
@@ -31,7 +44,7 @@ CORE = "libxamp_emulated_cann.so"
 
 _SOURCE = Path(__file__).with_name("cann.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fexceptions")
 
 
 class EmulationError(BackendUnavailable):
@@ -62,17 +75,30 @@ def build() -> Path:
     Raises:
         EmulationError: this is not Linux, there is no C compiler, or the compiler fails.
     """
-    if not sys.platform.startswith("linux"):
-        raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
-    compiler = _compiler()
-    key = hashlib.sha256(_SOURCE.read_bytes() + _version(compiler) + repr((_FLAGS, SONAMES)).encode()).hexdigest()[:16]
-    wanted = cache_folder() / f"cann-{key}"
+    return built("cann", CORE, _SOURCE.read_text(encoding="utf-8"), SONAMES)
+
+
+def built(name: str, core: str, source: str, sonames: Sequence[str]) -> Path:
+    """A folder of libraries in the cache, built if it does not exist yet.
+
+    Args:
+        name: what the folder's name begins with.
+        core: the library that is compiled from ``source``. It holds everything.
+        source: C.
+        sonames: the libraries for which it stands in: of each an empty one is built, which depends on ``core``.
+
+    Raises:
+        EmulationError: this is not Linux, there is no C compiler, or the compiler fails.
+    """
+    compiler = find_compiler()
+    inputs = [source.encode(), _version(compiler), repr((_FLAGS, core, tuple(sonames))).encode()]
+    wanted = cache_folder() / f"{name}-{hashlib.sha256(b''.join(inputs)).hexdigest()[:16]}"
     if wanted.is_dir():
         return wanted
     wanted.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix="building-", dir=wanted.parent))
     try:
-        _compile(compiler, made)
+        _compile(compiler, made, core, source, sonames)
         publish(made, wanted)
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
@@ -80,11 +106,53 @@ def build() -> Path:
     return wanted
 
 
-def _compile(compiler: list[str], folder: Path) -> None:
-    _run([*compiler, *_FLAGS, str(_SOURCE), f"-Wl,-soname,{CORE}", "-o", str(folder / CORE)])
+def remembered(name: str, inputs: object, make: Callable[[], Path]) -> Path:
+    """What ``make`` gave for these ``inputs``; the cache remembers it, for ``make`` reads large files."""
+    known = cache_folder() / f"{name}-for-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
+    if known.is_file() and (made := Path(known.read_text(encoding="utf-8"))).is_dir():
+        return made
+    made = make()
+    part = known.with_suffix(f".{os.getpid()}")
+    part.write_text(str(made), encoding="utf-8")
+    part.replace(known)
+    return made
+
+
+def files(folder: Path) -> list[tuple[str, int, int]]:
+    """The libraries in a folder, each with its size and time: what tells whether they are others than before."""
+    stats = [(file.name, file.stat()) for file in sorted(folder.glob("*.so*"))]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def is_found(name: str) -> bool:
+    """Whether the dynamic linker finds the library by itself."""
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def find_compiler() -> list[str]:
+    """The words with which the C compiler is called.
+
+    Raises:
+        EmulationError: this is not Linux, or there is none.
+    """
+    if not sys.platform.startswith("linux"):
+        raise EmulationError(f"torch-npu exists for Linux only, and this is {sys.platform}")
+    return _compiler()
+
+
+def _compile(compiler: list[str], folder: Path, core: str, source: str, sonames: Sequence[str]) -> None:
+    library = folder / core
+    text = library.with_suffix(".c")
+    text.write_text(source, encoding="utf-8")
+    _run([*compiler, *_FLAGS, str(text), f"-Wl,-soname,{core}", "-ldl", "-o", str(library)])
+    text.unlink()
     # --no-as-needed: these libraries hold nothing but the dependency, and linkers drop one that nothing refers to.
-    link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(folder / CORE))
-    for soname in SONAMES:
+    link = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-x", "c", os.devnull, "-x", "none", str(library))
+    for soname in sonames:
         _run([*compiler, *_FLAGS, f"-Wl,-soname,{soname}", *link, "-o", str(folder / soname)])
 
 

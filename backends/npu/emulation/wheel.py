@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from xamp.backends.npu.emulation.library import EmulationError, cache_folder, publish
+from xamp.registry.find_torch import MINIMUM_TORCH, numbers
 
 __all__ = ["folders"]
 
@@ -75,13 +76,9 @@ def _torch_version() -> str:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise EmulationError("torch is not installed in this environment: install a CPU build of it first") from None
-    local = version.partition("+")[2]
-    if local.startswith(("cu", "rocm", "xpu")):
         raise EmulationError(
-            f"torch {version} is built for another accelerator, and torch_npu refuses to load beside it: use an"
-            " environment with a CPU build (pip install torch --index-url https://download.pytorch.org/whl/cpu)"
-        )
+            "torch is not installed in this environment: install it first, a build for CPUs or CUDA"
+        ) from None
     return version.partition("+")[0]
 
 
@@ -95,19 +92,25 @@ def _torch_npu(torch: str, given: Mapping[str, str] = MappingProxyType({})) -> P
     try:
         return _fetched(name, [given.get("torch_npu", f"torch-npu=={torch}.*")])
     except EmulationError as error:
-        if offered := _offered(str(error)):
-            near = ", ".join(offered)
+        if pairs := _pairs(str(error)):
+            python, (newest, _) = ".".join(map(str, sys.version_info[:2])), pairs[-1]
+            listed = ", ".join(f"{theirs} (torch-npu {own})" for theirs, own in pairs)
             raise EmulationError(
-                f"there is no torch-npu for torch {torch}: install one of the versions of torch that have one ({near})"
+                f"there is no torch-npu for torch {torch} and Python {python}. For this Python there is one for torch"
+                f" {listed}. Use an environment with one of these: pip install torch=={newest}"
             ) from None
         raise
 
 
-def _offered(text: str) -> list[str]:
-    """The versions of torch that have a torch-npu, by the releases that pip's error message lists."""
+def _pairs(text: str) -> list[tuple[str, str]]:
+    """The versions of torch that xamp takes and that have a torch-npu, with the newest torch-npu of each, in order.
+
+    They are read from the releases in pip's error message, which lists those for this Python, the oldest first.
+    """
     listed = re.search(r"from versions: ([^)]*)\)", text)
-    found = {match[0] for match in re.finditer(r"\d+\.\d+\.\d+", listed[1] if listed else "")}
-    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+    releases = re.finditer(r"(\d+\.\d+\.\d+)[^,\s]*", listed[1] if listed else "")
+    found = {release[1]: release[0] for release in releases if (numbers(release[1]) or ()) >= MINIMUM_TORCH}
+    return sorted(found.items(), key=lambda pair: numbers(pair[0]) or ())
 
 
 def _fetched(name: str, packages: list[str]) -> Path:

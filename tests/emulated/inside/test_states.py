@@ -1,6 +1,10 @@
-"""Checkpoints that move between the card and a CPU, at every level: masters and scale bit for bit."""
+"""Checkpoints that move between the card and a CPU, at every level, and between releases of torch_npu."""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +13,8 @@ from lanes import Lane
 
 import xamp
 from xamp.testing.lane import open_lane
+
+RECORDED = Path(__file__).parents[2] / "data" / "torch_npu"
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +50,41 @@ def test_a_run_goes_on_on_the_other_device(variant: str, direction: str, card: L
     assert run.scale == source.scale
     for mine, theirs in zip(xamp.master_params(run.optimizer), xamp.master_params(source.optimizer), strict=True):
         torch.testing.assert_close(mine.detach().cpu(), theirs.detach().cpu(), rtol=2e-2, atol=2e-2)
+
+
+# ---------------------------------------------------------------- files of other releases of torch_npu
+
+
+def recorded() -> Any:
+    """The script that made the recorded runs, as a module."""
+    spec = importlib.util.spec_from_file_location("make_states", RECORDED / "make_states.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("file", sorted(RECORDED.glob("scaler-*.pt")), ids=lambda file: file.stem)
+def test_a_run_of_another_release_goes_on_in_this_one(file: Path, dynamic: bool) -> None:
+    """With torch_npu's GradScaler, and with xamp's that has read its state: as a run here that never stopped.
+
+    Newer releases of torch_npu take the tensors of older ones only without ``weights_only``: they hold its ``Format``.
+    """
+    made = recorded()
+    whole = made.trained(dynamic)
+    theirs = made.start(dynamic)
+    mine = (*made.start(dynamic)[:2], xamp.GradScaler(init_scale=2.0))
+    for run in (theirs, mine):
+        state = torch.load(file, weights_only=False)["dynamic" if dynamic else "static"]
+        for kind, each in zip(("model", "optimizer", "scaler"), run, strict=True):
+            each.load_state_dict(state[kind])
+        assert run[2].get_scale() == whole[2].get_scale() == (1024.0 if dynamic else 256.0)
+    for number in range(5):
+        for run in (whole, theirs, mine):
+            made.step(*run, overflow=dynamic and number == 2)
+    for run in (theirs, mine):
+        assert run[2].get_scale() == whole[2].get_scale()
+        for found, wanted in zip(run[0].parameters(), whole[0].parameters(), strict=True):
+            assert torch.equal(found, wanted)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import pickle
 import re
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from torch.optim import Adam
 import xamp
 from xamp.errors import CheckpointError
 
+RECORDED = Path(__file__).parents[2] / "data" / "torch_npu" / "scalers.json"
+NPU_SCALERS: dict[str, dict[str, dict[str, Any]]] = json.loads(RECORDED.read_text(encoding="utf-8"))
 STATE = {"scale": 640.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4, "_growth_tracker": 2}
 
 
@@ -126,6 +130,22 @@ def test_the_state_of_torch_npus(dynamic: bool, factors: tuple[float, float]) ->
     scaler.load_state_dict({**STATE, "dynamic": dynamic})
     assert scaler.get_scale() == 640.0
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == factors
+
+
+@pytest.mark.parametrize("version", NPU_SCALERS)
+def test_the_states_that_each_release_of_torch_npu_wrote(version: str) -> None:
+    factors = {"dynamic": (1024.0, 4.0, 0.25, 1), "static": (256.0, 1.0, 1.0, 0)}
+    for name, state in NPU_SCALERS[version].items():
+        scaler = xamp.GradScaler(growth_factor=8.0)
+        scaler.load_state_dict(state)
+        found = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor())
+        assert (*found, scaler._get_growth_tracker()) == factors[name]
+    model = nn.Linear(2, 2)
+    optimizer = Adam(model.parameters())
+    xamp.initialize(model, optimizer, "O1", init_scale=32.0, verbosity=0)
+    xamp.load_state_dict(NPU_SCALERS[version]["dynamic"], optimizer)
+    assert xamp.state_dict(optimizer)["scalers"] == [{"dynamic": True, "scale": 1024.0, "growth_tracker": 1}]
+    xamp.session(model).close()
 
 
 def test_the_states_of_apex_and_of_a_session() -> None:

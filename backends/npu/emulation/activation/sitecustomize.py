@@ -38,7 +38,7 @@ class _Packages:
 
 
 class _Finder:
-    """An import hook ahead of the path: it hands the import of torch_npu over to ``emulation.importing``."""
+    """An import hook ahead of the path: it hands the imports of torch and torch_npu over to the emulation."""
 
     @staticmethod
     def find_spec(
@@ -46,11 +46,15 @@ class _Finder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG004
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch_npu":
-            return None
-        from xamp.backends.npu.emulation import importing
+        if name in ("torch", "torch._C"):
+            from xamp.backends.npu.emulation import cuda_half
 
-        return importing.find_spec(path)
+            return cuda_half.find_spec(name, path)
+        if name == "torch_npu":
+            from xamp.backends.npu.emulation import importing
+
+            return importing.find_spec(path)
+        return None
 
 
 def _run_next() -> None:
