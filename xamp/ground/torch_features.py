@@ -63,11 +63,12 @@ def _since(release: str, *, without: str) -> Callable[[Callable[[], bool]], Call
 @_since("2.8", without="a compiled step unscales each gradient by operators of its own, with the same results")
 def traces_unscaling() -> bool:
     """The compiler traces torch's kernel that unscales a list of gradients."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from xamp.ground.torch_private.aten import unscaled
+    from xamp.ground.torch_private.fake import FakeTensorMode
 
     with FakeTensorMode():
         try:
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale([torch.ones(1)], torch.zeros(()), torch.ones(()))
+            unscaled([torch.ones(1)], torch.zeros(()), torch.ones(()))
         except AttributeError:
             return False
     return True

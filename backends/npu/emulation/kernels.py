@@ -42,6 +42,7 @@ from xamp.backends.npu.emulation.torch_private import (
     DisableTorchFunction,
     ExcludeDispatchKeyGuard,
     OpOverload,
+    forget_kernel,
     has_kernel_for_key,
     registrations_for_key,
 )
@@ -157,7 +158,7 @@ def _put(name: str, kernel: Callable[..., Any], key: str = "PrivateUse1") -> Non
         library = _libraries[namespace] = torch.library.Library(namespace, "IMPL")
     options = _overriding()
     if not options:
-        torch.library._impls.discard(f"{namespace}/{rest}/{key}")
+        forget_kernel(namespace, rest, key)
     library.impl(rest, limits.guarded(name, deviations.apply(name, kernel)), key, **options)
 
 

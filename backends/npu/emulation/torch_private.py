@@ -25,6 +25,7 @@ __all__ = [
     "fft_c2c",
     "fft_r2c",
     "finished_work",
+    "forget_kernel",
     "has_kernel_for_key",
     "neg_view",
     "pack_padded_sequence",
@@ -67,6 +68,11 @@ fft_r2c: Any = torch.ops.aten._fft_r2c
 sparse_of_parts: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
 to_copy: Any = torch.ops.aten._to_copy.default
 unscale_: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+
+
+def forget_kernel(namespace: str, name: str, key: str) -> None:
+    """Let a library put a kernel where another that is written in Python is: torch 2.7 refuses the second one."""
+    torch.library._impls.discard(f"{namespace}/{name}/{key}")
 
 
 def pack_padded_sequence(*args: Any) -> Any:

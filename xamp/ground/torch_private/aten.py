@@ -1,4 +1,4 @@
-"""Operators by which a tensor comes to the host, as modes see them."""
+"""Operators as modes see them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["local_scalar_dense", "to_copy"]
+__all__ = ["local_scalar_dense", "to_copy", "unscaled"]
 
 local_scalar_dense: Any = torch.ops.aten._local_scalar_dense.default
+unscaled: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale
 to_copy: Any = torch.ops.aten._to_copy.default

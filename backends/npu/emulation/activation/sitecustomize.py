@@ -46,7 +46,8 @@ class _Finder:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,  # noqa: ARG004
     ) -> importlib.machinery.ModuleSpec | None:
-        if name in ("torch", "torch._C"):
+        root, _, rest = name.partition(".")
+        if root == "torch" and rest in ("", "_C"):
             from xamp.backends.npu.emulation import cuda_half
 
             return cuda_half.find_spec(name, path)
