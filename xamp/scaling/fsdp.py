@@ -181,7 +181,8 @@ def _unit2(name: str, module: Any) -> list[Unit]:
     floating = (param.sharded_param.dtype for group in groups for param in group.fsdp_params)
     dtype = next((d for d in floating if d.is_floating_point), torch.float32)
     compute_in = functools.partial(_compute_in2, weakref.ref(module))
-    return [Unit(name, owners, dtype, groups[0].mp_policy.param_dtype, compute_in)]
+    specified = groups[0].fsdp_params[0].mp_policy.param_dtype
+    return [Unit(name, owners, dtype, specified, compute_in)]
 
 
 def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool) -> Undo:
@@ -192,7 +193,7 @@ def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool
     others = {"reduce_dtype": reduced} if reduced is not None and dtype is not None else {}
     casts = given and own.cast_forward_inputs and not is_root
     made = mixed_precision(dtype, output_dtype=None, cast_forward_inputs=casts, **others)
-    before = state._mp_policy, [group.mp_policy for group in groups2(module)]
+    before = state._mp_policy, [holder.mp_policy for holder in _holders2(module)]
     undo = functools.partial(_set2, ref, *before)
     try:
         _set2(ref, made, [made for _ in before[1]])
@@ -202,16 +203,23 @@ def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool
         raise
 
 
+def _holders2(module: nn.Module) -> list[Any]:
+    """Return what holds a policy: the parameters, and their groups where those have one, before torch 2.15."""
+    groups = groups2(module)
+    held = [param for group in groups for param in group.fsdp_params]
+    return [*(group for group in groups if hasattr(group, "mp_policy")), *held]
+
+
 def _set2(ref: weakref.ref[Any], outer: Any, inner: Sequence[Any]) -> None:
     module = ref()
     if module is None:
         return
     module.reshard()
     module._get_fsdp_state()._mp_policy = outer
-    for group, policy in zip(groups2(module), inner, strict=True):
-        group.mp_policy = policy
+    for holder, policy in zip(_holders2(module), inner, strict=True):
+        holder.mp_policy = policy
+    for group in groups2(module):
         for param in group.fsdp_params:
-            param.mp_policy = policy
             param.all_gather_outputs = []  # of the other dtype; both are made again at the next forward
             param.__dict__.pop("_unsharded_param", None)
         if any(hasattr(param, "orig_dtype") for param in group.fsdp_params):  # a forward has run: torch asks no more
