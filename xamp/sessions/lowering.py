@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from xamp.casting.forward import enter_policy
 from xamp.casting.ops.layers import Join, join_weights
@@ -272,7 +273,7 @@ class Plan:
         undo.steps.append(functools.partial(_restore_halves, undo.before))
         halves = undo.before["halves"] = []
         for tensor in self._live_raised():
-            halves.append((weakref.ref(tensor), tensor.data, tensor.grad))
+            halves.append((TensorWeakRef(tensor), tensor.data, tensor.grad))
             _set_values(tensor, tensor.data.float())
 
     def _live_raised(self) -> Iterator[torch.Tensor]:

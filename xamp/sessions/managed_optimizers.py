@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from xamp.ground.undo import Undo
 from xamp.scaling import masters
@@ -61,7 +62,7 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        alone = [weakref.ref(p) for p in params if not masters.is_lowered(p)]  # outside the models
+        alone = [TensorWeakRef(p) for p in params if not masters.is_lowered(p)]  # outside the models
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.masters.add(pairs)
@@ -88,7 +89,7 @@ def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer
         replace_params(found, [(m, p) for p, m in owner.pairs()])
 
 
-def _forget_masters(params: Sequence[weakref.ref[torch.Tensor]]) -> None:
+def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
     """Undo: parameters outside the models, which are in the lower dtype by themselves, have no masters."""
     for ref in params:
         if (param := ref()) is not None:
