@@ -96,7 +96,8 @@ def checkpointing(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recompute.watch()
     if whose == "another's":
         module, reentrant = torch.utils.checkpoint, torch.utils.checkpoint.CheckpointFunction
-        known: Any = module._checkpoint_without_reentrant_generator
+        name = "_checkpoint_without_reentrant_generator"
+        known: Any = getattr(module, f"{name}_impl", None) or getattr(module, name)
         monkeypatch.setattr(module, known.__name__, known.__wrapped__)
         forward: Any = reentrant.forward
         monkeypatch.setattr(reentrant, "forward", staticmethod(forward.__wrapped__))

@@ -37,4 +37,9 @@ def wrap_checkpoint_generator(wrap: Callable[[Callable[..., Any]], Callable[...,
     """Put what ``wrap`` makes of it in the place of the generator that runs a checkpoint without reentrance."""
     from torch.utils import checkpoint  # torch 2.7 does not import it
 
-    checkpoint._checkpoint_without_reentrant_generator = wrap(checkpoint._checkpoint_without_reentrant_generator)
+    if hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl"):  # which the other calls
+        checkpoint._checkpoint_without_reentrant_generator_impl = wrap(
+            checkpoint._checkpoint_without_reentrant_generator_impl
+        )
+    else:
+        checkpoint._checkpoint_without_reentrant_generator = wrap(checkpoint._checkpoint_without_reentrant_generator)

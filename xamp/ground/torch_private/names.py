@@ -166,4 +166,10 @@ NAMES = (
     Name("torch.utils._pytree.tree_map", "debug", "2.7"),
     Name("torch.utils._pytree.tree_map_only", "testing", "2.7"),
     Name("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "casting", "2.7"),
+    Name(
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+        "casting",
+        "2.15",
+        "the generator that has the name without _impl is wrapped, which in 2.15 calls this one",
+    ),
 )
