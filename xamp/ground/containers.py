@@ -132,11 +132,14 @@ def _cast_mapping(value: Any, dtype: torch.dtype, device_type: str | None, cast_
         return value
     if type(value) is dict:
         return {**value, **changed}
-    # The compiler cannot trace a copy of these; that of torch 2.11 traces none.
+    # The compiler cannot trace a copy of these; that of torch 2.11 traces none, and that of 2.15 wants their names.
     if type(value) is collections.defaultdict:
         return collections.defaultdict(value.default_factory, {**value, **changed})
-    if type(value) in (collections.OrderedDict, collections.UserDict) and torch.compiler.is_compiling():
-        return type(value)({**value, **changed})
+    if torch.compiler.is_compiling():
+        if type(value) is collections.OrderedDict:
+            return collections.OrderedDict({**value, **changed})
+        if type(value) is collections.UserDict:
+            return collections.UserDict({**value, **changed})
     filled = copy.copy(value)
     for key, item in changed.items():
         filled[key] = item  # for a Hugging Face ModelOutput this sets the attribute of that name too

@@ -239,17 +239,19 @@ _NOT_REDIRECTED = (
 
 def explain(error: BaseException) -> list[str]:
     """What may be behind ``error``, one line each; empty where nothing is known."""
-    name, text = type(error).__name__, str(error)
+    text = str(error)
     if isinstance(error, SyntaxError):
         text = f"{text}\n{error.text or ''}"
     found = [f"the script's age: {line}" for line in _removed(error, text)]
-    found += [f"the script's age: {rule.text}." for rule in _RULES if rule.text and _fits(rule, name, text)]
-    found += [f"not redirected: {rule.text}." for rule in _NOT_REDIRECTED if _fits(rule, name, text)]
+    found += [f"the script's age: {rule.text}." for rule in _RULES if rule.text and _fits(rule, error, text)]
+    found += [f"not redirected: {rule.text}." for rule in _NOT_REDIRECTED if _fits(rule, error, text)]
     return found
 
 
-def _fits(rule: _Rule, name: str, text: str) -> bool:
-    return re.fullmatch(rule.kind, name) is not None and re.search(rule.pattern, text) is not None
+def _fits(rule: _Rule, error: BaseException, text: str) -> bool:
+    """Whether ``error`` is of the rule's kind, or of one derived from it: releases raise narrower ones in time."""
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    return any(re.fullmatch(rule.kind, kind) for kind in kinds) and re.search(rule.pattern, text) is not None
 
 
 def _removed(error: BaseException, text: str) -> list[str]:

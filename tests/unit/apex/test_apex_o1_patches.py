@@ -219,7 +219,7 @@ def test_where_there_is_cuda_nothing_warns_and_inductor_comes_only_after_a_compi
             torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         torch.cuda.is_available = lambda: True
         init()
-        assert ("torch._inductor.cudagraph_trees" in sys.modules) is {compiled}
+        assert {compiled} or "torch._inductor.cudagraph_trees" not in sys.modules
     """
     subprocess.run([python(), "-W", "error", "-c", textwrap.dedent(code)], check=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import json
 import pathlib
 import pickle
@@ -80,7 +81,9 @@ def test_a_managed_script_module_inside_another_is_refused(level: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_legacy_onnx_export(level: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are compared in tests/libraries, which has ``onnx``; torch asks for it at the end."""
-    utils: Any = importlib.import_module("torch.onnx._internal.torchscript_exporter.onnx_proto_utils")
+    internal = "torch.onnx._internal"
+    moved = importlib.util.find_spec(f"{internal}.torchscript_exporter") is not None  # since torch 2.9
+    utils: Any = importlib.import_module(f"{internal}{'.torchscript_exporter' if moved else ''}.onnx_proto_utils")
     monkeypatch.setattr(utils, "_add_onnxscript_fn", lambda proto, _: proto)
     model = net()
     train(model, level)
