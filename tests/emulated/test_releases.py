@@ -12,7 +12,8 @@ import pytest
 from emulated_cards import RELEASES, need_emulation
 
 from xamp.backends.npu import emulation
-from xamp.backends.npu.emulation import asked, elf, library
+from xamp.backends.npu.emulation import asked, cuda_half, elf, library, wheel
+from xamp.registry.find_torch import MINIMUM_TORCH
 
 REFUSED = 207000  # ACL_ERROR_RT_FEATURE_NOT_SUPPORT
 
@@ -42,7 +43,7 @@ def test_everything_that_the_installed_one_asks_for_is_there() -> None:
     there = {name for folder in folders for file in folder.iterdir() for name in elf.read(file).defined}
     version = emulation.prepare()["XAMP_EMULATED_PATH"].split(":")
     folder = asked.find_torch_npu([Path(each) for each in version])
-    torch = asked.cuda_half.torch_folder()
+    torch = cuda_half.torch_folder()
     assert folder is not None
     assert torch is not None
     functions, libraries = asked.asked_of_cann(folder, torch)
@@ -72,3 +73,7 @@ def test_what_a_release_asks_for_beyond_the_stand_in_refuses_by_its_name(
 
 def test_no_release_asks_for_a_library_that_the_stand_in_has_not(recorded: Any) -> None:
     assert {name for entry in recorded.read().values() for name in entry["libraries"]} == {*library.SONAMES}
+
+
+def test_the_oldest_torch_is_that_of_the_core() -> None:
+    assert wheel.OLDEST == MINIMUM_TORCH

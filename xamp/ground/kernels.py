@@ -134,7 +134,7 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     """
     grads, left = list(grads), _missing.get((_UNSCALE, found_inf.device.type)) if _missing else None
     if _is_compiling() and not traces_unscaling():
-        left = {grad.dtype for grad in grads}
+        left = frozenset(grad.dtype for grad in grads)
     if left and not left.isdisjoint({grad.dtype for grad in grads}):
         _unscale_without(left, grads, found_inf, inv_scale)
     else:

@@ -18,12 +18,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from xamp.backends.npu.emulation.library import EmulationError, cache_folder, publish
-from xamp.registry.find_torch import MINIMUM_TORCH, numbers
 
 __all__ = ["folders"]
 
 # Modules that torch_npu imports, and their packages; not every release of it declares all of these.
 _NEEDS = {"numpy": "numpy", "yaml": "pyyaml", "packaging": "packaging", "setuptools": "setuptools"}
+OLDEST = (2, 7, 1)
+"""The oldest torch that xamp takes; a backend does not import what says so in the core."""
+
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
 _WHEEL = re.compile(r"(?P<name>\w+)-(?P<version>[^-]+)(-\d[^-]*)?-(?P<python>[^-]+)-[^-]+-[^-]+\.whl")
 _TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -109,8 +111,12 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     """
     listed = re.search(r"from versions: ([^)]*)\)", text)
     releases = re.finditer(r"(\d+\.\d+\.\d+)[^,\s]*", listed[1] if listed else "")
-    found = {release[1]: release[0] for release in releases if (numbers(release[1]) or ()) >= MINIMUM_TORCH}
-    return sorted(found.items(), key=lambda pair: numbers(pair[0]) or ())
+    found = {release[1]: release[0] for release in releases if _numbers(release[1]) >= OLDEST}
+    return sorted(found.items(), key=lambda pair: _numbers(pair[0]))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def _fetched(name: str, packages: list[str]) -> Path:

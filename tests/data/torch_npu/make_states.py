@@ -24,7 +24,8 @@ OVERFLOWS_AT = 1
 
 def start(dynamic: bool) -> tuple[Any, Any, Any]:
     """A model with constant weights, its optimizer and torch_npu's scaler."""
-    model = nn.Linear(2, 1).npu()
+    model: Any = nn.Linear(2, 1)
+    model = model.npu()
     nn.init.constant_(model.weight, 0.5)
     nn.init.constant_(model.bias, 0.25)
     options = DYNAMIC if dynamic else {"init_scale": 256.0, "dynamic": False}

@@ -44,7 +44,7 @@ TORCH_NAMES = sorted(name for name, value in vars(torch_amp).items() if not name
 
 def signature(function: Any) -> list[inspect.Parameter]:
     """Of a class that of ``__init__``: Python 3.13.0 finds none of a class that torch has marked as deprecated."""
-    made = function.__init__ if isinstance(function, type) else function
+    made = vars(function).get("__init__", function) if isinstance(function, type) else function
     return [each for each in inspect.signature(made).parameters.values() if each.name != "self"]
 
 
