@@ -1,7 +1,8 @@
-"""Writes the table of docs/op-policy.md that says in what the autocast lists of torch's releases differ.
+"""Writes two tables on torch's releases: docs/op-policy.md has in what their autocast lists differ, docs/validated.md
+what older ones lack and xamp does without.
 
-tests/data/releases/make.py records them, once on each release, as policy files. With ``--check`` nothing is written: it
-fails where the page is not what they say.
+tests/data/releases/make.py records the lists, once on each release, as policy files; xamp.ground.torch_features is the
+table of what lacks where. With ``--check`` nothing is written: it fails where a page is not what they say.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from ci.marked import placed, table
+from xamp.ground.torch_features import FEATURES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "tests" / "data" / "releases"
-PAGE = ROOT / "docs" / "op-policy.md"
 COMMAND = ".venv/bin/python ci/releases_page.py"
 
 Saved = Mapping[str, Any]
@@ -47,18 +48,32 @@ def listed(names: set[str]) -> str:
     return " ".join(f"`{name}`" for name in sorted(names))
 
 
+def tables() -> dict[tuple[str, str], str]:
+    """What stands between the marks: by page and name of the mark."""
+    lists = [line for device, files in sorted(recorded().items()) for line in rows(files, device)]
+    features = [[feature.since, feature.what, feature.without] for feature in FEATURES.values()]
+    heads = ("torch", "device", "its list lacks", "and has, as not all releases have")
+    return {
+        ("op-policy.md", "releases"): table(heads, lists),
+        ("validated.md", "features"): table(("since torch", "what", "before"), features),
+    }
+
+
 def main(words: Sequence[str]) -> int:
-    """Writes the page, or checks it; returns the exit status."""
-    lines = [line for device, files in sorted(recorded().items()) for line in rows(files, device)]
-    body = table(("torch", "device", "its list lacks", "and has, as not all releases have"), lines)
-    page = PAGE.read_text(encoding="utf-8")
-    made = placed(page, "releases", body, "ci/releases_page.py")
-    if "--check" not in words:
-        PAGE.write_text(made, encoding="utf-8")
-    elif made != page:
-        print(f"docs/{PAGE.name} is not what {FOLDER.relative_to(ROOT)} says. Run: {COMMAND}")
-        return 1
-    return 0
+    """Writes the pages, or checks them; returns the exit status."""
+    status = 0
+    for (name, mark), body in tables().items():
+        path = ROOT / "docs" / name
+        page = path.read_text(encoding="utf-8")
+        made = placed(page, mark, body, "ci/releases_page.py")
+        if "--check" not in words:
+            path.write_text(made, encoding="utf-8")
+        elif made != page:
+            print(
+                f"docs/{name} is not what {FOLDER.relative_to(ROOT)} and xamp's table of features say. Run: {COMMAND}"
+            )
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

@@ -284,6 +284,7 @@ def test_lbfgs(lane: Lane, level: str) -> None:
         optimizer.step(lambda: model(inputs(1, lane)[0]))
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")  # torch 2.8's
 @pytest.mark.parametrize("level", ["O0", "O4"])
 def test_lbfgs_where_nothing_is_scaled(lane: Lane, level: str) -> None:
     model = Dot().to(lane.device)
