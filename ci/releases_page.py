@@ -1,6 +1,6 @@
-"""Writes two tables on torch's releases: docs/op-policy.md has in what their autocast lists differ, docs/validated.md
-what older ones lack and xamp does without.
+"""Writes two tables on torch's releases, in docs/op-policy.md and docs/validated.md.
 
+The first says in what their autocast lists differ, the second what older ones lack and xamp does without.
 tests/data/releases/make.py records the lists, once on each release, as policy files; xamp.ground.torch_features is the
 table of what lacks where. With ``--check`` nothing is written: it fails where a page is not what they say.
 """
@@ -69,9 +69,7 @@ def main(words: Sequence[str]) -> int:
         if "--check" not in words:
             path.write_text(made, encoding="utf-8")
         elif made != page:
-            print(
-                f"docs/{name} is not what {FOLDER.relative_to(ROOT)} and xamp's table of features say. Run: {COMMAND}"
-            )
+            print(f"docs/{name} is not what tests/data/releases and the table of features say. Run: {COMMAND}")
             status = 1
     return status
 
