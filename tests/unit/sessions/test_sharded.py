@@ -358,7 +358,7 @@ def test_lists_of_dtensors_and_plain_tensors_are_refused_before_anything_trains(
     with pytest.raises(UnsupportedPolicy, match=r"2 of 4 in one group are DTensors.* foreach=False"):
         xamp.initialize(model, optimizer, level="O2", verbosity=0)
     model(torch.ones(4, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+    with pytest.raises((RuntimeError, AssertionError), match=r"mixed torch\.Tensor and DTensor|no DeviceMesh"):
         optimizer.step()
     assert all(torch.equal(whole(a), whole(b)) for a, b in zip(before, model.parameters(), strict=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
