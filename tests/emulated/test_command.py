@@ -197,15 +197,21 @@ def test_a_function_that_the_stand_in_lacks_refuses_by_its_name(
     (tmp_path / fetched.name).symlink_to(fetched)
     source = library._SOURCE.read_text()
     less = tmp_path / "less.c"
-    less.write_text(source.replace("aclrtGetMemInfo(", "aclrtGetMemInfoOther("))
+    less.write_text(source.replace("aclrtEventElapsedTime(", "aclrtEventElapsedTimeOther("))
     monkeypatch.setattr(library, "_SOURCE", less)
     monkeypatch.setenv("XAMP_CACHE", str(tmp_path))
     environment = {**os.environ, **emulation.prepare()}
-    code = "import torch; print(torch.ones(1, device='npu').item()); torch.npu.mem_get_info()"
+    code = """
+import torch
+first, second = (torch.npu.Event(enable_timing=True) for _ in range(2))
+first.record(), second.record()
+print(torch.ones(1, device="npu").item(), flush=True)
+first.elapsed_time(second)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.startswith("1.0\n")
     assert done.returncode != 0
-    assert "emulated Ascend: the stand-in CANN does not serve aclrtGetMemInfo" in done.stderr
+    assert "emulated Ascend: the stand-in CANN does not serve aclrtEventElapsedTime" in done.stderr
 
 
 def test_another_sitecustomize_runs_too(tmp_path: Path) -> None:

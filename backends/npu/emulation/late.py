@@ -82,7 +82,8 @@ def _fail_later(device: int) -> None:
 
 @functools.cache
 def _cann() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(os.environ["XAMP_EMULATED_CANN"]) / CORE))
+    cann = os.environ["XAMP_EMULATED_CANN"].split(os.pathsep)[0]  # what a release asks for beyond it comes after it
+    return ctypes.CDLL(str(Path(cann) / CORE))
 
 
 def note_wait() -> None:
