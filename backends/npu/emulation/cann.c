@@ -27,6 +27,7 @@ enum {
     ERROR_NO_CONTEXT = 107002,
     ERROR_NOT_SERVED = 207000,
     ERROR_OUT_OF_MEMORY = 207001,
+    ERROR_INTERNAL = 500000,
     ERROR_VECTOR_CORE = 507035,
     EVENT_NOT_READY = 0,
     EVENT_COMPLETE = 1,
@@ -57,8 +58,12 @@ static int refuse(const char *function) {
     return fail(ERROR_NOT_SERVED, "the stand-in CANN does not serve ", function);
 }
 
-/* For what a release of torch_npu asks for and this file does not have: see asked.py. */
-int xamp_emulated_refuse(const char *function) { return refuse(function); }
+/* For what a release of torch_npu asks for and this file does not have: see asked.py. Of ERROR_NOT_SERVED torch_npu
+ * only warns in some places, and goes on with what the function has not written. */
+int xamp_emulated_refuse(const char *function) {
+    refuse(function);
+    return ERROR_INTERNAL;
+}
 
 /* As in CANN, reading the text clears it. */
 const char *aclGetRecentErrMsg(void) {
