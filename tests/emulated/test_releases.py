@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from ci_scripts import module_at
 from emulated_cards import RELEASES, need_emulation
 
 from xamp.backends.npu import emulation
@@ -21,12 +20,7 @@ REFUSED = 500000  # ACL_ERROR_INTERNAL_ERROR: torch_npu raises; of 207000, not s
 @pytest.fixture(scope="module")
 def recorded() -> Any:
     """The script that records, as a module."""
-    spec = importlib.util.spec_from_file_location("make_asked", RELEASES.with_name("make.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(RELEASES.with_name("make.py"))
 
 
 def test_the_record_of_the_installed_one_is_as_its_libraries_say(recorded: Any) -> None:

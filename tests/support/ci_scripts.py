@@ -1,4 +1,4 @@
-"""The scripts in ci/, as modules."""
+"""The scripts in ci/, and those that made recorded data, as modules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "script"]
+__all__ = ["ROOT", "module_at", "script"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def script(name: str) -> Any:
     """The module in ``ci/<name>.py``, run anew."""
-    spec = importlib.util.spec_from_file_location(f"ci_{name}", ROOT / "ci" / f"{name}.py")
+    return module_at(ROOT / "ci" / f"{name}.py")
+
+
+def module_at(path: Path) -> Any:
+    """The module in a file, run anew."""
+    spec = importlib.util.spec_from_file_location(f"{path.parent.name}_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

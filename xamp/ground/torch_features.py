@@ -84,7 +84,7 @@ def has_operators_outside_of_captures() -> bool:
 def caches_casts_with_gradients() -> bool:
     """Autocast's cache keeps the gradient of a weight that is used first in a block without gradients."""
     weight = torch.ones(1, 1, dtype=torch.float32, device="cpu", requires_grad=True)
-    with torch.inference_mode(mode=False), torch.autocast("cpu", torch.bfloat16):
+    with torch.inference_mode(mode=False), torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
         with torch.no_grad():
             torch.mm(weight, weight)
         with torch.enable_grad():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import VARIANTS, everything, load, save, start, train
+from ci_scripts import module_at
 from lanes import Lane
 
 import xamp
@@ -57,12 +57,7 @@ def test_a_run_goes_on_on_the_other_device(variant: str, direction: str, card: L
 
 def recorded() -> Any:
     """The script that made the recorded runs, as a module."""
-    spec = importlib.util.spec_from_file_location("make_states", RECORDED / "make_states.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(RECORDED / "make_states.py")
 
 
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import io
 import pickle
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ci_scripts import module_at
 from torch import nn
 
 import xamp
@@ -78,9 +78,5 @@ def test_each_name_leads_back_to_itself(name: str) -> None:
 
 
 def test_what_writes_the_files_still_runs() -> None:
-    spec = importlib.util.spec_from_file_location("make_pickles", FOLDER / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = module_at(FOLDER / "make.py")
     assert set(module.trained("O2")) == {"model", "input", "output"}

@@ -5,15 +5,14 @@ Bit for bit where the kernels of the two releases agree: where the same training
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pickle
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from ci_scripts import module_at
 
 import xamp
 from xamp.registry.find_torch import MINIMUM_TORCH, NEWEST_TESTED, as_text, numbers
@@ -25,17 +24,12 @@ BOUND = 2.0**-7
 
 
 @pytest.fixture(scope="module")
-def make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_releases", FOLDER / "make.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make() -> Any:
+    return module_at(FOLDER / "make.py")
 
 
 @pytest.fixture(scope="module")
-def own(make: ModuleType) -> dict[tuple[str, str], dict[str, Any]]:
+def own(make: Any) -> dict[tuple[str, str], dict[str, Any]]:
     """What this release would write."""
     return {row: make.row(*row) for row in make.ROWS}
 
@@ -65,7 +59,7 @@ def test_the_oldest_and_the_newest_are_among_them() -> None:
 @pytest.mark.parametrize("optimizer", ["fused Adam", "SGD"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_a_checkpoint_goes_on_as_its_writer_did(
-    path: Path, level: str, optimizer: str, make: ModuleType, own: dict[tuple[str, str], dict[str, Any]]
+    path: Path, level: str, optimizer: str, make: Any, own: dict[tuple[str, str], dict[str, Any]]
 ) -> None:
     wrote = torch.load(path, weights_only=True)[f"{level} {optimizer}"]
     kernels_agree = same(own[level, optimizer]["state"], wrote["state"]) and same(
