@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from xamp.backends.npu.emulation.library import EmulationError, cache_folder, publish
-from xamp.registry.find_torch import MINIMUM_TORCH, numbers
 
 __all__ = ["folders"]
 
@@ -26,6 +25,7 @@ __all__ = ["folders"]
 _NEEDS = {"numpy": "numpy", "yaml": "pyyaml", "packaging": "packaging", "setuptools": "setuptools"}
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
 _WHEEL = re.compile(r"(?P<name>\w+)-(?P<version>[^-]+)(-\d[^-]*)?-(?P<python>[^-]+)-[^-]+-[^-]+\.whl")
+_OLDEST_TORCH = (2, 7, 1)  # that xamp takes
 _TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
@@ -109,8 +109,12 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     """
     listed = re.search(r"from versions: ([^)]*)\)", text)
     releases = re.finditer(r"(\d+\.\d+\.\d+)[^,\s]*", listed[1] if listed else "")
-    found = {release[1]: release[0] for release in releases if (numbers(release[1]) or ()) >= MINIMUM_TORCH}
-    return sorted(found.items(), key=lambda pair: numbers(pair[0]) or ())
+    found = {release[1]: release[0] for release in releases if _numbers(release[1]) >= _OLDEST_TORCH}
+    return sorted(found.items(), key=lambda pair: _numbers(pair[0]))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 def _fetched(name: str, packages: list[str]) -> Path:
