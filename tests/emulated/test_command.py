@@ -15,6 +15,7 @@ from emulated_cards import CHIPS, INSIDE, emulate, emulated_pytest, need_emulati
 
 from xamp.backends.npu import chips, emulation
 from xamp.backends.npu.emulation import library, wheel
+from xamp.registry.find_torch import MINIMUM_TORCH
 
 A2, OLD = CHIPS
 NAME = "import torch; print(torch.npu.get_device_name(), torch.npu.device_count())"
@@ -119,6 +120,10 @@ def test_without_a_torch_npu_that_fits(said: str, text: str, tmp_path: Path, mon
     with pytest.raises(emulation.EmulationError, match=text):
         wheel._torch_npu("2.99.0")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_pairs_begin_with_the_oldest_torch_that_xamp_takes() -> None:
+    assert wheel._OLDEST_TORCH == MINIMUM_TORCH
 
 
 def make_wheel(folder: Path, package: str, version: str, module: str, tag: str = "py3-none-any") -> str:

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import checkpoint
-
 from xamp.casting import active
 from xamp.ground.compiler import keep_eager
 from xamp.ground.torch_private.autograd import wrap_checkpoint_generator
@@ -29,6 +27,9 @@ _lock = threading.RLock()
 
 def watch() -> None:
     """Make torch's checkpointing restore marks; :mod:`xamp.casting.node_numbers` serves other libraries."""
+    # Here, since with torch 2.7 it takes 240 ms, which a mere import of xamp should not.
+    from torch.utils import checkpoint
+
     with _lock:
         if _patched:
             return

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 
 from xamp.backends.npu.emulation import elf
-from xamp.backends.npu.emulation.library import EmulationError, built, files, find_compiler, is_found, remembered
+from xamp.backends.npu.emulation.library import EmulationError, built, files, is_found, remembered
 
 __all__ = ["check", "find_spec", "stand_in", "torch_folder"]
 
@@ -49,8 +49,7 @@ def check() -> bool:
     torch is not imported.
 
     Raises:
-        EmulationError: it is built for something else, or its half for CUDA cannot be taken out; or there is no C
-            compiler.
+        EmulationError: it is built for something else, or its half for CUDA cannot be taken out.
     """
     folder = torch_folder()
     if folder is None:
@@ -65,7 +64,6 @@ def check() -> bool:
     if lacking:
         why = f"which torch_npu does not load beside; the emulation takes that half out, but {folder / 'lib'} has no"
         raise _refusal(build, f"CUDA {build['cuda']}, {why} {lacking[0]}")
-    find_compiler()
     return True
 
 
@@ -75,7 +73,7 @@ def stand_in() -> Path | None:
     It is built if it does not exist yet.
 
     Raises:
-        EmulationError: see :func:`check`; or the compiler fails.
+        EmulationError: see :func:`check`; or there is no C compiler, or it fails.
     """
     folder = torch_folder()
     if folder is None or not check():
