@@ -22,6 +22,7 @@ import measuring
 import pytest
 import tiers
 import torch
+import torch_warnings
 import version_ledger
 from covering import covering
 from emulated_cards import counts
@@ -227,7 +228,8 @@ def _what_is_there_stays() -> None:
     """
     if "torch._dynamo" in sys.modules:
         compiling.forget()  # else what its cache holds would outlive the cache, where it lies in a cycle
-    gc.collect()
+    with torch_warnings.of_fsdp1():
+        gc.collect()
     gc.freeze()
 
 

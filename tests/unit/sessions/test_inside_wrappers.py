@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch_warnings
 from snapshot import Snapshot
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -22,6 +23,8 @@ from xamp.errors import StateError
 from xamp.policy import levels_where
 from xamp.scaling import ddp as ddps
 from xamp.sessions.session import end_session
+
+pytestmark = torch_warnings.FSDP1
 
 CAST = levels_where(lambda row: row.casts_parameters)
 PLAIN = levels_where(lambda row: not row.casts_parameters)

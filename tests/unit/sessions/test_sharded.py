@@ -18,6 +18,7 @@ import compiling
 import pytest
 import torch
 import torch.distributed as dist
+import torch_warnings
 from forked_python import python
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -37,6 +38,8 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, levels_where
 from xamp.scaling import foreach
 from xamp.scaling.entry import Entry
+
+pytestmark = torch_warnings.FSDP1
 
 MASTERS = levels_where(lambda row: row.master_weights)
 OPERATORS = levels_where(lambda row: row.casts_operators)
