@@ -104,7 +104,7 @@ class Casts(Reentrant, torch.autocast):
     def device(self) -> str | None:  # type: ignore[override]
         """The device type."""
         mark = self._mark()
-        if dynamo.is_tracing() and (needs.registered or (mark.portable and mark.device_type in needs.extended)):
+        if dynamo.is_tracing() and _needs_mark(mark):
             # The compiler breaks the graph here and runs the block eagerly; with fullgraph=True it raises this error.
             raise dynamo.unsupported(
                 "autocast(): made outside of the function that torch.compile traces, which would leave out what xamp "
@@ -173,6 +173,13 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
 
 def _is_boolean(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() in ("true", "false")
+
+
+def _needs_mark(mark: Mark) -> bool:
+    """Return whether code in a region reads its mark, which a block that is a ``torch.autocast`` does not leave."""
+    device = mark.device_type or ""
+    fixed = any(own is not mark.dtype for own in needs.own_dtypes.get(device, ()))
+    return needs.registered or fixed or (mark.portable and device in needs.extended)
 
 
 class autocast(Casts):

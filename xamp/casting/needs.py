@@ -5,7 +5,9 @@ Each feature starts as not needed, so that regions do no work for features that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 __all__ = ["Needs", "needs"]
 
@@ -17,6 +19,7 @@ class Needs:
         marks: whether some code reads the marks of regions. If not, traced code leaves no mark, because torch.export
             warns about everything that a model writes to.
         extended: the device types to whose autocast the portable policy has added entries.
+        own_dtypes: by device type, those to which its own autocast casts some operators, whatever the region's dtype.
         registered: whether functions are registered that act in regions only.
         replaced_outside: whether functions are replaced that act outside of regions too. If so, a region that casts
             nothing also leaves a mark, so that those functions do not act in it.
@@ -25,6 +28,7 @@ class Needs:
     def __init__(self) -> None:
         self.marks = False
         self.extended: frozenset[str] = frozenset()
+        self.own_dtypes: dict[str, frozenset[torch.dtype]] = {}
         self.registered = False
         self.replaced_outside = False
         self._when_tracing: list[Callable[[], None]] = []
@@ -36,6 +40,11 @@ class Needs:
     def add_extended(self, device_type: str) -> None:
         """Record that the portable policy has added entries to the autocast of ``device_type``."""
         self.extended |= {device_type}
+
+    def add_own_dtypes(self, device_type: str, dtypes: Iterable[torch.dtype]) -> None:
+        """Record that in regions of other dtypes xamp's entries act in the place of those of ``device_type``."""
+        self.own_dtypes = {**self.own_dtypes, device_type: frozenset(dtypes)}
+        self.ask_for_marks()
 
     def set_registered(self, any_is: bool) -> None:
         """Set whether functions are registered that act in regions only."""

@@ -125,7 +125,7 @@ def keepers(modules: Iterable[nn.Module]) -> list[Any]:
 def _kept(param: Any) -> list[torch.Tensor]:
     unsharded = getattr(param, "_unsharded_param", None)
     found = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
-    return [grad for grad in found if grad is not None]
+    return list({id(grad): grad for grad in found if grad is not None}.values())  # torch 2.15 gives one tensor as both
 
 
 def hidden_gradients(groups: Iterable[Any], params: Collection[int], others: Collection[int]) -> Iterator[torch.Tensor]:

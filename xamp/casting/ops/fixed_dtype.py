@@ -83,7 +83,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
                 library.impl(overload, _entry(overload, own, device_type), key, with_keyset=True)
         digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
         cache_keys.put(f"{device_type}dtype", digest)
-        needs.ask_for_marks()
+        needs.add_own_dtypes(device_type, found.values())
         recompute.watch()
         _added[device_type] = lacked, library  # last: after an interrupt before, all is done again
 
