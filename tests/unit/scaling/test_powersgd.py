@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from one_rank import one_rank
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
@@ -19,9 +19,8 @@ STEPS, SPOILT = 8, 4
 
 @pytest.fixture
 def _alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def train(remembers: bool, level: str = "O1") -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch_warnings
+from one_rank import one_rank
 from snapshot import Snapshot
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -32,9 +32,8 @@ PLAIN = levels_where(lambda row: not row.casts_parameters)
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank():
+        yield
 
 
 def net() -> nn.Sequential:

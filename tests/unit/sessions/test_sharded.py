@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import compiling
+import one_rank
 import pytest
 import torch
-import torch.distributed as dist
 import torch_warnings
 from forked_python import python
 from torch import nn
@@ -47,9 +47,8 @@ OPERATORS = levels_where(lambda row: row.casts_operators)
 
 @pytest.fixture(autouse=True)
 def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank.one_rank():
+        yield
 
 
 def shard(model: nn.Module, how: str, policy: Any = None) -> nn.Module:
@@ -337,13 +336,13 @@ def test_a_ddp_of_another_model_that_outlived_its_group_does_no_harm(level: str)
     xamp.initialize(other, torch.optim.SGD(other.parameters(), lr=0.1), level="O1", verbosity=0)
     ddp = nn.parallel.DistributedDataParallel(other)
     ddp(torch.ones(1, 2)).sum().backward()
-    dist.destroy_process_group()
+    one_rank.end()
     try:
         model, whole = net(), net()
         train(model, start(model, level))
         assert not same(weights(model), weights(whole))
     finally:
-        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        one_rank.begin()
 
 
 def whole(tensor: Any) -> torch.Tensor:

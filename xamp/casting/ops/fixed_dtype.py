@@ -80,7 +80,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, own in found.items():
-                library.impl(overload, _entry(overload, own, device_type), key, with_keyset=True)
+                dispatch.put_kernel(library, overload, _entry(overload, own, device_type), key, with_keyset=True)
         digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
         cache_keys.put(f"{device_type}dtype", digest)
         needs.add_own_dtypes(device_type, found.values())

@@ -124,7 +124,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             for overload, native in missing.items():
                 passes = overload in _CELLS or (native is None and overload not in plain)
                 make = _passing_entry if passes else _entry
-                library.impl(overload, make(overload, native, device_type), key, with_keyset=passes)
+                dispatch.put_kernel(library, overload, make(overload, native, device_type), key, passes)
         if missing:
             needs.add_extended(device_type)
             _tag_caches(device_type, missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ __all__ = [
     "key_for_device",
     "keyset_full_after",
     "len_torch_dispatch_stack",
+    "put_kernel",
     "registrations_for_key",
     "set_key_excluded",
 ]
@@ -45,3 +47,25 @@ get_privateuse1_backend_name: Callable[[], str] = torch._C._get_privateuse1_back
 is_torch_function_mode_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 len_torch_dispatch_stack: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Returns the number of modes that see this thread's operators."""
+
+
+def put_kernel(
+    library: torch.library.Library, overload: str, kernel: Callable[..., Any], key: str, with_keyset: bool
+) -> None:
+    """Put a kernel of an aten operator, also in the place of another that is written in Python.
+
+    torch 2.13 replaces such a kernel without being told to, 2.8 wants to be told, and 2.7 refuses the second one.
+
+    Args:
+        library: what holds the kernel.
+        overload: the operator's name, without its namespace.
+        kernel: the function.
+        key: the dispatch key.
+        with_keyset: whether the kernel takes the keys of the call first.
+    """
+    options: dict[str, Any] = {"with_keyset": with_keyset}
+    if "allow_override" in inspect.signature(library.impl).parameters:
+        options["allow_override"] = True
+    else:
+        torch.library._impls.discard(f"aten/{overload}/{key}")
+    library.impl(overload, kernel, key, **options)

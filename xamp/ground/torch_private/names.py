@@ -140,7 +140,7 @@ NAMES = (
     Name("torch.jit._builtins._find_builtin", "casting", "2.7"),
     Name("torch.jit._builtins._get_builtin_table", "casting", "2.7"),
     Name("torch.jit._builtins._register_builtin", "casting", "2.7"),
-    Name("torch.library._impls.discard", "emulation", "2.7"),
+    Name("torch.library._impls.discard", "casting emulation", "2.7"),
     Name("torch.nn.modules._functions.SyncBatchNorm", "apex", "2.7"),
     Name("torch.nn.modules.batchnorm._BatchNorm", "apex casting sessions", "2.7"),
     Name("torch.nn.modules.batchnorm._NormBase", "sessions", "2.7"),
