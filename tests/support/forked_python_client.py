@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 
+_FORWARDED = (signal.SIGABRT, signal.SIGTERM)
+
 
 def main(real: str, folder: str, words: list[str]) -> None:
     if (code := _ask(folder, words)) is None:
@@ -36,6 +38,8 @@ def _ask(folder: str, words: list[str]) -> int | None:
             sent = socket.send_fds(server, [data], [0, 1, 2])
             while sent < len(data):
                 sent += server.send(data[sent:])
+            for number in _FORWARDED:
+                signal.signal(number, lambda number, _: server.send(bytes([number])))
             answer = server.recv(4096)
     finally:
         os.chdir(here)

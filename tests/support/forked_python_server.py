@@ -70,7 +70,7 @@ def _serve(folder: Path) -> Callable[[], int]:
 
 
 class _Server:
-    """Waits for three things at once: a new command, the end of a process, and a command that was killed."""
+    """Waits for three things at once: a new command, the end of a process, and a command that got a signal."""
 
     def __init__(self, listening: socket.socket, stand_in: Path) -> None:
         self._listening, self._stand_in = listening, stand_in
@@ -97,9 +97,18 @@ class _Server:
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                     self._note_ends()
-                else:  # its command was killed
-                    self._waiting.unregister(key.fileobj)
-                    _kill(next(pid for pid, each in self._running.items() if each is key.fileobj))
+                else:
+                    self._pass_on(key.fileobj)
+
+    def _pass_on(self, command: Any) -> None:
+        """Send on the signal that a command got, or kill what it runs if it was killed."""
+        pid = next(pid for pid, each in self._running.items() if each is command)
+        if numbers := command.recv(64):
+            with contextlib.suppress(OSError):
+                os.kill(pid, numbers[-1])
+        else:
+            self._waiting.unregister(command)
+            _kill(pid)
 
     def _begin(self, command: socket.socket) -> Callable[[], int] | None:
         asked, streams = _read(command)

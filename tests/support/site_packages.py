@@ -38,7 +38,7 @@ from xamp.doctor import children
 def wait(process, journal, limit, wait=children._wait):
     while process.poll() is None and not journal.with_name("hangs").exists():  # it may be slow for as long as it is
         time.sleep(0.02)
-    return wait(process, journal, 2 * limit)  # it prints at 0.9 of the limit where it hangs
+    return wait(process, journal, limit)
 
 children._wait = wait
 sys.exit(main(sys.argv[1:]))

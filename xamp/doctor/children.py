@@ -32,6 +32,7 @@ _START = (
 _TAIL = 8192  # bytes of a step's output that are kept
 _LINES, _LINES_BEFORE, _LINE_LENGTH = 6, 1, 120
 _NOISE = ("Extension modules:", '  File "<frozen importlib')  # in a traceback that the interpreter dumps
+_ASKED = "Fatal Python error: Aborted"  # how the answer to :func:`_ask_where` begins
 _running: set[subprocess.Popen[bytes]] = set()
 _POLL_SECONDS, _DRAIN_SECONDS = 0.1, 2.0
 
@@ -59,7 +60,7 @@ class Printed:
         lines = [line[:_LINE_LENGTH].rstrip() for line in self.text.splitlines() if line.strip()]
         lines = [line for line, _ in itertools.groupby(lines) if not line.startswith(_NOISE)]
         for number, line in enumerate(lines):
-            if line.startswith(("Fatal Python error", "Timeout (")):
+            if line.startswith("Fatal Python error"):
                 start = max(0, number - _LINES_BEFORE)
                 return lines[start : start + _LINES]
         return lines[-_LINES:]
@@ -91,7 +92,8 @@ class Outcome:
     @property
     def last_lines(self) -> list[str]:
         """The most useful lines of :attr:`last_text`."""
-        return self.printed.get(self.open_step or ("", ""), Printed()).lines
+        lines = self.printed.get(self.open_step or ("", ""), Printed()).lines
+        return [line for line in lines if line != _ASKED] if self.kind == "timeout" else lines
 
 
 def run_child(plan: Mapping[str, Any], limit: float, variables: Mapping[str, str] | None = None) -> Outcome:
@@ -106,7 +108,7 @@ def run_child(plan: Mapping[str, Any], limit: float, variables: Mapping[str, str
     with tempfile.TemporaryDirectory(prefix="xamp-doctor-", ignore_cleanup_errors=True) as folder:
         plan_file, journal = Path(folder, "plan.json"), Path(folder, "journal")
         path = [str(entry) for entry in sys.path]
-        whole = {**plan, "path": path, "journal": str(journal), "mark": mark.decode(), "limit": limit}
+        whole = {**plan, "path": path, "journal": str(journal), "mark": mark.decode()}
         plan_file.write_text(json.dumps(whole), encoding="utf-8")
         command = [sys.executable, *_flags(), "-X", "faulthandler", "-c", _START, str(plan_file)]
         try:
@@ -163,7 +165,19 @@ def _wait(process: subprocess.Popen[bytes], journal: Path, limit: float) -> int 
             if journal.stat().st_size != size:
                 size, deadline = journal.stat().st_size, time.monotonic() + limit
         if time.monotonic() > deadline:
+            _ask_where(process)
             return None
+
+
+def _ask_where(process: subprocess.Popen[bytes]) -> None:
+    """Let a child that hangs print where, before it ends.
+
+    faulthandler does so in the child's own thread at this signal. Its timer would look from another thread, and that
+    may crash where the frames move on meanwhile: in a child that is slow and does not hang.
+    """
+    process.send_signal(signal.SIGABRT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_DRAIN_SECONDS)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import json
 import os
 import sys
@@ -42,8 +41,7 @@ def main(plan: Mapping[str, Any]) -> None:
             (whether to import torch), ``torch_failure`` (kind, reason and text of a failure seen in another child;
             torch is not imported then), ``starts`` (names of the backends to start; null: all), ``explain`` (by name of
             a backend: kind and text of the failure to explain), ``choose`` (whether to choose a device), ``journal``
-            (the file to write to), ``mark`` (printed where a step begins) and ``limit`` (seconds that a step may take
-            before the parent kills the process).
+            (the file to write to) and ``mark`` (printed where a step begins).
     """
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
@@ -93,7 +91,6 @@ class _Examination:
         with contextlib.suppress(OSError):  # third-party code may have closed it
             os.write(1, self._plan["mark"].encode())
         self._journal.write(json.dumps({"begin": [step, subject]}) + "\n")
-        faulthandler.dump_traceback_later(self._plan["limit"] * 0.9)  # prints where the step hangs
         self._began = time.perf_counter()
 
     def _seconds(self) -> float:
