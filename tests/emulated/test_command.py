@@ -123,7 +123,7 @@ def test_without_a_torch_npu_that_fits(said: str, text: str, tmp_path: Path, mon
 
 
 def test_the_pairs_begin_with_the_oldest_torch_that_xamp_takes() -> None:
-    assert wheel._OLDEST_TORCH == MINIMUM_TORCH
+    assert wheel.OLDEST == MINIMUM_TORCH
 
 
 def make_wheel(folder: Path, package: str, version: str, module: str, tag: str = "py3-none-any") -> str:
