@@ -134,8 +134,12 @@ class NpuBackend(ModuleBackend):
         status = torch.zeros(_STATUS, dtype=torch.float32, device=found_inf.device)
         flag = sys.modules[_PACKAGE].npu_get_float_status(status)[0]
         torch.maximum(found_inf, flag.ne(0).to(found_inf.dtype).reshape(found_inf.shape), out=found_inf)
-        if grads:
-            torch_private.foreach_mul_(list(grads), inv_scale)
+        lists = [grad for grad in grads if self.plain(grad) is grad]
+        if lists:
+            torch_private.foreach_mul_(lists, inv_scale)
+        for grad in grads:
+            if self.plain(grad) is not grad:
+                grad.mul_(inv_scale)
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`xamp.contract.Backend.plain`: a private format is cast to ND."""

@@ -30,7 +30,7 @@ BOTH = (
 # One process for each chip: to start it takes longer than most of these files. test_autocast_oracle stands first in it:
 # what a region registers with torch stays. The operators are the same kernels on every chip, but for what
 # test_saturation holds.
-TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_saturation")}
+TOGETHER = {A2: (*BOTH, "test_operators", "test_unserved"), OLD: (*BOTH, "test_apex_formats", "test_saturation")}
 KERNELS = (
     *("test_attention", "test_formulas", "test_limits", "test_losses", "test_operators", "test_records", "test_strict"),
     *("test_unserved", "strict conformance"),

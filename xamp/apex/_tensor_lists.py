@@ -21,8 +21,11 @@ _CHUNK = 2**14
 
 
 def floats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors, those of 16 bits as copies in fp32. Others are the very same, detached."""
-    return [t.detach().float() if t.dtype in _LOWER else t.detach() for t in tensors]
+    """Return the tensors in fp32, and as operators on lists take them: see :func:`xamp.ground.kernels.plain`.
+
+    Those of 16 bits are copies. Where nothing is to do, a tensor is the very same, detached.
+    """
+    return kernels.plain([t.detach().float() if t.dtype in _LOWER else t.detach() for t in tensors])
 
 
 def number(value: Any) -> Any:
@@ -32,7 +35,7 @@ def number(value: Any) -> Any:
 
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
     """Return the norm of each tensor, computed in fp32 (fp64 for fp64), shape ``[len(tensors)]``."""
-    wide = [t.detach() for t in tensors]
+    wide = kernels.plain([t.detach() for t in tensors])
     if not wide:
         return torch.zeros(0)
     dtype = torch.float64 if any(t.dtype == torch.float64 for t in wide) else torch.float32
@@ -73,9 +76,9 @@ def store(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], skip:
         values: as many, of the same shapes.
         skip: where this is not zero, on the device, the targets keep what they hold.
     """
-    plain = [t.detach() for t in targets]
+    held = [t.detach() for t in targets]
     if skip is not None:
         raised = skip.reshape(()) != 0
-        values = [torch.where(raised.to(t.device), t, v.to(t.dtype)) for t, v in zip(plain, values, strict=True)]
-    if plain:
-        kernels.copy_(plain, list(values))
+        values = [torch.where(raised.to(t.device), t, v.to(t.dtype)) for t, v in zip(held, values, strict=True)]
+    if held:
+        kernels.copy_(held, list(values))

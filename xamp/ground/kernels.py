@@ -10,7 +10,8 @@ No function waits for the device, and all of them can stand in a graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+import operator
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
@@ -28,7 +29,9 @@ __all__ = [
     "multiply_",
     "norms",
     "note",
+    "note_formats",
     "on",
+    "plain",
     "unscale_",
     "update_scale_",
 ]
@@ -42,6 +45,7 @@ _AS_WIDE_AS_FP32 = (torch.float32, torch.float64, torch.bfloat16)
 _UNSCALE, _UPDATE = "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_"
 
 _missing: dict[tuple[str, str], frozenset[torch.dtype]] = {}
+_formats: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 _is_compiling = torch.compiler.is_compiling
 
 # --- what the device has
@@ -56,15 +60,32 @@ def note(kernel: str, device_type: str, dtype: torch.dtype) -> None:
     _missing[kernel, device_type] = _missing.get((kernel, device_type), frozenset()) | {dtype}
 
 
+def note_formats(device_type: str, plain: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Keep that a device has storage formats which operators on lists refuse, and what makes a tensor plain there."""
+    _formats[device_type] = plain
+
+
+def plain(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of one device as operators on lists take them: a copy of each that has another format."""
+    change = _formats.get(tensors[0].device.type) if _formats and tensors else None
+    return tensors if change is None else [change(tensor) for tensor in tensors]
+
+
 def missing(kernel: str, device_type: str) -> Set[torch.dtype]:
     """Return the dtypes for which a device of a type was found to lack ``kernel``."""
     return _missing.get((kernel, device_type), frozenset())
 
 
 def is_missing(kernel: str, tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether the device of ``tensors`` lacks ``kernel`` for the dtype of one of them."""
+    """Return whether the device of ``tensors`` lacks ``kernel`` for the dtype, or the format, of one of them."""
     gaps = _missing.get((kernel, tensors[0].device.type)) if _missing and tensors else None
-    return gaps is not None and not gaps.isdisjoint({tensor.dtype for tensor in tensors})
+    if gaps is not None and not gaps.isdisjoint({tensor.dtype for tensor in tensors}):
+        return True
+    return bool(_formats) and not _are_plain(tensors)
+
+
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(map(operator.is_, tensors, plain(list(tensors))))
 
 
 def foreach_of(tensors: Sequence[torch.Tensor]) -> bool | None:
@@ -133,7 +154,7 @@ def unscale_(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
         RuntimeError: a gradient is sparse or complex. Nothing was changed then.
     """
     grads, left = list(grads), _missing.get((_UNSCALE, found_inf.device.type)) if _missing else None
-    if _is_compiling() and not traces_unscaling():
+    if (_is_compiling() and not traces_unscaling()) or (_formats and not _are_plain(grads)):
         left = frozenset(grad.dtype for grad in grads)
     if left and not left.isdisjoint({grad.dtype for grad in grads}):
         _unscale_without(left, grads, found_inf, inv_scale)

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import CheckpointError
+from xamp.ground import kernels
 
 __all__ = ["FusedOptimizer"]
 
@@ -61,7 +62,7 @@ class FusedOptimizer(Optimizer):
         for param in params:
             state = self.state[param]
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+                state[name] = kernels.plain([torch.zeros_like(param, dtype=dtype, requires_grad=False)])[0]
         return [self.state[param][name] for param in params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
