@@ -262,7 +262,7 @@ def traced_region(mark: Mark, cached: bool | None = True) -> Iterator[None]:
             yield
         else:
             on, slot = mark.dtype is not None and mark.casting is None, _traced_slot(mark)
-            cached = cached if mark.casting is None else False
+            cached = cached if mark.caches and mark.casting is None else False
             with torch.autocast(mark.device_type, dtype=mark.dtype, enabled=on, cache_enabled=cached):
                 if slot is get_slot():
                     yield

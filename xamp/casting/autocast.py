@@ -123,7 +123,7 @@ class Casts(Reentrant, torch.autocast):
 
     @property
     def _cache_enabled(self) -> bool:  # type: ignore[override]
-        return is_autocast_cache_enabled() if self._cached is None else self._cached
+        return self._mark().caches and (is_autocast_cache_enabled() if self._cached is None else self._cached)
 
     def _arguments(self) -> tuple[Any, ...]:
         """Return the arguments that make an equal object of this class."""
@@ -163,7 +163,8 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
             if device_type is not None:
                 raise PolicyError(f"autocast({args[0]!r}, device_type={device_type!r}): names a device twice.")
             device_type, args, names = args[0], args[1:], ("dtype", "enabled", "cache_enabled")
-            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+            known = min(len(names), len(args))  # the compiler of torch 2.8 zips equal lengths only
+            kwargs = {**dict(zip(names[:known], args[:known], strict=True)), **kwargs}
             args = args[len(names) :]  # none, in a call that torch.amp takes
         init(self, *args, **kwargs)
         self._named = None if device_type is None else str(device_type)

@@ -224,10 +224,18 @@ def _parse(text: str, data: bytes) -> Any:
         raise Unreadable("the code is nested too deeply to be read. Exclude the file.") from None
 
 
+_DEEPEST = 3000
+"""The levels that a tree may have. Python 3.11 reads about as many; 3.10 reads more than LibCST's parser survives."""
+
+
 def _refuse_too_deep(text: str) -> None:
-    """Python's own parser fails cleanly where nesting is too deep; LibCST's may end the process."""
+    """Python's own parser fails cleanly where nesting is too deep, or gives a tree; LibCST's may end the process."""
     try:
-        ast.parse(text)
+        level: list[ast.AST] = [ast.parse(text)]
+        for _ in range(_DEEPEST):
+            level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if level:
+            raise RecursionError
     except (RecursionError, MemoryError):
         raise Unreadable("the code is nested too deeply to be read. Exclude the file.") from None
     except (SyntaxError, ValueError):

@@ -182,7 +182,9 @@ class _Managed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as a plain torch optimizer, which loads where xamp is not installed."""
-        state: dict[str, Any] = dict(super().__getstate__())  # type: ignore[misc]
+        state = dict(self.__dict__)
+        if hasattr(self._xamp_base, "__getstate__"):  # torch's own has one; object has one since Python 3.11
+            state = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_own_step", None)
         state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,9 +186,10 @@ def public_callables() -> Iterator[tuple[str, Any]]:
     for module in (backend_kit, contract, debug, testing):
         found += [(f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__]
     for name, each in found:
-        if hasattr(inspect.unwrap(each), "__code__") or (inspect.isclass(each) and each.__name__ not in MADE_BY_XAMP):
+        is_class = isinstance(each, type) and typing.get_origin(each) is None  # Python 3.10 takes an alias for a class
+        if hasattr(inspect.unwrap(each), "__code__") or (is_class and each.__name__ not in MADE_BY_XAMP):
             yield name, each
-        if not inspect.isclass(each):
+        if not is_class:
             continue
         for key, member in vars(each).items():
             inner = getattr(member, "__func__", getattr(member, "fget", None) or member)

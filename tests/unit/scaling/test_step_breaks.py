@@ -9,7 +9,7 @@ import compiling
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo import symbolic_convert
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import xamp
@@ -33,15 +33,27 @@ class Breaks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, str]] = []
-        log: Any = InstructionTranslatorBase.log_graph_break
+        if not hasattr(symbolic_convert, "log_graph_break"):
+            log: Any = symbolic_convert.InstructionTranslatorBase.log_graph_break
 
-        def logged(tracer: Any, options: Any, reason: str, exc: Any) -> None:
-            if not exc.logged:
-                stack = getattr(exc, "real_stack", None) or torch._guards.TracingContext.extract_stack()
-                self.found.append((stack[-1].filename, str(exc)))
-            log(tracer, options, reason, exc)
+            def logged(tracer: Any, options: Any, reason: str, exc: Any) -> None:
+                if not exc.logged:
+                    self._note(getattr(exc, "real_stack", None), str(exc))
+                log(tracer, options, reason, exc)
 
-        monkeypatch.setattr(InstructionTranslatorBase, "log_graph_break", logged)
+            monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "log_graph_break", logged)
+            return
+        before: Any = symbolic_convert.log_graph_break  # torch 2.7, 2.8
+
+        def logged_before(options: Any, reason: str = "", exc_info: bool = False, user_stack: Any = None) -> None:
+            self._note(user_stack, reason)
+            before(options, reason, exc_info, user_stack)
+
+        monkeypatch.setattr(symbolic_convert, "log_graph_break", logged_before)
+
+    def _note(self, stack: Any, why: str) -> None:
+        stack = stack or torch._guards.TracingContext.extract_stack()
+        self.found.append((stack[-1].filename, why))
 
     @property
     def ours(self) -> set[str]:
