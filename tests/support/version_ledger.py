@@ -35,12 +35,14 @@ class Entry:
         why: what is the matter, in one sentence.
         torch: the versions of torch on which they fail, such as ``2.11``, which means each 2.11.x; none: on all.
         python: the same of Python.
+        hangs: they do not end there, or end the process, and are not run.
     """
 
     test: str
     why: str
     torch: tuple[str, ...] = ()
     python: tuple[str, ...] = ()
+    hangs: bool = False
 
     def holds(self, torch_version: str = TORCH, python_version: str = PYTHON) -> bool:
         """Whether the tests fail on these versions; by default on those that run."""
@@ -103,7 +105,7 @@ def _mark(items: Iterable[pytest.Item], entry: Entry) -> bool:
     """Return whether there was any to mark."""
     named = [item for item in items if entry.names(item.nodeid)]
     for item in named:
-        item.add_marker(pytest.mark.xfail(strict=True, reason=entry.why))
+        item.add_marker(pytest.mark.xfail(strict=True, reason=entry.why, run=not entry.hangs))
     return bool(named)
 
 
@@ -138,7 +140,7 @@ def _is_one_of(version: str, known: tuple[str, ...]) -> bool:
 
 def _entry(row: dict[str, Any], where: str) -> Entry:
     extra = set(row) - {field.name for field in dataclasses.fields(Entry)}
-    _check(not extra, where, f"{', '.join(sorted(extra))} is no key of it; there are test, why, torch, python")
+    _check(not extra, where, f"{', '.join(sorted(extra))} is no key of it; there are test, why, torch, python, hangs")
     for key in ("test", "why"):
         _check(isinstance(row.get(key), str) and row[key].strip(), where, f"{key} is missing, or no text")
     right: object = re.fullmatch(r"tests/[^*:]+\.py::.+", row["test"], re.DOTALL)
@@ -148,7 +150,9 @@ def _entry(row: dict[str, Any], where: str) -> Entry:
         right = isinstance(values, list) and all(re.fullmatch(r"\d+(\.\d+)*", str(each)) for each in values)
         _check(right, where, f'{key} is a list of versions such as ["2.11"], and not {values!r}')
     _check(any(lists.values()), where, "neither torch nor python says where it fails")
-    return Entry(row["test"], row["why"], *(tuple(values) for values in lists.values()))
+    hangs = row.get("hangs", False)
+    _check(isinstance(hangs, bool), where, f"hangs is true or false, and not {hangs!r}")
+    return Entry(row["test"], row["why"], *(tuple(values) for values in lists.values()), hangs)
 
 
 def _check(right: object, where: str, what: str) -> None:

@@ -98,6 +98,12 @@ def test_what_it_names_and_passes_fails(project: Path) -> None:
     assert "[XPASS(strict)] It must." in text
 
 
+def test_what_hangs_is_not_run(project: Path) -> None:
+    found, text = outcome(project, ledger=ALL + ENTRY.format("test_passes", "torch", HERE) + "hangs = true\n")
+    assert found == {"passed": 1, "xfailed": 5}
+    assert "[NOTRUN] It must." in text
+
+
 def test_elsewhere_it_means_nothing(project: Path) -> None:
     for key, version in (("torch", "0.1"), ("python", "3.1"), ("torch", "2.1")):
         ledger = "".join(ENTRY.format(name, key, version) for name in ("test_fails*", "test_renamed"))
