@@ -152,7 +152,7 @@ def _entry(row: dict[str, Any], where: str) -> Entry:
     _check(any(lists.values()), where, "neither torch nor python says where it fails")
     hangs = row.get("hangs", False)
     _check(isinstance(hangs, bool), where, f"hangs is true or false, and not {hangs!r}")
-    return Entry(row["test"], row["why"], *(tuple(values) for values in lists.values()), hangs)
+    return Entry(row["test"], row["why"], tuple(lists["torch"]), tuple(lists["python"]), hangs)
 
 
 def _check(right: object, where: str, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -181,7 +182,8 @@ def test_where_it_holds() -> None:
         for key, known, there, holds in HOLDS:
             versions = {"torch_version": "2.99.0", "python_version": "3.99.0", f"{key}_version": there}
             with case(f"{known} on {there}"):
-                assert Entry("tests/a.py::b", "So.", **{key: known}).holds(**versions) is holds
+                entry = dataclasses.replace(Entry("tests/a.py::b", "So."), **{key: known})
+                assert entry.holds(**versions) is holds
 
 
 def test_both_versions_must_be_those() -> None:
