@@ -11,18 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xamp.port import names
+from xamp.port.cuda_only import NAMES
 from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load
+from xamp.port.rules.mentions import sweep
 from xamp.port.source import Source, Unreadable, decode, kind
 from xamp.port.work import Work
 
 __all__ = ["Ported", "port_bytes", "port_text"]
 
-# A file without any of these words has nothing to port, and is not parsed.
+# A file without any of these words, and without what cuda_only names, has nothing to port, and is not parsed.
 _WORDS = re.compile(
-    rb"cuda|npu|apex|nccl|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|CUDA_VISIBLE|deepspeed|"
-    rb"lightning|accelerate|horovod|cpp_extension|pin_memory|amp_C",
+    rb"npu|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|deepspeed|lightning|accelerate|horovod|"
+    rb"cpp_extension|pin_memory|amp_C|_C\b|_ext\b|channels_last",
 )
 
 
@@ -34,11 +36,13 @@ class Ported:
         text: the file after porting.
         changed: whether it differs from before.
         findings: what rules said, in the order of lines.
+        stays: the other lines that name CUDA, with the reason why each stays.
     """
 
     text: str
     changed: bool
     findings: tuple[Finding, ...] = ()
+    stays: tuple[Finding, ...] = ()
 
     def count(self, grade: Grade) -> int:
         """The number of findings of a grade."""
@@ -70,7 +74,8 @@ def port_text(
         PolicyError: a rule of another package cannot be loaded.
     """
     rules = _loaded() if rules is None else rules
-    if last is None and not _WORDS.search(text.encode("utf-8", "surrogatepass")):
+    data = text.encode("utf-8", "surrogatepass")
+    if last is None and not _WORDS.search(data) and not NAMES.search(data):
         return Ported(text, False)
     source = Source(text)
     work = Work(source, rules, exports)
@@ -88,10 +93,13 @@ def port_text(
     if last is not None:
         last(work)
     extra = rewrite_imports(work, renamed)
+    sweep(work)
     new = work.result(extra).decode("utf-8")
     _check_result(text, new)
-    findings = sorted(work.findings, key=lambda each: (each.line, each.column))
-    return Ported(new, new != text, tuple(findings))
+    findings, stays = (
+        tuple(sorted(each, key=lambda one: (one.line, one.column))) for each in (work.findings, work.stays)
+    )
+    return Ported(new, new != text, findings, stays)
 
 
 def _check_result(text: str, new: str) -> None:
