@@ -36,9 +36,20 @@ def set_default_tensor_type(t: Any) -> None:
             f"accel.set_default_tensor_type({t!r}): is no type of tensors. Give one of the device in use, such as "
             "xamp.accel.FloatTensor, or torch.FloatTensor."
         )
-    is_plain = t is plain or t == f"torch.{name}"
-    torch.set_default_dtype(plain.dtype)
-    torch.set_default_device(None if is_plain or in_use().device_type == HOST else device().type)
+    global _has_set
+    if _has_set:  # so that the next one starts from torch's own state
+        torch.set_default_device(None)
+        _has_set = False
+    try:
+        torch.set_default_tensor_type(t)
+    except TypeError:  # torch takes the types that it was compiled with
+        torch.set_default_dtype(plain.dtype)
+        if in_use().device_type != HOST:
+            torch.set_default_device(device().type)
+            _has_set = True
+
+
+_has_set = False  # whether torch's default device is one that set_default_tensor_type has set
 
 
 def memory_format(name: str) -> torch.memory_format:

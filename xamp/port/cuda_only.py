@@ -9,12 +9,14 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = [
     "CALLS",
     "COMMANDS",
     "LIBRARIES",
+    "MENTIONS",
     "NAMES",
     "TEXTS",
     "VARIABLES",
@@ -378,7 +380,7 @@ TEXTS = (
         "a build for CUDA; an NPU needs torch's build for the CPU, and torch-npu of the same version",
     ),
     (r"\bgithub\.com[:/]nvidia/apex\b|\bapex\.git\b", "xamp takes Apex's place; leave it out"),
-    (r"\bnvidia\.com/gpu\b|\bnvidia\.com/", "Kubernetes knows NPUs as huawei.com/Ascend910, or by your cluster's name"),
+    (r"\bnvidia\.com/(?:gpu|mig)\b", "Kubernetes knows NPUs as huawei.com/Ascend910, or by your cluster's name"),
     (
         r"--runtime[= ]nvidia\b|\bruntime:\s*[\"']?nvidia\b|\bdriver:\s*[\"']?nvidia\b",
         "NVIDIA's container runtime; Ascend Docker Runtime takes its place",
@@ -391,18 +393,29 @@ TEXTS = (
 )
 """Patterns in texts of any file -> what to do."""
 
-_WORDS = r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|tensorrt|dcn_?v2"
+_WORDS = r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|tensorrt|\bgpustat\b"
+# Those that no other word has in it, so that spconv_backbone is found too.
+_RARE = "spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda"
+_PLAIN = ("warp", "cute", "dcn", "awq", "rmm", "nixl", "vpf", "megatron", "rapids", "cudnn", "cuda", "nccl", "omni")
 
 
 def _roots() -> list[str]:
     """Words by which a text that names a library is found."""
     modules = {module.partition(".")[0] for library in LIBRARIES for module in library.modules.split()}
     packages = {package.strip("*").rstrip("-") for library in LIBRARIES for package in library.packages.split()}
-    return sorted(modules | packages)
+    return sorted(
+        (modules | packages) - {"numba", "faiss", "cv2", "pytorch3d", "mmcv", "mmdet", "detectron2", "reikna"}
+    )
 
 
-NAMES = re.compile(rf"(?i){_WORDS}|\b(?:{'|'.join(map(re.escape, _roots()))})\b".encode())
+def _pattern(words: Iterable[str]) -> str:
+    return rf"(?i){_WORDS}|{_RARE}|\b(?:{'|'.join(map(re.escape, words))})\b"
+
+
+NAMES = re.compile(_pattern(_roots()).encode())
 """Finds a text that this table says anything of."""
+MENTIONS = re.compile(_pattern(word for word in _roots() if word not in _PLAIN).encode())
+"""Finds a line that names CUDA or a library for it: without names that are plain words too."""
 
 
 @functools.cache
@@ -410,11 +423,11 @@ def _modules() -> dict[str, Library]:
     return {module: library for library in LIBRARIES for module in library.modules.split()}
 
 
-def library_of(path: str) -> Library | None:
-    """The library that a dotted path belongs to."""
+def library_of(path: str) -> tuple[str, Library] | None:
+    """The module of a library that a dotted path belongs to, and the library."""
     while path:
         if path in _modules():
-            return _modules()[path]
+            return path, _modules()[path]
         path = path.rpartition(".")[0]
     return None
 

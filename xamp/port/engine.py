@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from xamp.port import names
@@ -59,6 +59,7 @@ def port_text(
     rules: Sequence[Rule] | None = None,
     last: Callable[[Work], Any] | None = None,
     exports: Sequence[str] = (),
+    own: Collection[str] = (),
 ) -> Ported:
     """Port a Python file.
 
@@ -67,6 +68,7 @@ def port_text(
         rules: the rules; None: xamp's, and those of installed packages.
         last: looks at the file after the rules, and may edit too (``--add-amp``).
         exports: names that other files take from this one; they stay bound.
+        own: names of modules that stand beside the file.
 
     Raises:
         Unreadable: the text is not Python 3.
@@ -78,7 +80,7 @@ def port_text(
     if last is None and not _WORDS.search(data) and not NAMES.search(data):
         return Ported(text, False)
     source = Source(text)
-    work = Work(source, rules, exports)
+    work = Work(source, rules, exports, own)
     by_kind: dict[str, list[Rule]] = {}
     for rule in rules:
         for each in rule.kinds:
@@ -124,6 +126,7 @@ def port_bytes(
     rules: Sequence[Rule] | None = None,
     last: Callable[[Work], Any] | None = None,
     exports: Sequence[str] = (),
+    own: Collection[str] = (),
 ) -> tuple[bytes, Ported]:
     """Port a file as it is on the disk; keep its encoding, byte order mark and line endings.
 
@@ -132,6 +135,6 @@ def port_bytes(
         MissingLibCST: LibCST is not installed.
     """
     text, encoding, mark = decode(data)
-    ported = port_text(text, rules, last, exports)
+    ported = port_text(text, rules, last, exports, own)
     new = ported.text.encode(encoding)
     return (data[:3] if mark else b"") + new if ported.changed else data, ported

@@ -27,11 +27,15 @@ class Work:
         needs: modules of xamp that edits use -> where the first such edit is.
         aliased: bindings whose import must go on binding the old name.
         root: the name under which the file has xamp.
+        own: names of modules that stand beside the file, whatever other package has the name too.
         found: what rules found out about the whole file, by a key of theirs, so that they look through it once.
     """
 
-    def __init__(self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = ()) -> None:
+    def __init__(
+        self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = (), own: Iterable[str] = ()
+    ) -> None:
         self.source = source
+        self.own = frozenset(own)
         self._exports = set(exports)
         self.scopes = Scopes(source)
         self.table: dict[str, tuple[Rule, Target]] = {}
@@ -51,6 +55,7 @@ class Work:
         self._said: set[tuple[str, str]] = set()
         self._todos: dict[int, list[str]] = {}
         self._told: set[int] = set()
+        self._parts: dict[int, int] = {}  # a line -> the one where what it is part of begins
 
     # asking
 
@@ -153,9 +158,11 @@ class Work:
             once: whether one comment, at the first place, is enough for the file.
         """
         start, end = self.source.span(node)
-        self.findings.append(self.found_at(rule, start, end, grade, text))
+        into = self.stays if text and grade is Grade.NEUTRAL else self.findings
+        into.append(self.found_at(rule, start, end, grade, text))
         if kind(node) not in _BLOCKS:
-            self._tell(start, end)
+            first, last = self.source.line(start), self.source.line(max(start, end - 1))
+            self._parts.update((line, first) for line in range(first + 1, last + 1) if line not in self._parts)
         if text and inline and not (once and (rule.name, text) in self._said):
             self._todo(start, node, text)
         self._said.add((rule.name, text))
@@ -175,6 +182,10 @@ class Work:
     def is_told(self, line: int) -> bool:
         """Whether a rule has said something of a line, or edited it."""
         return line in self._told
+
+    def part_of(self, line: int) -> int | None:
+        """The line that tells of a statement or a call to which a line belongs; None where none does."""
+        return self._parts.get(line)
 
     def _todo(self, start: int, node: Node, text: str) -> None:
         statement = self._statement(node)

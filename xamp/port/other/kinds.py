@@ -10,7 +10,7 @@ from xamp.port.cuda_only import NAMES
 
 __all__ = ["Kind", "is_python", "is_wanted", "kind_of", "read_start"]
 
-_LARGEST = 2**20  # bytes; a larger text is data
+_LARGEST = 16 * 2**20  # bytes; a larger text is data
 _START = 4096
 
 

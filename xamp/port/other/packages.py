@@ -22,15 +22,20 @@ _WORD = re.compile(rf"(?<![\w./:=@-])[\"']?(?P<name>{_NAME})(?=[\"'\[\s<>=!~;,@&
 _TEXT = re.compile(rf"[\"'](?P<name>{_NAME})(?:\[[^\]]*\])?\s*(?:[<>=!~;@].*?)?[\"']")
 _KEY = re.compile(rf"^(?P<name>{_NAME})\s*=\s*[\"'{{]")
 _URL = re.compile(r"#egg=(?P<name>[\w.-]+)|github\.com[:/][\w.-]+/(?P<repo>[\w.-]+?)(?:\.git)?(?=[@#/\s\"']|$)")
+_WORDS_TOO = ("cuda", "nccl", "cudnn", "apex")
 _WITH_ITEMS = (Kind.YAML, Kind.TOML, Kind.INI)
 
 
 def port_packages(lines: Lines, line: Line, goes_on: bool) -> bool:
     """Look at the packages of a line; return whether the next line goes on with an installation."""
     code = line.code
+    if lines.kind is Kind.TOML and re.match(r"\s*name\s*=", code):
+        return False  # the project's own
     installs = goes_on or _INSTALLS.search(code) is not None
     for found, name in _names(lines.kind, code, installs):
         library = package_of(name)
+        if lines.kind is not Kind.PACKAGES and not installs and name in _WORDS_TOO:
+            continue  # a keyword, or the name of a job
         if library is not None and not line.is_done(*found):
             lines.say(line, found, Grade.UNSUPPORTED, f"{name}: {library.instead}", ONLY)
     return installs and code.rstrip().endswith(("\\", "`", "^"))

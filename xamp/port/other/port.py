@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from xamp.port.cuda_only import COMMANDS, NAMES, TEXTS, library_of
+from xamp.port.cuda_only import COMMANDS, MENTIONS, NAMES, TEXTS, library_of
 from xamp.port.engine import Ported
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.lines import ONLY, Line, Lines
@@ -19,8 +19,9 @@ __all__ = ["port_lines", "port_other"]
 
 _COMMAND = re.compile(rf"(?<![\w.-])(?:{'|'.join(sorted(COMMANDS, key=len, reverse=True))})(?![\w.-]|\s*[:=])")
 _PATTERNS = tuple((re.compile(pattern, re.I if "/" in pattern else 0), text) for pattern, text in TEXTS)
-_BARE = r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|\bapex\b"
-_WORD = re.compile(rf"(?i)[\w./:@%+-]*(?:{_BARE})[\w./:@%+-]*")
+_BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex"
+_WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*")
+_APEX = re.compile(r"(?<![\w.:-])/?\bapex/?(?=[\s\"';)]|$)")
 _KEY = re.compile(r"[\"']?\s*[:=]")
 _PEOPLE = "a text for people"
 _COMMENT = "a comment"
@@ -85,6 +86,7 @@ def _lines(lines: Lines) -> None:
         _patterns(lines, line)
         goes_on = port_packages(lines, line, goes_on)
         _commands(lines, line)
+        _apex(lines, line)
         port_values(lines, line, _table())
         _rest(lines, line, "")
 
@@ -134,6 +136,14 @@ def _commands(lines: Lines, line: Line) -> None:
             lines.say(line, found.span(), Grade.NOTED, f"{found[0]}: {COMMANDS[found[0]]}", ONLY)
 
 
+def _apex(lines: Lines, line: Line) -> None:
+    """``cd apex``, ``ADD apex /apex/``: Apex is fetched and built."""
+    if lines.kind in (Kind.SHELL, Kind.DOCKER, Kind.MAKE):
+        for found in _APEX.finditer(line.code):
+            if not line.is_done(*found.span()):
+                lines.say(line, found.span(), Grade.NOTED, "xamp takes Apex's place; leave it out", ONLY)
+
+
 def _rest(lines: Lines, line: Line, reason: str) -> None:
     """What is left of a line that names CUDA: it is told of with the reason why it stays."""
     for found in _WORD.finditer(line.text):
@@ -143,8 +153,8 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
             lines.say(line, found.span(), Grade.NEUTRAL, _COMMENT)
         elif reason:
             lines.say(line, found.span(), Grade.NEUTRAL, reason)
-        elif library_of(found[0]) is not None:
-            lines.say(line, found.span(), Grade.NOTED, f"{found[0]} works on CUDA only", ONLY)
+        elif (known := library_of(found[0])) is not None:
+            lines.say(line, found.span(), Grade.NOTED, f"{known[0]}: {known[1].instead}", ONLY)
         elif _is_name(found[0]) or _KEY.match(line.text, found.end() - found[0].endswith(":")):
             lines.say(line, found.span(), Grade.NEUTRAL, _OWN)
         else:
@@ -154,7 +164,7 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
 def _is_name(word: str) -> bool:
     """Whether a word is longer than what it was found by: ``use_cuda``, ``--no-cuda``, ``src/roi_cuda.cpp``."""
     bare = word.strip("-+:.@%/")
-    return re.fullmatch(rf"(?i){_BARE}", bare) is None or (word.startswith("--"))
+    return re.fullmatch(_BARE, bare) is None or (word.startswith("--"))
 
 
 @functools.lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ class DefaultType(Rule):
         if work.path(node.func) != _SET or len(node.args) != 1 or work.is_kept(self, node):
             return
         value = node.args[0].value
-        if not any(_TYPE.search(work.code(each)) for each in (value, *_values(work, value))):
+        if not self._is_for_device(work):
             return
         waiting = [value]
         while waiting:
@@ -58,12 +58,21 @@ class DefaultType(Rule):
         work.replace(node.func, work.name("xamp.accel.set_default_tensor_type", node))
         work.say(self, node, Grade.CERTAIN)
 
+    def _is_for_device(self, work: Work) -> bool:
+        """Whether some call of the file may name a type of the device: then what sets it back is xamp's too."""
+        if "default types" not in work.found:
+            calls = [each for each in work.source.nodes if kind(each) == "Call" and work.path(each.func) == _SET]
+            texts = [work.code(value) for each in calls for value in _values(work, each.args)]
+            work.found["default types"] = any(_TYPE.search(text) for text in texts)
+        return bool(work.found["default types"])
 
-def _values(work: Work, node: Any) -> list[Node]:
-    """What the file assigns to a name."""
-    if kind(node) != "Name":
-        return []
-    return [binding.value for binding in work.scopes.bindings(node) if binding.value is not None]
+
+def _values(work: Work, args: Any) -> list[Node]:
+    """The arguments of a call, and what the file assigns to them where they are names."""
+    given = [arg.value for arg in args]
+    names = [each for each in given if kind(each) == "Name"]
+    bound = [binding.value for each in names for binding in work.scopes.bindings(each)]
+    return given + [value for value in bound if value is not None]
 
 
 class Layouts(Rule):

@@ -6,6 +6,7 @@ import bisect
 import re
 from typing import Any
 
+from xamp.port.cuda_only import MENTIONS
 from xamp.port.places import is_spoken, place_of
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import Node, kind
@@ -13,7 +14,6 @@ from xamp.port.work import Work
 
 __all__ = ["RULES", "sweep"]
 
-_WORD = re.compile(rb"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvml|tensorrt|\bapex\b")
 _LEAVES = ("Name", "SimpleString", "FormattedStringText", "ImportAlias", "ImportFrom")
 _COMMENT = "a comment"
 _SPOKEN = "a text that people read"
@@ -22,6 +22,7 @@ _TEXT = "a text that names no device"
 _OWN = "a name of the script's own"
 _ELSEWHERE = "a name of another file, which is ported by itself; of another package, see whether it is for CUDA only"
 _TORCH = "a part of torch for CUDA that no rule knows; see whether the device in use has it"
+_PART = "part of what line {0} tells of"
 _KEPT = "a comment of the line keeps it"
 
 
@@ -43,13 +44,14 @@ def sweep(work: Work) -> None:
     leaves = [(*work.source.span(node), node) for node in work.source.nodes if kind(node) in _LEAVES]
     leaves.sort(key=lambda each: each[:2])
     starts = [start for start, _, _ in leaves]
-    for found in _WORD.finditer(work.source.data):
+    for found in MENTIONS.finditer(work.source.data):
         line = work.source.line(found.start())
         if work.is_told(line):
             continue
         at = bisect.bisect_right(starts, found.start()) - 1
         node = next((each for low, high, each in reversed(leaves[: at + 1][-3:]) if low <= found.start() < high), None)
-        grade, reason = _reason(work, node)
+        first = work.part_of(line)
+        grade, reason = _reason(work, node) if first is None else (Grade.NEUTRAL, _PART.format(first))
         span = found.span() if node is None else _shown(work, node, found)
         into = work.stays if grade is Grade.NEUTRAL else work.findings
         into.append(work.found_at(RULES[0], *span, grade, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from xamp.port.cuda_only import COMMANDS, TEXTS, call_of, library_of, package_of
@@ -25,9 +26,10 @@ _LOOKS_UP = ("find_spec", "import_module", "__import__", "find_loader", "importo
 _LISTS = ("install_requires", "extras_require", "setup_requires", "tests_require", "requirements", "dependencies")
 
 
-def _import_text(path: str) -> str:
-    library = library_of(path)
-    return f"{path}: {library.instead}" if library is not None else ""
+def _text_of(path: str, own: Collection[str] = ()) -> str:
+    """What is said of a name of a library; empty where it belongs to none, or to a module of the project (``own``)."""
+    known = None if path.partition(".")[0] in own else library_of(path)
+    return f"{known[0]}: {known[1].instead}" if known is not None else ""
 
 
 class Libraries(Rule):
@@ -45,12 +47,12 @@ class Libraries(Rule):
     examples = (
         Example(
             "from numba import cuda\n\n\n@cuda.jit\ndef add(a, b):\n    pass\n",
-            f"# TODO(xamp): {_import_text('numba.cuda')}\nfrom numba import cuda\n\n\n"
+            f"# TODO(xamp): {_text_of('numba.cuda')}\nfrom numba import cuda\n\n\n"
             "@cuda.jit\ndef add(a, b):\n    pass\n",
         ),
         Example(
             "try:\n    import flash_attn\nexcept ImportError:\n    flash_attn = None\n",
-            f"try:\n    # TODO(xamp): {_import_text('flash_attn')}\n    import flash_attn\n"
+            f"try:\n    # TODO(xamp): {_text_of('flash_attn')}\n    import flash_attn\n"
             "except ImportError:\n    flash_attn = None\n",
         ),
         Example(
@@ -91,7 +93,7 @@ class Libraries(Rule):
             self._import_one(start + dotted(alias.name), alias, work)
 
     def _import_one(self, path: str, node: Any, work: Work) -> None:
-        if text := _import_text(path):
+        if text := _text_of(path, work.own):
             work.say(self, node, Grade.NOTED if is_caught(work, node) else Grade.UNSUPPORTED, text)
 
     def _use(self, node: Any, work: Work) -> None:
@@ -104,14 +106,13 @@ class Libraries(Rule):
         path = work.path(node)
         if not path or path.startswith("."):
             return
-        library = library_of(path)
-        if library is not None:
+        if text := _text_of(path, work.own):
             ref = work.resolve(node)
             caught = ref is not None and any(is_caught(work, each.node) for each in ref.bindings if each.path)
-            work.say(self, node, Grade.NOTED if caught else Grade.UNSUPPORTED, library.instead, inline=False)
+            work.say(self, node, Grade.NOTED if caught else Grade.UNSUPPORTED, text, inline=False)
         elif (named := call_of(path)) is not None:
             grade = Grade.UNSUPPORTED if named.never_runs else Grade.NOTED
-            work.say(self, node, grade, f"{path.rpartition('.')[2]}: {named.text}")
+            work.say(self, node, grade, f"{'.'.join(path.split('.')[-2:])}: {named.text}")
 
     def _profile(self, node: Any, work: Work) -> None:
         """``profile(use_cuda=True)``."""
@@ -149,11 +150,11 @@ class Libraries(Rule):
         """``import_module("cupy")``."""
         arg = work.parent(node)
         call = work.parent(arg)
-        if kind(arg) != "Arg" or kind(call) != "Call" or not _import_text(text):
+        if kind(arg) != "Arg" or kind(call) != "Call" or not _text_of(text):
             return False
         if work.code(call.func).rpartition(".")[2] not in _LOOKS_UP:
             return False
-        work.say(self, node, Grade.NOTED, _import_text(text))
+        work.say(self, node, Grade.NOTED, _text_of(text))
         return True
 
     def _names_package(self, node: Any, text: str, work: Work) -> bool:
