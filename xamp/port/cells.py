@@ -7,7 +7,6 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from json.decoder import scanstring
 
 __all__ = ["Cell", "cells_of", "language_of", "write"]
 
@@ -95,7 +94,7 @@ def _members(text: str, at: int) -> Iterator[tuple[str, int, int]]:
         raise ValueError(f"no object at character {at}")
     at = _space(text, at + 1)
     while text[at : at + 1] == '"':
-        key, at = scanstring(text, at + 1)
+        key, at = _DECODER.raw_decode(text, at)
         at = _space(text, at)
         if text[at : at + 1] != ":":
             raise ValueError(f"no colon at character {at}")
@@ -135,7 +134,7 @@ def _source(text: str, cell: Cell, code: str) -> str:
         if text[cell.start] == "[":
             return json.dumps(code.splitlines(keepends=True), ensure_ascii=ascii_only)
         return _string(text[cell.start : cell.end], code, ascii_only)
-    old = [scanstring(text, start + 1)[0] for start, _ in cell.pieces]
+    old = [_DECODER.raw_decode(text, start)[0] for start, _ in cell.pieces]
     spelled = [text[start:end] for start, end in cell.pieces]
     new = re.findall(r"[^\n]*\n|[^\n]+", code)
     joints = [text[end:start] for (_, end), (start, _) in zip(cell.pieces, cell.pieces[1:], strict=False)]

@@ -93,7 +93,13 @@ def _module(path: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(path))) if stem == "__init__" else stem
 
 
-def port_file(path: str, level: str | None = None, exports: Sequence[str] = (), is_named: bool = False) -> Outcome:
+def port_file(
+    path: str,
+    level: str | None = None,
+    exports: Sequence[str] = (),
+    is_named: bool = False,
+    own: Collection[str] = (),
+) -> Outcome:
     """Port one file; do not write it. An error becomes part of the outcome, so that no file stops the others.
 
     Args:
@@ -101,6 +107,7 @@ def port_file(path: str, level: str | None = None, exports: Sequence[str] = (), 
         level: ``--add-amp``'s level; None: no AMP is added.
         exports: names that other files take from it.
         is_named: the call names it, so it is taken for Python where nothing says what it is.
+        own: names of modules that stand beside it.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -112,7 +119,7 @@ def port_file(path: str, level: str | None = None, exports: Sequence[str] = (), 
     except OSError as error:
         return Outcome(path, error=f"cannot be read: {error.strerror}")
     try:
-        after, ported = _port(path, data, level, exports, is_named)
+        after, ported = _port(path, data, level, exports, is_named, own)
     except Unreadable as error:
         return Outcome(path, data, data, error=str(error))
     except RecursionError:
@@ -125,7 +132,9 @@ def port_file(path: str, level: str | None = None, exports: Sequence[str] = (), 
     return Outcome(path, data, after, ported.findings, stays=ported.stays)
 
 
-def _port(path: str, data: bytes, level: str | None, exports: Sequence[str], is_named: bool) -> tuple[bytes, Ported]:
+def _port(
+    path: str, data: bytes, level: str | None, exports: Sequence[str], is_named: bool, own: Collection[str]
+) -> tuple[bytes, Ported]:
     from xamp.port import engine, notebook
     from xamp.port.other.port import port_other
 
@@ -133,7 +142,7 @@ def _port(path: str, data: bytes, level: str | None, exports: Sequence[str], is_
     if kind is Kind.NOTEBOOK:
         return notebook.port_notebook(data, _adding(level))
     if kind is Kind.PYTHON or (kind is Kind.OTHER and is_named):
-        return engine.port_bytes(data, last=_adding(level), exports=exports)
+        return engine.port_bytes(data, last=_adding(level), exports=exports, own=own)
     return port_other(path, data)
 
 
@@ -172,11 +181,12 @@ def port_all(
         if done is not None:
             done(outcome)
 
+    own = _modules(paths, named)
+    calls = {path: (path, level, _names(path, exporting), path in named, own) for path in paths}
     if jobs < 2 or len(paths) < 16:
-        for path in paths:
-            keep(port_file(path, level, _names(path, exporting), path in named))
+        for call in calls.values():
+            keep(port_file(*call))
         return [outcomes[path] for path in paths]
-    calls = {path: (path, level, _names(path, exporting), path in named) for path in paths}
     for path, outcome in _in_processes(calls, jobs):
         keep(outcome if outcome is not None else _alone(calls[path]))
     return [outcomes[path] for path in paths]
@@ -186,7 +196,16 @@ def _names(path: str, exporting: frozenset[str]) -> tuple[str, ...]:
     return ("amp",) if path in exporting else ()
 
 
-_Call: TypeAlias = tuple[str, str | None, tuple[str, ...], bool]  # the arguments of port_file
+def _modules(paths: Sequence[str], named: Collection[str]) -> frozenset[str]:
+    """The modules and packages that stand in the folders of a call, or in ``src`` there."""
+    found = set()
+    for folder in filter(os.path.isdir, named):
+        inside = (os.path.relpath(path, folder).split(os.sep) for path in paths if path.endswith(".py"))
+        found |= {(parts[1] if parts[0] == "src" and len(parts) > 1 else parts[0]) for parts in inside}
+    return frozenset(name.removesuffix(".py") for name in found)
+
+
+_Call: TypeAlias = tuple[str, str | None, tuple[str, ...], bool, frozenset[str]]  # the arguments of port_file
 
 
 def _in_processes(calls: dict[str, _Call], jobs: int) -> Iterator[tuple[str, Outcome | None]]:
