@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 __all__ = [
+    "ATTRIBUTES",
     "CALLS",
     "COMMANDS",
     "LIBRARIES",
@@ -251,7 +252,7 @@ LIBRARIES = (
         "its kernels are compiled for CUDA; load the model in bf16",
     ),
     Library(
-        "cv2.cuda cv2.cudacodec",
+        "cv2.cuda cv2.cuda_GpuMat cv2.cuda_Stream cv2.cudacodec",
         "",
         "OpenCV's CUDA part; the functions of cv2 itself run on the CPU",
     ),
@@ -322,6 +323,11 @@ _RANKS = "NCCL's settings are read by NCCL only; HCCL's are HCCL_SOCKET_IFNAME, 
 _BUILDING = "is for building CUDA extensions, which run on CUDA only"
 _CONTAINER = "is read by NVIDIA's container runtime; Ascend Docker Runtime reads ASCEND_VISIBLE_DEVICES"
 
+ATTRIBUTES = {
+    "__cuda_array_interface__": "shares memory of CUDA with CuPy; torch.utils.dlpack shares that of any device",
+}
+"""Names of attributes, whatever has them -> what to do."""
+
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": Variable(
         "ASCEND_RT_VISIBLE_DEVICES",
@@ -364,6 +370,10 @@ VARIABLES = {
 
 TEXTS = (
     (
+        r"\w*cuda\w*\.so\b",
+        "this may be a library that is compiled for CUDA; another device needs its own, or torch's own operators",
+    ),
+    (
         r"\blibcu(da|dart|dnn|blas|fft|rand|solver|sparse)\w*\.so|\bnvcuda\.dll|\bcudart64\w*\.dll",
         "a library of CUDA, which is not there on an NPU machine",
     ),
@@ -379,6 +389,10 @@ TEXTS = (
         r"\bdownload\.pytorch\.org/whl/(\w+/)?cu\d+|\bwhl/cu\d{2,3}\b|[+]cu\d{2,3}\b|[-_]cuda\d{2,3}\b|\bcu\d{3}\b",
         "a build for CUDA; an NPU needs torch's build for the CPU, and torch-npu of the same version",
     ),
+    (
+        r"\b(?:docker|podman|nerdctl)\b.*\s--gpus\b",
+        "NVIDIA's container runtime; Ascend Docker Runtime takes its place: docker run -e ASCEND_VISIBLE_DEVICES=0",
+    ),
     (r"\bgithub\.com[:/]nvidia/apex\b|\bapex\.git\b", "xamp takes Apex's place; leave it out"),
     (r"\bnvidia\.com/(?:gpu|mig)\b", "Kubernetes knows NPUs as huawei.com/Ascend910, or by your cluster's name"),
     (
@@ -393,29 +407,32 @@ TEXTS = (
 )
 """Patterns in texts of any file -> what to do."""
 
-_WORDS = r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|tensorrt|\bgpustat\b"
-# Those that no other word has in it, so that spconv_backbone is found too.
-_RARE = "spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda"
-_PLAIN = ("warp", "cute", "dcn", "awq", "rmm", "nixl", "vpf", "megatron", "rapids", "cudnn", "cuda", "nccl", "omni")
-
-
-def _roots() -> list[str]:
-    """Words by which a text that names a library is found."""
-    modules = {module.partition(".")[0] for library in LIBRARIES for module in library.modules.split()}
-    packages = {package.strip("*").rstrip("-") for library in LIBRARIES for package in library.packages.split()}
-    return sorted(
-        (modules | packages) - {"numba", "faiss", "cv2", "pytorch3d", "mmcv", "mmdet", "detectron2", "reikna"}
-    )
+_WORDS = (
+    r"cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|\bapex\b|\bnsys\b|\bncu\b|\bnvprof\b|\bcu1\d\d\b|"
+    # Those that no other word has in it, so that spconv_backbone is found too.
+    r"spconv|triton|flash_?attn|xformers|bitsandbytes|minkowski|pynvml|pycuda"
+)
+# Names of libraries that are plain words too, or of which only a part is CUDA's.
+_PLAIN = {
+    *("warp", "cute", "dcn", "awq", "rmm", "nixl", "vpf", "megatron", "rapids", "omni", "reikna"),
+    *("numba", "faiss", "cv2", "pytorch3d", "mmcv", "mmdet", "mmdet3d", "detectron2", "maskrcnn_benchmark"),
+}
 
 
 def _pattern(words: Iterable[str]) -> str:
-    return rf"(?i){_WORDS}|{_RARE}|\b(?:{'|'.join(map(re.escape, words))})\b"
+    return rf"(?i){_WORDS}|\b(?:{'|'.join(map(re.escape, sorted(words)))})\b"
 
 
-NAMES = re.compile(_pattern(_roots()).encode())
+def _roots() -> set[str]:
+    """Words by which a text that names a library is found."""
+    modules = {module.partition(".")[0] for library in LIBRARIES for module in library.modules.split()}
+    return modules | {name.strip("*").rstrip("-") for library in LIBRARIES for name in library.packages.split()}
+
+
+NAMES = re.compile(rf"{_pattern(_roots())}|--gpus\b".encode())
 """Finds a text that this table says anything of."""
-MENTIONS = re.compile(_pattern(word for word in _roots() if word not in _PLAIN).encode())
-"""Finds a line that names CUDA or a library for it: without names that are plain words too."""
+MENTIONS = re.compile(_pattern(_roots() - _PLAIN).encode())
+"""Finds a line that names CUDA or a library for it."""
 
 
 @functools.cache

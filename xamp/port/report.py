@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import html
 import json
 import os
@@ -12,8 +13,10 @@ from typing import Any
 
 from xamp.errors import PolicyError
 from xamp.ground.version import __version__
+from xamp.port.explain import about
 from xamp.port.files import Outcome
 from xamp.port.rule import Finding, Grade
+from xamp.port.rules import load
 
 __all__ = ["ENDINGS", "caret", "counted", "diff", "render"]
 
@@ -89,13 +92,20 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
     return list(found.values())
 
 
+@functools.cache
+def _about(rule: str) -> str:
+    """The first line of a rule's docstring: why what it recognises stays."""
+    return next((about(each).partition("\n")[0] for each in load() if each.name == rule), "")
+
+
 def _row(finding: Finding) -> dict[str, Any]:
+    reason = _about(finding.rule) if finding.grade is Grade.NEUTRAL else ""
     return {
         "rule": finding.rule,
         "grade": finding.grade.value,
         "line": finding.line,
         "column": finding.column,
-        "note": finding.text,
+        "note": finding.text or reason,
         "excerpt": caret(finding),
     }
 

@@ -10,7 +10,7 @@ from xamp.port.engine import Ported
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.lines import ONLY, Line, Lines
 from xamp.port.other.packages import port_packages
-from xamp.port.other.values import port_values
+from xamp.port.other.values import SPOKEN, port_values
 from xamp.port.other.variables import port_variables
 from xamp.port.rule import Grade, Target
 from xamp.port.rules import load
@@ -151,8 +151,8 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
             continue
         if found.start() >= line.end:
             lines.say(line, found.span(), Grade.NEUTRAL, _COMMENT)
-        elif reason:
-            lines.say(line, found.span(), Grade.NEUTRAL, reason)
+        elif reason or SPOKEN.match(line.code):
+            lines.say(line, found.span(), Grade.NEUTRAL, reason or _PEOPLE)
         elif (known := library_of(found[0])) is not None:
             lines.say(line, found.span(), Grade.NOTED, f"{known[0]}: {known[1].instead}", ONLY)
         elif _is_name(found[0]) or _KEY.match(line.text, found.end() - found[0].endswith(":")):

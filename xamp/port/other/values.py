@@ -8,7 +8,7 @@ from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import Line, Lines
 from xamp.port.rule import Grade, Target
 
-__all__ = ["CONFIGURED", "port_values"]
+__all__ = ["CONFIGURED", "SPOKEN", "port_values"]
 
 CONFIGURED = (Kind.YAML, Kind.JSON, Kind.TOML, Kind.INI, Kind.VARIABLES)
 _EDGE = r"(?<![\w./:$-])"
@@ -16,6 +16,7 @@ _DEVICE = re.compile(rf"{_EDGE}(?P<word>cuda)(?P<index>:\d+)?(?![\w./-]|\s*[=(]|
 _BACKEND = re.compile(rf"{_EDGE}nccl(?![\w./-])(?!['\"]?\s*[:=](?:\s|$))")
 _BOTH = re.compile(r"\b(?:cpu:gloo,)?cuda:nccl\b")
 _DOTTED = re.compile(rf"{_EDGE}(?:apex|torch\.(?:cuda|npu))(?:\.\w+)+")
+SPOKEN = re.compile(r"[\s\"'-]*(?:keywords|description|title|classifiers|topics|tags|labels)[\"']?\s*[:=]")
 _IN_FILE = "names a device: on an NPU write {0}, or leave it out where the script's own default is xamp.device_type()"
 _IN_COMMAND = "names a device: on an NPU write {0}, or leave the option out where its default is xamp.device_type()"
 _NCCL = "names a backend of torch.distributed: on an NPU write hccl; xamp.distributed_backend() tells it"
@@ -23,6 +24,8 @@ _NCCL = "names a backend of torch.distributed: on an NPU write hccl; xamp.distri
 
 def port_values(lines: Lines, line: Line, table: dict[str, Target]) -> None:
     """Look at the values of a line; dotted names of Apex and torch.cuda that ``table`` has are rewritten."""
+    if SPOKEN.match(line.code):
+        return
     text = _IN_FILE if lines.kind in CONFIGURED else _IN_COMMAND
     for found in _BOTH.finditer(line.code):
         _say(lines, line, found.span(), _NCCL)

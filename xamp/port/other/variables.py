@@ -20,7 +20,7 @@ _VALUE = r"\"[^\"]*\"|'[^']*'|(?:\$\{[^}]*\}|\$\([\w.]+\)|[^\s;&|)(`\"'])*"
 # What may stand before an assignment that a shell takes as one; what goes before it in a Dockerfile, a Makefile, YAML.
 _BEFORE = re.compile(
     r"(?:^|[;&|({`!]|\$\(|\b(?:then|do|else|time|exec|RUN|CMD|ENV)(?=\s)|^[ \t]*(?:-[ ]+)?(?:[\w.-]+:[ ]+)?)[ \t@+-]*"
-    r"(?:(?:export|declare|typeset|local|readonly|env|/usr/bin/env|sudo|RUN)[ \t]+(?:-\w+[ \t]+)*)*"
+    r"(?:(?:export|declare|typeset|local|readonly|env|/usr/bin/env|sudo|nohup|setsid|nice|RUN)[ \t]+(?:-\w+[ \t]+)*)*"
     rf"(?:\w+=(?:{_VALUE})[ \t]+)*\Z"
 )
 _SET = re.compile(r"(?:setenv|set[ \t]+-\w+)[ \t]+\Z")  # csh, fish
@@ -57,12 +57,14 @@ def _write_beside(lines: Lines, line: Line, at: int, name: str, npu: str) -> str
     before, after = line.code[:at], line.code[at + len(name) :]
     value = _value_of_line(lines.kind, before, after)
     if value is not None and not line.text.rstrip().endswith("\\"):
-        note = _misfit(name, value)
+        note = _misfit(lines.kind, name, value)
         if not note:
             lines.add_below(line, line.text.replace(name, npu))
         return note
     if lines.kind not in _IN_SHELL or is_quoted(line.code, at):
         return None
+    if lines.kind is Kind.MAKE and not line.text.startswith("\t"):
+        return None  # what follows belongs to the value
     words = _SET.search(before)
     if words and (found := re.match(rf"[ \t]+({_VALUE})", after)):
         new = f"; {words[0]}{npu} {found[1].replace(name, npu)}"
@@ -74,7 +76,8 @@ def _write_beside(lines: Lines, line: Line, at: int, name: str, npu: str) -> str
         line.done.append((at + len(name), at + len(name) + found.end()))  # ${X:-0} of its own
     else:
         return None
-    note = _misfit(name, found[1])
+    rest = after[found.end() :]
+    note = _misfit(lines.kind, name, f"{found[1]}{rest[:1]}" if rest[:1] in ("`", "(") else found[1])
     if not note:
         lines.insert(line, at + len(name) + found.end(), new)
     return note
@@ -94,7 +97,7 @@ def _value_of_line(kind: Kind, before: str, after: str) -> str | None:
     return found[1].strip() if found else None
 
 
-def _misfit(name: str, value: str) -> str:
+def _misfit(kind: Kind, name: str, value: str) -> str:
     """Why a value is none for the NPU's variable; empty where it is one."""
     plain = value.strip("\"'").strip()
     if plain in ("", "-1", "none", "NoDevFiles"):
@@ -102,5 +105,6 @@ def _misfit(name: str, value: str) -> str:
     if re.fullmatch(r"\d+(?:\s*,\s*\d+)*", plain):
         numbers = [int(each) for each in re.findall(r"\d+", plain)]
         return "" if sorted(set(numbers)) == numbers else f"{plain} does not ascend"
-    known = re.fullmatch(r"(?:\$\w+|\$\{[^}`(]*\}|\$\(\w+\)|\$[@*#]|[\d,])+", plain)
+    of_make = r"|\$\(\w+\)|\$\$\w+" if kind is Kind.MAKE else ""  # in a shell that would run a command twice
+    known = re.fullmatch(rf"(?:\$\w+|\$\{{[^}}`(]*\}}{of_make}|\$[@*#]|[\d,])+", plain)
     return "" if known else f"{plain} may be no list of indices"

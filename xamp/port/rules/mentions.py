@@ -74,10 +74,10 @@ def _reason(work: Work, node: Any) -> tuple[Grade, str]:
         return Grade.NEUTRAL, _ELSEWHERE
     if what == "Name":
         return _of_name(work, node)
+    if kind(work.parent(node)) in ("Index", "DictElement") or place_of(work, node)[0] in ("key", "compare"):
+        return Grade.NEUTRAL, _KEY
     if kind(work.parent(node)) in ("Expr", "ConcatenatedString", "FormattedString") or is_spoken(work, node):
         return Grade.NEUTRAL, _SPOKEN
-    if place_of(work, node)[0] in ("key", "compare"):
-        return Grade.NEUTRAL, _KEY
     return Grade.NEUTRAL, _TEXT
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from xamp.port.cuda_only import COMMANDS, TEXTS, call_of, library_of, package_of
+from xamp.port.cuda_only import ATTRIBUTES, COMMANDS, TEXTS, Name, call_of, library_of, package_of
 from xamp.port.places import is_spoken
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.builds import is_caught
@@ -95,9 +95,14 @@ class Libraries(Rule):
     def _import_one(self, path: str, node: Any, work: Work) -> None:
         if text := _text_of(path, work.own):
             work.say(self, node, Grade.NOTED if is_caught(work, node) else Grade.UNSUPPORTED, text)
+        elif (named := call_of(path)) is not None:
+            self._say_call(path, named, node, work)
 
     def _use(self, node: Any, work: Work) -> None:
         """A chain of names; the import says the same of a library, so its uses are in the report only."""
+        if kind(node) == "Attribute" and node.attr.value in ATTRIBUTES:
+            work.say(self, node, Grade.NOTED, ATTRIBUTES[node.attr.value])
+            return
         parent = work.parent(node)
         if (kind(parent) == "Attribute" and parent.value is node) or not work.scopes.knows(node):
             return
@@ -111,8 +116,11 @@ class Libraries(Rule):
             caught = ref is not None and any(is_caught(work, each.node) for each in ref.bindings if each.path)
             work.say(self, node, Grade.NOTED if caught else Grade.UNSUPPORTED, text, inline=False)
         elif (named := call_of(path)) is not None:
-            grade = Grade.UNSUPPORTED if named.never_runs else Grade.NOTED
-            work.say(self, node, grade, f"{'.'.join(path.split('.')[-2:])}: {named.text}")
+            self._say_call(path, named, node, work)
+
+    def _say_call(self, path: str, named: Name, node: Any, work: Work) -> None:
+        grade = Grade.UNSUPPORTED if named.never_runs else Grade.NOTED
+        work.say(self, node, grade, f"{'.'.join(path.split('.')[-2:])}: {named.text}")
 
     def _profile(self, node: Any, work: Work) -> None:
         """``profile(use_cuda=True)``."""
