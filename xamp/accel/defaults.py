@@ -13,7 +13,7 @@ from xamp.ground.log import say
 from xamp.registry.device_in_use import device
 from xamp.registry.registry import HOST
 
-__all__ = ["FORMATS", "memory_format", "set_default_tensor_type"]
+__all__ = ["FORMATS", "has_memory_format", "memory_format", "set_default_tensor_type"]
 
 FORMATS = {"channels_last": 4, "channels_last_3d": 5}
 """Memory formats that not every device has -> dimensions of a tensor that can have one."""
@@ -55,19 +55,31 @@ _has_set = False  # whether torch's default device is one that set_default_tenso
 def memory_format(name: str) -> torch.memory_format:
     """The memory format of a name of :data:`FORMATS` where the device in use takes it, else the contiguous one.
 
-    Results are the same in both; the first is faster on some devices. Which one it is, is logged once where it is not
-    the one that was asked for.
+    Results are the same in both; the first is faster on some devices. It is logged once where it is the other one.
     """
-    return _memory_format(name, in_use().device_type)
+    if has_memory_format(name):
+        wanted: torch.memory_format = getattr(torch, name)
+        return wanted
+    _tell(name, in_use().device_type)
+    return torch.contiguous_format
+
+
+def has_memory_format(name: str) -> bool:
+    """Whether the device in use takes a memory format of :data:`FORMATS`; it is tried once for each type of device."""
+    return _has_memory_format(name, in_use().device_type)
 
 
 @functools.cache
-def _memory_format(name: str, device_type: str) -> torch.memory_format:
+def _has_memory_format(name: str, device_type: str) -> bool:
     wanted: torch.memory_format = getattr(torch, name)
     try:
         torch.zeros((1,) * FORMATS[name], device=device_type).to(memory_format=wanted)
         torch.empty((1,) * FORMATS[name], device=device_type, memory_format=wanted)
     except (RuntimeError, NotImplementedError):
-        say("accel.%s: %s takes no such memory format; torch.contiguous_format stands for it", name, device_type)
-        return torch.contiguous_format
-    return wanted
+        return False
+    return True
+
+
+@functools.cache
+def _tell(name: str, device_type: str) -> None:
+    say("accel.%s: %s takes no such memory format; torch.contiguous_format stands for it", name, device_type)
