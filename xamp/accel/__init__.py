@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xamp.accel import memory, nvtx, random
-from xamp.accel.defaults import FORMATS, memory_format, set_default_tensor_type
+from xamp.accel.defaults import FORMATS, memory_format
+from xamp.accel.defaults import set_default_tensor_type as set_default_tensor_type
 from xamp.accel.dispatch import attribute, call, call_on
 from xamp.accel.memory import (
     empty_cache,
@@ -51,6 +52,7 @@ from xamp.accel.memory import (
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
+from xamp.accel.random import fork_rng as fork_rng
 from xamp.accel.random import (
     get_rng_state,
     get_rng_state_all,
@@ -83,8 +85,6 @@ __all__ = [
     "StreamContext",
     "amp",
     "can_device_access_peer",
-    "channels_last",
-    "channels_last_3d",
     "cudart",
     "current_device",
     "current_stream",
@@ -128,7 +128,6 @@ __all__ = [
     "reset_peak_memory_stats",
     "seed",
     "seed_all",
-    "set_default_tensor_type",
     "set_device",
     "set_per_process_memory_fraction",
     "set_rng_state",
@@ -137,6 +136,8 @@ __all__ = [
     "stream",
     "synchronize",
 ]
+# Names of torch.cuda. Those of torch itself that this module has too stand here.
+_OF_TORCH = (*FORMATS, "fork_rng", "set_default_tensor_type")
 
 OutOfMemoryError = torch.OutOfMemoryError
 
@@ -291,4 +292,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_OF_TORCH, *(name for name in globals() if name.startswith("__"))})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -41,7 +42,9 @@ def set_default_tensor_type(t: Any) -> None:
         torch.set_default_device(None)
         _has_set = False
     try:
-        torch.set_default_tensor_type(t)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.set_default_tensor_type", UserWarning)  # it is deprecated
+            torch.set_default_tensor_type(t)
     except TypeError:  # torch takes the types that it was compiled with
         torch.set_default_dtype(plain.dtype)
         if in_use().device_type != HOST:

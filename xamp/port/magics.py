@@ -49,18 +49,18 @@ def language(code: str) -> Language:
 _RUN = re.compile(r"(?m)^([ \t]*(?:[\w.,*\[\]'\" \t()]+=[ \t]*)?!+[ \t]*|[ \t]*%(?:env|set_env|sx|system)[ \t]+)(.*)$")
 
 
-def run_lines(code: str, port: Callable[[str], str]) -> str:
+def run_lines(code: str, port: Callable[[str, bool], str]) -> str:
     """The cell with what ``port`` makes of each line that runs in a shell: ``!nvidia-smi``, ``x = !ls``.
 
-    It sees ``%env A=1`` too, which stays: that sets one variable.
+    Args:
+        code: the cell.
+        port: takes the command, and whether it is none but ``A=1`` of ``%env A=1``, which sets one variable.
     """
     out = code.split("\n")
     for number, line in enumerate(hide(code).split("\n")):
         found = _RUN.match(out[number]) if MARK in line else None
         if found is not None:
-            new = port(found[2])
-            if not found[1].lstrip().startswith("%"):
-                out[number] = f"{found[1]}{new}"
+            out[number] = f"{found[1]}{port(found[2], 'env' in found[1])}"
     return "\n".join(out)
 
 

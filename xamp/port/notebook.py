@@ -106,7 +106,8 @@ def _alone(before: str, code: str, number: int) -> tuple[str, _Found, _Found]:
         return ported.text
 
     if what is Language.PYTHON:
-        return run_lines(code, lambda line: keep(port_lines(Kind.SHELL, line))), findings, stays
+        new = run_lines(code, lambda line, sets: keep(port_lines(Kind.INI if sets else Kind.SHELL, line)))
+        return new, findings, stays
     first, newline, rest = before.partition("\n")
     while first.strip() == "" or first.rpartition("\n")[2].lstrip().startswith("#"):  # above the magic
         more, newline, rest = rest.partition("\n")

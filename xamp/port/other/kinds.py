@@ -106,7 +106,7 @@ def is_python(path: str, start: bytes) -> bool:
 def is_wanted(path: str) -> bool:
     """Whether a file of a folder is read: Python and notebooks, and other texts that name CUDA."""
     kind = kind_of(path)
-    if kind in (Kind.PYTHON, Kind.NOTEBOOK):
+    if kind in (Kind.PYTHON, Kind.NOTEBOOK, Kind.CUDA):
         return True
     try:
         if not 0 < os.path.getsize(path) <= _LARGEST:

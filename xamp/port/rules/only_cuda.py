@@ -119,7 +119,7 @@ class Libraries(Rule):
             self._say_call(path, named, node, work)
 
     def _say_call(self, path: str, named: Name, node: Any, work: Work) -> None:
-        grade = Grade.UNSUPPORTED if named.never_runs else Grade.NOTED
+        grade = Grade.UNSUPPORTED if named.never_runs and not is_caught(work, node) else Grade.NOTED
         work.say(self, node, grade, f"{'.'.join(path.split('.')[-2:])}: {named.text}")
 
     def _profile(self, node: Any, work: Work) -> None:
