@@ -85,7 +85,7 @@ class Guards(Rule):
 
     name = "cuda-builds"
     grade = Grade.NOTED
-    met = 12
+    met = 4
     kinds = ("Call", "Import", "ImportFrom")
     examples = (
         Example(

@@ -28,7 +28,6 @@ class Clip(Rule):
     """
 
     name = "clip-masters"
-    met = 14
     kinds = ("Call",)
     examples = (
         Example(

@@ -23,7 +23,6 @@ class DefaultType(Rule):
     """
 
     name = "default-tensor-type"
-    met = 9
     kinds = ("Call",)
     examples = (
         Example(
@@ -84,7 +83,7 @@ class Layouts(Rule):
     """
 
     name = "formats-and-states"
-    met = 11
+    met = 36
     names = {
         **{f"torch.{name}": Target(f"xamp.accel.{name}") for name in _FORMATS},
         "torch.random.fork_rng": Target("xamp.accel.random.fork_rng"),
@@ -112,7 +111,7 @@ class Ids(Rule):
     """
 
     name = "device-ids"
-    met = 58
+    met = 80
     kinds = ("Call",)
     examples = (
         Example(

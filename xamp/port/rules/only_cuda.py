@@ -42,7 +42,7 @@ class Libraries(Rule):
 
     name = "cuda-only"
     grade = Grade.UNSUPPORTED
-    met = 43
+    met = 2
     kinds = ("Import", "ImportFrom", "Name", "Attribute", "SimpleString", "FormattedStringText", "Arg")
     examples = (
         Example(
