@@ -1,5 +1,6 @@
 """Rewrite training scripts that name CUDA, Apex or Ascend, so that they run on every device.
 
+Beside Python and notebooks it reads the shell scripts, configurations, lists of packages and other texts of a folder.
 Without --write it prints a diff. Rewrites that are certain are silent; the others leave a comment TODO(xamp), or a line
 here. Exit code 1 where something cannot be ported or read and, with --check, where anything is to port. Nothing of the
 scripts is executed or imported. Settings can stand in pyproject.toml, in the table [tool.xamp.port].

@@ -141,10 +141,7 @@ def _source(text: str, cell: Cell, code: str) -> str:
     before, after = text[cell.start + 1 : cell.pieces[0][0]], text[cell.pieces[-1][1] : cell.end - 1]
     joint = joints[0] if joints else f",{before or _gap(text)}"
     parts: list[str] = []
-    for what, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if what == "equal":
-            parts += spelled[a:b]
-            continue
+    for _, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         shared = min(b - a, d - c)  # the last lines of what is replaced are those that were edited
         parts += [_string("", each, ascii_only) for each in new[c : d - shared]]
         parts += [_string(spelled[b - shared + n], new[d - shared + n], ascii_only) for n in range(shared)]

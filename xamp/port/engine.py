@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from xamp.port import names
-from xamp.port.cuda_only import NAMES
+from xamp.port.cuda_names import NAMES
 from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load

@@ -10,7 +10,8 @@ from gathering import cases
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
-from xamp.port.cuda_only import LIBRARIES, library_of, package_of
+from xamp.port.cuda_names import library_of, package_of
+from xamp.port.cuda_only import LIBRARIES
 from xamp.port.engine import port_text
 from xamp.port.rule import Grade
 

@@ -6,7 +6,7 @@ import enum
 import os
 import re
 
-from xamp.port.cuda_only import NAMES
+from xamp.port.cuda_names import NAMES
 
 __all__ = ["Kind", "is_python", "is_wanted", "kind_of", "read_start"]
 

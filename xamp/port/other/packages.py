@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from xamp.port.cuda_only import package_of
+from xamp.port.cuda_names import package_of
 from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import ONLY, Line, Lines
 from xamp.port.rule import Grade

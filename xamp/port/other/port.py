@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
-from xamp.port.cuda_only import COMMANDS, MENTIONS, NAMES, TEXTS, library_of
+from xamp.port.cuda_names import MENTIONS, NAMES, library_of
+from xamp.port.cuda_only import COMMANDS, TEXTS
 from xamp.port.engine import Ported
 from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.lines import ONLY, Line, Lines

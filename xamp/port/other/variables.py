@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from xamp.port.cuda_only import variables_in
+from xamp.port.cuda_names import variables_in
 from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import Line, Lines, is_quoted
 from xamp.port.rule import Grade

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from xamp.port.cuda_only import CALLS, library_of
+from xamp.port.cuda_names import library_of
+from xamp.port.cuda_only import CALLS
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.scopes import dotted
 from xamp.port.source import Node, kind, text_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from xamp.port.cuda_only import VARIABLES, Variable, variables_in
+from xamp.port.cuda_names import variables_in
+from xamp.port.cuda_only import VARIABLES, Variable
 from xamp.port.places import is_spoken
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import kind

@@ -6,7 +6,7 @@ import bisect
 import re
 from typing import Any
 
-from xamp.port.cuda_only import MENTIONS
+from xamp.port.cuda_names import MENTIONS
 from xamp.port.places import is_spoken, place_of
 from xamp.port.rule import Grade, Rule
 from xamp.port.source import Node, kind
@@ -37,6 +37,19 @@ class Mentions(Rule):
     grade = Grade.NEUTRAL
     met = 0
     unchanged = ("# cuda\nuse_cuda = True\nprint('cuda')\n",)
+
+
+class OtherFiles(Rule):
+    """Files that are no Python are read line by line: a variable for the NPU beside CUDA's, and notes in the report.
+
+    Environment variables, devices and backends as values, dotted names of Apex and torch.cuda, sources for CUDA's
+    compiler. No comment goes into such a file. Libraries and programs for CUDA are the rule `cuda-only`'s there too.
+    """
+
+    name = "other-files"
+    grade = Grade.NOTED
+    met = 0
+    unchanged = ("# run by: CUDA_VISIBLE_DEVICES=0 python train.py\n",)
 
 
 def sweep(work: Work) -> None:
@@ -93,4 +106,4 @@ def _of_name(work: Work, node: Any) -> tuple[Grade, str]:
     return Grade.NEUTRAL, _ELSEWHERE if path else _OWN
 
 
-RULES = (Mentions(),)
+RULES = (Mentions(), OtherFiles())

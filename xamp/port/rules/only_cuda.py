@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from xamp.port.cuda_only import ATTRIBUTES, COMMANDS, TEXTS, Name, call_of, library_of, package_of
+from xamp.port.cuda_names import call_of, library_of, package_of
+from xamp.port.cuda_only import ATTRIBUTES, COMMANDS, TEXTS, Name
 from xamp.port.places import is_spoken
 from xamp.port.rule import Example, Grade, Rule
 from xamp.port.rules.builds import is_caught
