@@ -142,6 +142,7 @@ GUARDS = {
     "a name": "has = torch.cuda.is_available()\nif has:\n    import cupy",
     "a function": "def has():\n    return torch.cuda.is_available()\n\n\nif has():\n    from . import _C",
     "an assertion": "assert torch.cuda.is_available()\nm = load('m', ['a.cu'])",
+    "a count": "if torch.cuda.device_count() > 0:\n    m = load('m', ['a.cu'])",
     "a helper": "if torch.cuda.is_available():\n    ext.append(make_cuda_ext('m', sources))",
 }
 
@@ -152,9 +153,15 @@ def test_a_test_that_guards_a_build_stays_cudas() -> None:
         for name, text in GUARDS.items():
             with case(name):
                 ported = port_text(f"{head}{text}\n")
-                assert "torch.cuda.is_available()" in ported.text
                 assert "xamp" not in re.sub(r"TODO\(xamp\).*", "", ported.text)
                 assert any("asks for CUDA itself" in each.text for each in ported.findings)
+
+
+def test_a_device_whose_branch_imports_an_extension_stays_cudas() -> None:
+    text = "if device.type == 'cuda':\n    from . import roi_cuda\n"
+    ported = port_text(text)
+    assert "if device.type == 'cuda':\n" in ported.text
+    assert "xamp." not in ported.text
 
 
 def test_a_test_of_a_build_and_of_other_things_is_noted() -> None:

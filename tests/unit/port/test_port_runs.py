@@ -129,8 +129,11 @@ def test_levels_without_masters_clip_as_before() -> None:
 
 def test_clipping_that_cannot_be_told_is_noted() -> None:
     text = "import torch\nfrom apex import amp\nm, o = amp.initialize(m, o, opt_level='O2')\n\n\ndef clip(m):\n    "
-    ported = port_text(f"{text}torch.nn.utils.clip_grad_norm_(m.parameters(), 1)\n")
-    assert [each.grade for each in ported.findings if each.rule == "clip-masters"] == [Grade.NOTED]
+    for clip in ("clip_grad_norm_(m.parameters(), 1)", "clip_grad_value_(list(m.parameters()), 1)"):
+        ported = port_text(f"{text}torch.nn.utils.{clip}\n")
+        assert [each.grade for each in ported.findings if each.rule == "clip-masters"] == [Grade.NOTED]
+    ported = port_text(f"{text}all = list(m.parameters())\n    torch.nn.utils.clip_grad_norm_(all, 1)\n")
+    assert [each.line for each in ported.findings if each.rule == "clip-masters"] == [8]
 
 
 def test_a_parallel_model_runs_on_a_cpu(tmp_path: Path) -> None:

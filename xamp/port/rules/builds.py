@@ -13,14 +13,14 @@ from xamp.port.scopes import dotted
 from xamp.port.source import Node, kind, text_of
 from xamp.port.work import Work
 
-__all__ = ["RULES", "is_caught"]
+__all__ = ["KEPT", "RULES", "guards_build", "is_caught"]
 
 _EXTENSION = re.compile(r"_C\d*$|(?:^|_)ext$|_cuda(?:_ext|_kernels?|_ops?|_v\d+)?$|^cuda_ext$|_cuda_\w*kernel$")
 _MAKES = re.compile(r"(?i)cuda\w*ext|ext\w*cuda|nvcc")
 _BUILDS = ("torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline")
 _PARTS = (*_BUILDS, "torch.utils.cpp_extension.CUDAExtension", "torch.utils.cpp_extension.CUDA_HOME")
-_ASKS = ("torch.cuda.is_available", "torch.npu.is_available", "torch_npu.npu.is_available")
-_KEPT = "asks for CUDA itself, for it guards what is built for CUDA only; so it stays"
+_ASKS = {f"{home}.{name}" for home in ("torch.cuda", "torch.npu") for name in ("is_available", "device_count")}
+KEPT = "asks for CUDA itself, for it guards what is built for CUDA only; so it stays"
 _MIXED = (
     "guards what is built for CUDA only, and other things; where it guards the build, ask torch.cuda.is_available()"
 )
@@ -91,11 +91,11 @@ class Guards(Rule):
     examples = (
         Example(
             "import torch\nif torch.cuda.is_available() or force:\n    sources += ['nms.cu']\n",
-            f"import torch\n# TODO(xamp): {_KEPT}\nif torch.cuda.is_available() or force:\n    sources += ['nms.cu']\n",
+            f"import torch\n# TODO(xamp): {KEPT}\nif torch.cuda.is_available() or force:\n    sources += ['nms.cu']\n",
         ),
         Example(
             "import torch\nif torch.cuda.is_available():\n    from . import roi_cuda\n",
-            f"import torch\n# TODO(xamp): {_KEPT}\nif torch.cuda.is_available():\n"
+            f"import torch\n# TODO(xamp): {KEPT}\nif torch.cuda.is_available():\n"
             f"    # TODO(xamp): {_COMPILED}\n    from . import roi_cuda\n",
         ),
     )
@@ -134,9 +134,15 @@ class Guards(Rule):
             return
         if all(found):
             work.claim(node.func)
-            work.say(self, node, Grade.NOTED, _KEPT)
+            work.say(self, node, Grade.NOTED, KEPT)
         else:
             work.say(self, node, Grade.NOTED, _MIXED)
+
+
+def guards_build(work: Work, test: Any) -> bool:
+    """Whether all that a test decides is built for CUDA only."""
+    found = list(_guarded(work, test, 0))
+    return bool(found) and all(found)
 
 
 def _guarded(work: Work, node: Any, depth: int) -> Iterator[bool]:

@@ -16,6 +16,7 @@ _MASTERS = (
     "at O2, O3 and O5 the optimizer steps on masters, and the gradients are theirs; clip "
     "xamp.master_params(optimizer), which at other levels gives the parameters"
 )
+_PARAMETERS = re.compile(r"\bparameters\(\)")
 _PLAIN = ("O0", "O1", "O4")
 
 
@@ -58,7 +59,9 @@ class Clip(Rule):
             return
         plain, named, _ = arguments(node)
         arg = plain[0] if plain else named.get("parameters")
-        if arg is None or not re.search(r"\bparameters\(\)", work.code(arg.value)):
+        if arg is None or not any(
+            _PARAMETERS.search(work.code(each)) for each in (arg.value, *_bound(work, arg.value))
+        ):
             return
         scaled, elsewhere = self._scaled(node, work)
         if elsewhere and scaled is None:
@@ -101,6 +104,13 @@ class Clip(Rule):
                 fits = arg is not None and kind(arg.value) in ("Name", "Attribute", "Subscript")
                 found = arg.value if fits and arg is not None else None
         return found, elsewhere
+
+
+def _bound(work: Work, node: Any) -> list[Node]:
+    """What the file assigns to a name."""
+    if kind(node) != "Name":
+        return []
+    return [binding.value for binding in work.scopes.bindings(node) if binding.value is not None]
 
 
 def _level(call: Any) -> str:
