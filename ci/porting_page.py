@@ -88,7 +88,8 @@ A script without mixed precision gets it by `xamp port --write --add-amp O1 trai
 
 - It does not follow values through functions and files. A name that is imported decides; a parameter called `amp` is
 left alone, and works, because xamp has the names.
-- It does not change what a script measures, how it is launched, or YAML and shell files.
+- It does not change what a script measures. Of files that are no Python it writes only what is certain: see
+[below](#other-files-than-python).
 - Frameworks that own the switch for precision (Lightning, accelerate, DeepSpeed) are told of and left alone.
 - The line `if device.type == "cuda":` asks for an accelerator: it stays false on a CPU. Joined to
 `not torch.cuda.is_available()` it asks for a device that is not there: the text stays as users write it, with a note.
@@ -107,10 +108,68 @@ file is told of, and left.
 
 In a notebook the code cells are ported as one file. Lines for IPython stay as they are: `%magic`, `!command`,
 `x = !command`, `x?`, also inside of blocks, and the first line of a cell such as `%%time`. Cells of other languages
-(`%%bash`) are left alone. A cell that is no Python is told of and stays; the others are ported.
+(`%%javascript`) are left alone; a magic may stand below comments. What runs in a shell (`!cmd`, `%%bash`) is read as a
+shell script, what `%%writefile x.py` writes as a file of its own. A cell that is no Python is told of and stays; the
+others are ported. Only the text of edited cells changes, the rest of the file stays byte by byte.
 
 `--add-amp` takes `loss.backward()` on a line of its own, and as the only statement of a line such as `if i:`. At
 another place it leaves a note.
+
+## Other files than Python
+
+In a folder `xamp port` reads every text that names CUDA: shell scripts, Dockerfiles, Makefiles, files of environment
+variables, YAML, JSON, TOML, INI, lists of packages, C++ and CUDA sources, texts for people. A file without an ending is
+what its first line says. Texts of more than 16 MiB are taken for data. Folders called build and dist are read, unless
+git ignores them or a build made them; the folders that are not read are told of. No file stops the others.
+
+| what stands there | what becomes of it |
+|---|---|
+| `CUDA_VISIBLE_DEVICES=0 torchrun ...`, `export`, `env`, `setenv`, `ENV` | `ASCEND_RT_VISIBLE_DEVICES=0` beside it |
+| `CUDA_VISIBLE_DEVICES: 0` of YAML, in an `.env`, a Makefile | a line for Ascend's below it |
+| the same in quotes, in JSON, with `-1`, with numbers that do not ascend, with a command's output | a note |
+| `CUDA_LAUNCH_BLOCKING` | `ASCEND_LAUNCH_BLOCKING` is written beside it |
+| `_target_: apex.optimizers.FusedAdam`, a whole value that names a part of Apex or `torch.cuda` | xamp's name |
+| `device: 'cuda:0'`, `backend: nccl`, `--device cuda` | a note with what to write on an NPU |
+| `nvidia-smi`, `nvcc`, an image or a folder of CUDA, `--gpus`, `nvidia.com/gpu` | a note with what takes its place |
+| a package for CUDA, in a list of packages or in a line that installs it | unsupported, with what to use |
+| a CUDA source | unsupported, once for the file |
+
+No comment goes into such a file: all is in the report, and counts for the exit code as it does in Python.
+
+## What can never run on an NPU
+
+An import of a library that works on CUDA only is unsupported, and the note says what to use where something exists:
+`numba.cuda`, `spconv`, `cupy`, `pynvml`, `flash_attn`, `xformers`, `bitsandbytes`, `MinkowskiEngine`, `mmcv.ops`,
+`pycuda`, DALI, `triton`, TensorRT and others. So are `nvidia-smi` by subprocess and the build of a CUDA extension.
+Where the import stands in a `try` that catches its failure, it is noted, and the exit code stays 0. A library that
+stands in the searched folder itself is ported like the rest. `xamp/port/cuda_only.py` is the table: a row adds a
+library, a name, a program or an environment variable.
+
+## Every line that names CUDA
+
+Each is edited, has a note, or stands in `--report` with the reason why it stays: a comment, a text that people read, a
+key, a name of the project's own, a name of another file, a part of a statement that is told of. So it is with all lines
+of thirteen public repositories. None of their files is broken, and `git apply` takes each diff.
+
+| repository | files | changed | lines that name CUDA | edited | with a note | with a reason |
+|---|--:|--:|--:|--:|--:|--:|
+| second.pytorch | 117 | 15 | 254 | 15 | 143 | 96 |
+| RAFT | 20 | 5 | 43 | 17 | 4 | 22 |
+| nanoGPT | 18 | 4 | 29 | 25 | 1 | 3 |
+| Swin-Transformer | 34 | 11 | 144 | 78 | 5 | 61 |
+| SupContrast | 7 | 4 | 41 | 36 | 1 | 4 |
+| SimCLR | 12 | 3 | 16 | 6 | 4 | 6 |
+| tacotron2 | 25 | 7 | 43 | 14 | 5 | 24 |
+| vits | 19 | 3 | 32 | 30 | 0 | 2 |
+| stylegan2-ada-pytorch | 48 | 13 | 308 | 25 | 16 | 267 |
+| YOLOP | 48 | 4 | 158 | 18 | 17 | 123 |
+| yolov5 | 61 | 13 | 251 | 46 | 15 | 190 |
+| OpenPCDet | 250 | 42 | 816 | 127 | 160 | 529 |
+| mamba | 94 | 47 | 1275 | 205 | 527 | 543 |
+| together | 753 | 171 | 3,410 | 642 | 898 | 1,870 |
+
+nanoGPT and Swin-Transformer, as the port left them, train on the emulated card: a small GPT in fp16 for 40 steps, and a
+small Swin under DDP for two epochs, on data that were made up.
 
 ## Grades
 

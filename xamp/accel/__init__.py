@@ -11,6 +11,12 @@ These are classes of the device in use. They can be instantiated, subclassed and
     Stream, Event, StreamContext   queues of work and points in them; a CPU does all work in order, at once
     device(index), device_of(obj)  blocks in which that device is the current one; on a CPU it always is
 
+These are names of torch itself that only some devices take::
+
+    channels_last, channels_last_3d    memory formats; on a device without them, torch.contiguous_format
+    set_default_tensor_type(t)         also with a type of the device in use
+    random.fork_rng(devices)           of the device in use
+
 A device is an index, a ``torch.device``, a string, or None for the current one. A device of another type raises
 ``PolicyError``, an absent one ``BackendUnavailable``. On a CPU every index means the one device. If ``XAMP_DEVICE`` has
 an index, the first use makes that device torch's current one.
@@ -25,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xamp.accel import memory, nvtx, random
+from xamp.accel.defaults import FORMATS, memory_format
+from xamp.accel.defaults import set_default_tensor_type as set_default_tensor_type
 from xamp.accel.dispatch import attribute, call, call_on
 from xamp.accel.memory import (
     empty_cache,
@@ -44,6 +52,7 @@ from xamp.accel.memory import (
     reset_peak_memory_stats,
     set_per_process_memory_fraction,
 )
+from xamp.accel.random import fork_rng as fork_rng
 from xamp.accel.random import (
     get_rng_state,
     get_rng_state_all,
@@ -66,6 +75,8 @@ if TYPE_CHECKING:  # at run time __getattr__ returns the classes of the device i
     from xamp.accel.streams import Event, Stream, StreamContext
 
     amp: ModuleType
+    channels_last: torch.memory_format
+    channels_last_3d: torch.memory_format
 
 __all__ = [
     "Event",
@@ -125,6 +136,8 @@ __all__ = [
     "stream",
     "synchronize",
 ]
+# Names of torch.cuda. Those of torch itself that this module has too stand here.
+_OF_TORCH = (*FORMATS, "fork_rng", "set_default_tensor_type")
 
 OutOfMemoryError = torch.OutOfMemoryError
 
@@ -273,8 +286,10 @@ def is_current_stream_capturing() -> bool:
 def __getattr__(name: str) -> Any:
     if name == "amp":  # torch.cuda.amp; not imported above, because xamp imports this module
         return sys.modules["xamp"]
+    if name in FORMATS:
+        return memory_format(name)
     return attribute(name, __all__)
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*__all__, *_OF_TORCH, *(name for name in globals() if name.startswith("__"))})

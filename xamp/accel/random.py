@@ -7,14 +7,17 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from xamp.accel.dispatch import call, takes_indices
-from xamp.accel.use import Device, check_device
+from xamp.accel.use import Device, check_device, in_use
+from xamp.registry.registry import HOST
 
 __all__ = [
+    "fork_rng",
     "get_rng_state",
     "get_rng_state_all",
     "initial_seed",
@@ -25,6 +28,29 @@ __all__ = [
     "set_rng_state",
     "set_rng_state_all",
 ]
+
+
+@contextlib.contextmanager
+def fork_rng(
+    devices: Iterable[Device] | None = None, enabled: bool = True, *, device_type: str | None = None
+) -> Iterator[None]:
+    """A block after which the random states are those from before it, as ``torch.random.fork_rng``.
+
+    The states are torch's own and, on an accelerator, those of ``devices``. On a CPU there is one, whatever ``devices``
+    names.
+
+    Args:
+        devices: of the type in use; None: all.
+        enabled: False does nothing.
+        device_type: another type than the one in use.
+    """
+    used = in_use().device_type if device_type is None else device_type
+    if used == HOST:
+        with torch.random.fork_rng(devices=(), enabled=enabled):
+            yield
+        return
+    with torch.random.fork_rng(devices, enabled, device_type=used):
+        yield
 
 
 def manual_seed(seed: int) -> None:

@@ -1,5 +1,6 @@
 """Rewrite training scripts that name CUDA, Apex or Ascend, so that they run on every device.
 
+Beside Python and notebooks it reads the shell scripts, configurations, lists of packages and other texts of a folder.
 Without --write it prints a diff. Rewrites that are certain are silent; the others leave a comment TODO(xamp), or a line
 here. Exit code 1 where something cannot be ported or read and, with --check, where anything is to port. Nothing of the
 scripts is executed or imported. Settings can stand in pyproject.toml, in the table [tool.xamp.port].
@@ -73,16 +74,18 @@ def _port(args: argparse.Namespace) -> int:
     importlib.import_module("xamp.port.rules").load()
     root = os.path.dirname(settings.path) if settings.path else None
     exclude = [*settings.exclude, *args.exclude]
-    found = list(files.find(args.paths, args.include or settings.include, exclude, root))
+    left_out: list[str] = []
+    include = args.include or settings.include
+    found = list(importlib.import_module("xamp.port.find").find(args.paths, include, exclude, root, left_out))
     jobs = args.jobs or settings.jobs or os.cpu_count() or 1
     with _progress(len(found)) as step:
-        outcomes = files.port_all(found, jobs, args.add_amp, step)
+        outcomes = files.port_all(found, jobs, args.add_amp, step, args.paths)
     code = _write(files, outcomes, args.force) if args.write else 0
-    _say(report, outcomes, args)
+    _say(report, outcomes, args, left_out)
     if args.report:
         text = report.render(args.report, outcomes)
         try:
-            with open(args.report, "w", encoding="utf-8") as file:
+            with open(args.report, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
         except OSError as error:
             raise StateError(f"--report {args.report}: cannot be written: {error.strerror}.") from error
@@ -121,24 +124,35 @@ def _write(files: Any, outcomes: Sequence[Outcome], force: bool) -> int:
     return failed
 
 
-def _say(report: Any, outcomes: Sequence[Outcome], args: argparse.Namespace) -> None:
+def _say(report: Any, outcomes: Sequence[Outcome], args: argparse.Namespace, left_out: Sequence[str]) -> None:
     for outcome in outcomes:
         if outcome.error:
             print(f"{outcome.path}: {outcome.error}", file=sys.stderr)
             continue
         if outcome.is_changed and not args.write:
-            print(f"would port {outcome.path}" if args.check else report.diff(outcome), end="\n" if args.check else "")
+            _show(f"would port {outcome.path}\n" if args.check else report.diff(outcome))
         for finding, lines in report.grouped(outcome.findings):
             where = ", ".join(map(str, lines[:8])) + (", ..." if len(lines) > 8 else "")
             print(f"{outcome.path}:{where}: {finding.grade.value}: {finding.text} [{finding.rule}]", file=sys.stderr)
             print(report.caret(finding), file=sys.stderr)
-    changed, failed = (
-        (sum(map(bool, each)) for each in zip(*((o.is_changed, o.error) for o in outcomes), strict=True))
-        if outcomes
-        else (0, 0)
-    )
+    if left_out:
+        print(f"left out: {', '.join(left_out)}. Name a folder to port it.", file=sys.stderr)
+    if stay := sum(len(outcome.stays) for outcome in outcomes):
+        print(f"{stay} more places name CUDA and stay; --report lists them with the reasons.", file=sys.stderr)
+    changed = sum(outcome.is_changed for outcome in outcomes)
+    failed = sum(bool(outcome.error) for outcome in outcomes)
     done = "ported" if args.write else "to port"
     print(f"{report.counted(len(outcomes))}: {changed} {done}, {failed} not readable.", file=sys.stderr)
+
+
+def _show(text: str) -> None:
+    """Write to stdout the very bytes of a file, whatever the terminal's encoding."""
+    sys.stdout.flush()
+    try:
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+    except (AttributeError, UnicodeEncodeError):  # a stdout that takes no bytes, or a path with a lone surrogate
+        print(text, end="")
 
 
 def _explain(name: str) -> int:

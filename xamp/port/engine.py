@@ -7,22 +7,24 @@ import dataclasses
 import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from xamp.port import names
+from xamp.port.cuda_names import NAMES
 from xamp.port.imports import rewrite_imports
 from xamp.port.rule import Finding, Grade, Rule
 from xamp.port.rules import load
+from xamp.port.rules.mentions import sweep
 from xamp.port.source import Source, Unreadable, decode, kind
 from xamp.port.work import Work
 
 __all__ = ["Ported", "port_bytes", "port_text"]
 
-# A file without any of these words has nothing to port, and is not parsed.
+# A file without any of these words, and without what cuda_only names, has nothing to port, and is not parsed.
 _WORDS = re.compile(
-    rb"cuda|npu|apex|nccl|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|CUDA_VISIBLE|deepspeed|"
-    rb"lightning|accelerate|horovod|cpp_extension|pin_memory|amp_C",
+    rb"npu|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|deepspeed|lightning|accelerate|horovod|"
+    rb"cpp_extension|pin_memory|amp_C|_C\b|_ext\b|channels_last",
 )
 
 
@@ -34,11 +36,13 @@ class Ported:
         text: the file after porting.
         changed: whether it differs from before.
         findings: what rules said, in the order of lines.
+        stays: the other lines that name CUDA, with the reason why each stays.
     """
 
     text: str
     changed: bool
     findings: tuple[Finding, ...] = ()
+    stays: tuple[Finding, ...] = ()
 
     def count(self, grade: Grade) -> int:
         """The number of findings of a grade."""
@@ -55,6 +59,7 @@ def port_text(
     rules: Sequence[Rule] | None = None,
     last: Callable[[Work], Any] | None = None,
     exports: Sequence[str] = (),
+    own: Collection[str] = (),
 ) -> Ported:
     """Port a Python file.
 
@@ -63,6 +68,7 @@ def port_text(
         rules: the rules; None: xamp's, and those of installed packages.
         last: looks at the file after the rules, and may edit too (``--add-amp``).
         exports: names that other files take from this one; they stay bound.
+        own: names of modules that stand beside the file.
 
     Raises:
         Unreadable: the text is not Python 3.
@@ -70,10 +76,11 @@ def port_text(
         PolicyError: a rule of another package cannot be loaded.
     """
     rules = _loaded() if rules is None else rules
-    if last is None and not _WORDS.search(text.encode("utf-8", "surrogatepass")):
+    data = text.encode("utf-8", "surrogatepass")
+    if last is None and not _WORDS.search(data) and not NAMES.search(data):
         return Ported(text, False)
     source = Source(text)
-    work = Work(source, rules, exports)
+    work = Work(source, rules, exports, own)
     by_kind: dict[str, list[Rule]] = {}
     for rule in rules:
         for each in rule.kinds:
@@ -88,10 +95,13 @@ def port_text(
     if last is not None:
         last(work)
     extra = rewrite_imports(work, renamed)
+    sweep(work)
     new = work.result(extra).decode("utf-8")
     _check_result(text, new)
-    findings = sorted(work.findings, key=lambda each: (each.line, each.column))
-    return Ported(new, new != text, tuple(findings))
+    findings, stays = (
+        tuple(sorted(each, key=lambda one: (one.line, one.column))) for each in (work.findings, work.stays)
+    )
+    return Ported(new, new != text, findings, stays)
 
 
 def _check_result(text: str, new: str) -> None:
@@ -116,6 +126,7 @@ def port_bytes(
     rules: Sequence[Rule] | None = None,
     last: Callable[[Work], Any] | None = None,
     exports: Sequence[str] = (),
+    own: Collection[str] = (),
 ) -> tuple[bytes, Ported]:
     """Port a file as it is on the disk; keep its encoding, byte order mark and line endings.
 
@@ -124,6 +135,6 @@ def port_bytes(
         MissingLibCST: LibCST is not installed.
     """
     text, encoding, mark = decode(data)
-    ported = port_text(text, rules, last, exports)
+    ported = port_text(text, rules, last, exports, own)
     new = ported.text.encode(encoding)
     return (data[:3] if mark else b"") + new if ported.changed else data, ported

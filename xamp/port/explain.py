@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from xamp.errors import PolicyError
 from xamp.port.rule import Rule
 
-__all__ = ["change", "in_order", "listing", "text"]
+__all__ = ["about", "change", "in_order", "listing", "text"]
 
 
 def in_order(rules: Sequence[Rule]) -> list[Rule]:

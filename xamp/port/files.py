@@ -1,40 +1,29 @@
-"""Finds the files of a call, ports each in a process of its own where there are many, and writes results."""
+"""Ports files, in processes where there are many, and writes results; :mod:`xamp.port.find` finds them."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
 import dataclasses
-import fnmatch
 import multiprocessing
 import os
-import pathlib
 import re
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from xamp.errors import PolicyError, StateError
+from xamp.errors import StateError, XampError
+from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.rule import Finding, Grade
 from xamp.port.source import MissingLibCST, Unreadable
 
-__all__ = ["Outcome", "find", "is_dirty", "port_all", "port_file", "write"]
+if TYPE_CHECKING:
+    from xamp.port.engine import Ported
 
-_SKIPPED = {
-    ".git",
-    ".hg",
-    ".svn",
-    ".tox",
-    ".venv",
-    "venv",
-    "node_modules",
-    "__pycache__",
-    "build",
-    "dist",
-    ".mypy_cache",
-}
-_ENDINGS = (".py", ".pyw", ".ipynb")
+__all__ = ["Outcome", "is_dirty", "port_all", "port_file", "write"]
+
 _LARGEST = 64 * 2**20  # bytes
 
 
@@ -48,6 +37,7 @@ class Outcome:
         after: its bytes after porting.
         findings: what rules said.
         error: why it could not be ported; empty where it could.
+        stays: the other lines that name CUDA, with the reason why each stays.
     """
 
     path: str
@@ -55,6 +45,7 @@ class Outcome:
     after: bytes = b""
     findings: tuple[Finding, ...] = ()
     error: str = ""
+    stays: tuple[Finding, ...] = ()
 
     @property
     def is_changed(self) -> bool:
@@ -64,78 +55,6 @@ class Outcome:
     def count(self, grade: Grade) -> int:
         """The number of findings of a grade."""
         return sum(finding.grade is grade for finding in self.findings)
-
-
-def find(
-    paths: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = (), root: str | None = None
-) -> Iterator[str]:
-    """Yield each file to port, once, in the order of names.
-
-    Args:
-        paths: files and folders. A file is taken whatever its ending.
-        include: patterns; of the files in folders only those that match one. Empty: all Python files and notebooks.
-        exclude: patterns of files and folders to leave out, also where a call names them, as hooks do.
-        root: a folder that the patterns may start at; the working folder, and the one that is searched, are others.
-
-    Raises:
-        PolicyError: a path does not exist.
-    """
-    seen: set[tuple[int, int]] = set()
-    for path in paths:
-        if not os.path.exists(path):
-            kind = "a link that leads nowhere" if os.path.islink(path) else "no such file or folder"
-            raise PolicyError(f"xamp port {path!r}: {kind}. Name files or folders.")
-        tops = [top for top in (os.curdir, root) if top is not None]
-        if any(_leads_out(path, top, exclude) for top in tops):
-            continue
-        if not os.path.isdir(path):
-            yield from _once(path, seen)
-            continue
-        for file in _below(path, exclude, [path, *tops]):
-            if _matches(file, path, include) if include else file.endswith(_ENDINGS):
-                yield from _once(file, seen)
-
-
-def _once(path: str, seen: set[tuple[int, int]]) -> Iterator[str]:
-    found = os.stat(path)
-    if (found.st_dev, found.st_ino) not in seen:
-        seen.add((found.st_dev, found.st_ino))
-        yield path
-
-
-def _leads_out(path: str, top: str, exclude: Sequence[str]) -> bool:
-    """Whether a pattern leaves out a file, or a folder around it, that stands below ``top``."""
-    inside = pathlib.PurePath(os.path.relpath(path, top))
-    if os.path.isabs(inside) or ".." in inside.parts:
-        return _matches(path, os.path.dirname(path) or os.curdir, exclude)
-    above = [each for each in (inside, *inside.parents) if each.parts]
-    return any(_matches(os.path.join(top, each), top, exclude) for each in above)
-
-
-def _below(folder: str, exclude: Sequence[str], tops: Sequence[str]) -> Iterator[str]:
-    """The files below a folder. Links to folders are not followed, so that a loop of links ends."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name in _SKIPPED or any(_matches(entry.path, top, exclude) for top in tops):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path, exclude, tops)
-        elif not os.path.isdir(entry.path) and os.path.exists(entry.path) and stat.S_ISREG(os.stat(entry.path).st_mode):
-            yield entry.path
-
-
-def _matches(path: str, top: str, patterns: Iterable[str]) -> bool:
-    inside = pathlib.PurePath(os.path.relpath(path, top)).as_posix()
-    name = os.path.basename(path)
-    return any(
-        fnmatch.fnmatch(inside, pattern)
-        or fnmatch.fnmatch(name, pattern)
-        or fnmatch.fnmatch(inside, f"{pattern.rstrip('/')}/*")
-        for pattern in patterns
-    )
 
 
 _TAKES_AMP = re.compile(
@@ -174,16 +93,22 @@ def _module(path: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(path))) if stem == "__init__" else stem
 
 
-def port_file(path: str, level: str | None = None, exports: Sequence[str] = ()) -> Outcome:
-    """Port one file; do not write it. An error becomes part of the outcome.
+def port_file(
+    path: str,
+    level: str | None = None,
+    exports: Sequence[str] = (),
+    is_named: bool = False,
+    own: Collection[str] = (),
+) -> Outcome:
+    """Port one file; do not write it. An error becomes part of the outcome, so that no file stops the others.
 
     Args:
         path: the file.
         level: ``--add-amp``'s level; None: no AMP is added.
         exports: names that other files take from it.
+        is_named: the call names it, so it is taken for Python where nothing says what it is.
+        own: names of modules that stand beside it.
     """
-    from xamp.port import engine, notebook
-
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return Outcome(path, error="is no regular file")
@@ -194,15 +119,31 @@ def port_file(path: str, level: str | None = None, exports: Sequence[str] = ()) 
     except OSError as error:
         return Outcome(path, error=f"cannot be read: {error.strerror}")
     try:
-        if path.endswith(".ipynb"):
-            after, ported = notebook.port_notebook(data, _adding(level))
-        else:
-            after, ported = engine.port_bytes(data, last=_adding(level), exports=exports)
+        after, ported = _port(path, data, level, exports, is_named, own)
     except Unreadable as error:
         return Outcome(path, data, data, error=str(error))
     except RecursionError:
         return Outcome(path, data, data, error="the code is nested too deeply to be read. Exclude the file.")
-    return Outcome(path, data, after, ported.findings)
+    except XampError:
+        raise  # LibCST is missing, or a rule of another package cannot be loaded: it holds for every file
+    except Exception as error:
+        text = f"a fault of xamp port: {type(error).__name__}: {error}. The file stays as it is; please report it."
+        return Outcome(path, data, data, error=text)
+    return Outcome(path, data, after, ported.findings, stays=ported.stays)
+
+
+def _port(
+    path: str, data: bytes, level: str | None, exports: Sequence[str], is_named: bool, own: Collection[str]
+) -> tuple[bytes, Ported]:
+    from xamp.port import engine, notebook
+    from xamp.port.other.port import port_other
+
+    kind = kind_of(path, data[:4096])
+    if kind is Kind.NOTEBOOK:
+        return notebook.port_notebook(data, _adding(level))
+    if kind is Kind.PYTHON or (kind is Kind.OTHER and is_named):
+        return engine.port_bytes(data, last=_adding(level), exports=exports, own=own)
+    return port_other(path, data)
 
 
 def _adding(level: str | None) -> Callable[..., None] | None:
@@ -214,7 +155,11 @@ def _adding(level: str | None) -> Callable[..., None] | None:
 
 
 def port_all(
-    paths: Sequence[str], jobs: int = 1, level: str | None = None, done: Callable[[Outcome], None] | None = None
+    paths: Sequence[str],
+    jobs: int = 1,
+    level: str | None = None,
+    done: Callable[[Outcome], None] | None = None,
+    named: Collection[str] = (),
 ) -> list[Outcome]:
     """Port files, in processes where that pays. The order is that of ``paths``.
 
@@ -223,6 +168,7 @@ def port_all(
         jobs: processes.
         level: see :func:`port_file`.
         done: is called for each outcome, as they come.
+        named: those of ``paths`` that the call names itself; see :func:`port_file`.
 
     Raises:
         MissingLibCST: LibCST is not installed.
@@ -235,12 +181,14 @@ def port_all(
         if done is not None:
             done(outcome)
 
+    own = _modules(paths, named)
+    calls = {path: (path, level, _names(path, exporting), path in named, own) for path in paths}
     if jobs < 2 or len(paths) < 16:
-        for path in paths:
-            keep(port_file(path, level, _names(path, exporting)))
+        for call in calls.values():
+            keep(port_file(*call))
         return [outcomes[path] for path in paths]
-    for path, outcome in _in_processes(paths, jobs, level, exporting):
-        keep(outcome if outcome is not None else _alone(path, level, _names(path, exporting)))
+    for path, outcome in _in_processes(calls, jobs):
+        keep(outcome if outcome is not None else _alone(calls[path]))
     return [outcomes[path] for path in paths]
 
 
@@ -248,13 +196,23 @@ def _names(path: str, exporting: frozenset[str]) -> tuple[str, ...]:
     return ("amp",) if path in exporting else ()
 
 
-def _in_processes(
-    paths: Sequence[str], jobs: int, level: str | None, exporting: frozenset[str]
-) -> Iterator[tuple[str, Outcome | None]]:
+def _modules(paths: Sequence[str], named: Collection[str]) -> frozenset[str]:
+    """The modules and packages that stand in the folders of a call, or in ``src`` there."""
+    found = set()
+    for folder in filter(os.path.isdir, named):
+        inside = (os.path.relpath(path, folder).split(os.sep) for path in paths if path.endswith(".py"))
+        found |= {(parts[1] if parts[0] == "src" and len(parts) > 1 else parts[0]) for parts in inside}
+    return frozenset(name.removesuffix(".py") for name in found)
+
+
+_Call: TypeAlias = tuple[str, str | None, tuple[str, ...], bool, frozenset[str]]  # the arguments of port_file
+
+
+def _in_processes(calls: dict[str, _Call], jobs: int) -> Iterator[tuple[str, Outcome | None]]:
     """Outcomes as they come; None for files of a pool that broke."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        waiting = {pool.submit(port_file, path, level, _names(path, exporting)): path for path in paths}
+        waiting = {pool.submit(port_file, *call): path for path, call in calls.items()}
         for future in concurrent.futures.as_completed(waiting):
             try:
                 yield waiting[future], future.result()
@@ -262,14 +220,14 @@ def _in_processes(
                 yield waiting[future], None
 
 
-def _alone(path: str, level: str | None, exports: Sequence[str]) -> Outcome:
+def _alone(call: _Call) -> Outcome:
     """Port a file in a process that may end: a file that ends it is told of."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
-            return pool.submit(port_file, path, level, exports).result()
+            return pool.submit(port_file, *call).result()
         except concurrent.futures.process.BrokenProcessPool:
-            return Outcome(path, error="ended the process that read it. Exclude the file, and please report it.")
+            return Outcome(call[0], error="ended the process that read it. Exclude the file, and please report it.")
 
 
 def is_dirty(path: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import re
+from collections.abc import Callable
 
-__all__ = ["MARK", "hide", "show"]
+__all__ = ["MARK", "Language", "hide", "language", "run_lines", "show"]
 
 MARK = "#xamp-magic "
 _LINE = re.compile(
@@ -15,14 +17,63 @@ _LINE = re.compile(
 _TOKEN = re.compile(r"""(?i)[rbfu]{0,3}('{3}|"{3}|'|")|\#|[(\[{]|[)\]}]""")
 
 
+_ABOVE = re.compile(r"(?:[ \t]*(?:#.*)?\r?\n)*")  # blank lines and comments, such as Colab's #@title
+_CELL = re.compile(rf"{_ABOVE.pattern}%%(\w+)(.*)")
+_PYTHON = ("time", "timeit", "capture", "prun", "memit", "mprun", "debug", "scalene", "snakeviz")
+_SHELL = ("bash", "sh", "shell", "zsh", "system", "sx", "cmd")
+
+
+class Language(enum.Enum):
+    """What a cell is written in."""
+
+    PYTHON = "Python, as the rest of the notebook"
+    SHELL = "a shell"
+    FILE = "Python that does not run with the rest"
+    OTHER = "another language"
+
+
+def language(code: str) -> Language:
+    """What a cell is written in, as its magic says."""
+    found = _CELL.match(code)
+    if found is None or found[1] in _PYTHON:
+        return Language.PYTHON
+    words = found[2].split()
+    if found[1] in _SHELL or (found[1] == "script" and words[:1] and words[0].rpartition("/")[2] in _SHELL):
+        return Language.SHELL
+    if found[1] in ("writefile", "file"):
+        return Language.FILE if words[-1:] and words[-1].strip("\"'").endswith(".py") else Language.OTHER
+    is_python = found[1] in ("python", "python3") or (found[1] == "script" and "python" in found[2])
+    return Language.FILE if is_python else Language.OTHER
+
+
+_RUN = re.compile(r"(?m)^([ \t]*(?:[\w.,*\[\]'\" \t()]+=[ \t]*)?!+[ \t]*|[ \t]*%(?:env|set_env|sx|system)[ \t]+)(.*)$")
+
+
+def run_lines(code: str, port: Callable[[str, bool], str]) -> str:
+    """The cell with what ``port`` makes of each line that runs in a shell: ``!nvidia-smi``, ``x = !ls``.
+
+    Args:
+        code: the cell.
+        port: takes the command, and whether it is none but ``A=1`` of ``%env A=1``, which sets one variable.
+    """
+    out = code.split("\n")
+    for number, line in enumerate(hide(code).split("\n")):
+        found = _RUN.match(out[number]) if MARK in line else None
+        if found is not None:
+            out[number] = f"{found[1]}{port(found[2], 'env' in found[1])}"
+    return "\n".join(out)
+
+
 def hide(code: str) -> str:
     """Each such line as the statement ``pass`` with a comment, so that a block that has nothing else stays one."""
     out: list[str] = []
     state = _State()
     goes_on = False  # a line for IPython that ends with a backslash takes the next one along
+    above = _ABOVE.match(code)
+    first = code.count("\n", 0, above.end()) if above else 0
     for number, line in enumerate(code.split("\n")):
         starts = state.starts_statement
-        is_cell = number == 0 and line.startswith("%%")
+        is_cell = number == first and line.startswith("%%")
         if goes_on or is_cell or (starts and _LINE.fullmatch(line.rstrip("\r"))):
             space = "" if goes_on else line[: len(line) - len(line.lstrip(" \t"))]
             out.append(f"{space}pass{MARK}{line[len(space) :]}" if not goes_on else f"{MARK}{line}")

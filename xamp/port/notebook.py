@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xamp.port.cells import Cell, cells_of, language_of, write
 from xamp.port.engine import Ported, port_text
-from xamp.port.magics import MARK, hide, show
+from xamp.port.magics import MARK, Language, hide, language, run_lines, show
+from xamp.port.other.kinds import Kind
+from xamp.port.other.port import port_lines
 from xamp.port.rule import Finding, Grade
 from xamp.port.source import Source, Unreadable
 
 __all__ = ["port_notebook"]
 
-_PYTHON = ("time", "timeit", "capture", "prun", "memit", "mprun", "debug", "scalene", "snakeviz")  # %%x of Python code
 _END = "#xamp-end-of-cell {}"
+_MARK_8 = "\ufeff"  # a byte order mark
 
 
 def port_notebook(data: bytes, last: Callable[[Any], Any] | None = None) -> tuple[bytes, Ported]:
-    """Port the code cells of a notebook. Outputs, texts and the layout of the JSON stay.
+    """Port the code cells of a notebook. Everything but the text of edited cells stays, byte by byte.
 
-    Lines for IPython (``%matplotlib``, ``!pip``, ``x = !ls``, ``x?``) are left as they are, and so are cells of another
-    language (``%%bash``). A cell that cannot be read as Python stays, with a finding.
+    Lines for IPython (``%matplotlib``, ``x = !ls``, ``x?``) are left as they are, and so are cells of another language.
+    What runs in a shell (``!pip``, ``%%bash``) is read as a shell script, what ``%%writefile x.py`` writes as a file. A
+    cell that cannot be read as Python stays, with a finding.
 
     Args:
         data: the file.
@@ -34,70 +37,111 @@ def port_notebook(data: bytes, last: Callable[[Any], Any] | None = None) -> tupl
     """
     try:
         text = data.decode("utf-8")
-        book = json.loads(text)
-        coded = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
-        cells = [cell for cell in coded if _is_python(_source(cell))]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Unreadable(f"no notebook that can be read: {error!r}") from None
-    if any(MARK in _source(cell) or "#xamp-end-of-cell" in _source(cell) for cell in cells):
+        body = text.removeprefix(_MARK_8)
+        cells = cells_of(body)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"no notebook that can be read: {error}") from None
+    if language_of(body) not in ("python", "python3", "ipython"):
+        return data, Ported(text, False)
+    if any(MARK in cell.code or "#xamp-end-of-cell" in cell.code for cell in cells):
         raise Unreadable("the notebook has marks of the porter in its code; remove them.")
+    ported = _together(cells, last)
+    findings, stays = [*ported.findings], [*ported.stays]
+    changed: list[tuple[Cell, str]] = []
+    for number, cell in enumerate(cells, 1):
+        code, said, more = _alone(cell.code, ported.codes.get(cell, cell.code), number)
+        findings += said
+        stays += more
+        if code != cell.code:
+            changed.append((cell, code))
+    new = write(body, changed)
+    result = Ported(new, bool(changed), tuple(sorted(findings, key=lambda each: each.line)), tuple(stays))
+    return (text[: len(text) - len(body)] + new).encode("utf-8") if changed else data, result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """What came of the Python cells: the new code of each, and what was found."""
+
+    codes: dict[Cell, str]
+    findings: tuple[Finding, ...]
+    stays: tuple[Finding, ...]
+
+
+def _together(cells: Sequence[Cell], last: Callable[[Any], Any] | None) -> _Together:
+    """Port the Python cells as one file."""
+    python = [cell for cell in cells if language(cell.code) is Language.PYTHON]
+    findings: list[Finding] = []
     try:
-        ported = port_text(_joined(cells), last=last)
-        findings: list[Finding] = []
+        ported = port_text(_joined(python), last=last)
     except Unreadable:
-        cells, findings = _readable(coded)
-        ported = port_text(_joined(cells), last=last)
-    shown = tuple(dataclasses.replace(each, excerpt=show(each.excerpt)) for each in ported.findings)
-    result = Ported(ported.text, ported.changed, (*findings, *shown))
-    if not ported.changed:
-        return data, result
+        python, findings = _readable(cells)
+        ported = port_text(_joined(python), last=last)
+    shown, stays = (
+        tuple(dataclasses.replace(each, excerpt=show(each.excerpt)) for each in found)
+        for found in (ported.findings, ported.stays)
+    )
+    codes: dict[Cell, str] = {}
     rest = ported.text
-    for number, cell in enumerate(cells):
+    for number, cell in enumerate(python):
         code, mark, rest = rest.partition(f"\n{_END.format(number)}\n")
         if not mark:
             raise Unreadable("the cells of the notebook cannot be told apart after porting; nothing is changed.")
-        code = show(code)
-        if code != _source(cell):
-            cell["source"] = code.splitlines(keepends=True) if isinstance(cell["source"], list) else code
-    return _dump(text, book).encode("utf-8"), result
+        codes[cell] = show(code)
+    return _Together(codes, (*findings, *shown), stays)
 
 
-def _is_python(code: str) -> bool:
-    found = re.match(r"%%(\w+)", code)
-    return found is None or found[1] in _PYTHON
+_Found = list[Finding]
 
 
-def _joined(cells: Sequence[Any]) -> str:
-    return "".join(f"{hide(_source(cell))}\n{_END.format(number)}\n" for number, cell in enumerate(cells))
+def _alone(before: str, code: str, number: int) -> tuple[str, _Found, _Found]:
+    """Port what of a cell is no part of the notebook's Python: lines and cells for a shell, files that it writes."""
+    what = language(before)
+    findings: _Found = []
+    stays: _Found = []
+
+    def keep(ported: Ported) -> str:
+        findings.extend(_placed(each, number) for each in ported.findings)
+        stays.extend(_placed(each, number) for each in ported.stays)
+        return ported.text
+
+    if what is Language.PYTHON:
+        new = run_lines(code, lambda line, sets: keep(port_lines(Kind.INI if sets else Kind.SHELL, line)))
+        return new, findings, stays
+    first, newline, rest = before.partition("\n")
+    while first.strip() == "" or first.rpartition("\n")[2].lstrip().startswith("#"):  # above the magic
+        more, newline, rest = rest.partition("\n")
+        first = f"{first}\n{more}"
+    if what is Language.SHELL:
+        return f"{first}{newline}{keep(port_lines(Kind.SHELL, rest))}", findings, stays
+    if what is Language.FILE:
+        with contextlib.suppress(Unreadable):
+            return f"{first}{newline}{keep(port_text(rest))}", findings, stays
+    return code, findings, stays
 
 
-def _readable(cells: Sequence[Any]) -> tuple[list[Any], list[Finding]]:
+def _placed(finding: Finding, number: int) -> Finding:
+    text = f"code cell {number}: {finding.text}" if finding.text else ""
+    return dataclasses.replace(finding, line=number, text=text)
+
+
+def _joined(cells: Sequence[Cell]) -> str:
+    return "".join(f"{hide(cell.code)}\n{_END.format(number)}\n" for number, cell in enumerate(cells))
+
+
+def _readable(cells: Sequence[Cell]) -> tuple[list[Cell], list[Finding]]:
     """The cells that can be read, of all code cells, and a finding for each other one that should be Python."""
     kept, findings = [], []
     for number, cell in enumerate(cells, 1):
-        if not _is_python(_source(cell)):
+        if language(cell.code) is not Language.PYTHON:
             continue
         try:
-            Source(hide(_source(cell)) + "\n")
+            Source(hide(cell.code) + "\n")
             kept.append(cell)
         except Unreadable as error:
             text = f"code cell {number} stays as it is: {error}"
-            first = (_source(cell).splitlines() or [""])[0]
+            first = (cell.code.splitlines() or [""])[0]
             findings.append(Finding("notebook", Grade.UNSUPPORTED, number, 1, max(1, len(first)), text, first))
     if not kept:
         raise Unreadable(findings[0].text if findings else "no code")
     return kept, findings
-
-
-def _source(cell: dict[str, Any]) -> str:
-    source = cell["source"]
-    return source if isinstance(source, str) else "".join(source)
-
-
-def _dump(text: str, book: Any) -> str:
-    """The notebook in the layout that it had."""
-    found = re.search(r"\n([ \t]+)\"", text)
-    indent = found[1] if found else None
-    plain = json.dumps(book, ensure_ascii=text.isascii(), indent=indent, separators=None if indent else (", ", ": "))
-    tail = text[len(text.rstrip()) :]
-    return plain + tail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import html
 import json
 import os
@@ -12,8 +13,10 @@ from typing import Any
 
 from xamp.errors import PolicyError
 from xamp.ground.version import __version__
+from xamp.port.explain import about
 from xamp.port.files import Outcome
 from xamp.port.rule import Finding, Grade
+from xamp.port.rules import load
 
 __all__ = ["ENDINGS", "caret", "counted", "diff", "render"]
 
@@ -40,19 +43,44 @@ def render(path: str, outcomes: Sequence[Outcome]) -> str:
     return makers[ending](outcomes)
 
 
+_WIDTH = 200  # characters of a line that are shown; a line of a notebook or of JSON may have millions
+
+
 def caret(finding: Finding) -> str:
     """The line of a finding, with marks below the place."""
-    before = "".join(each if each == "\t" else " " for each in finding.excerpt[: finding.column - 1])
-    return f"    {finding.excerpt}\n    {before}{'^' * min(finding.length, 120)}"
+    first = max(0, finding.column - 1 - _WIDTH // 2) if len(finding.excerpt) > _WIDTH else 0
+    shown = finding.excerpt[first : first + _WIDTH]
+    before = "".join(each if each == "\t" else " " for each in shown[: finding.column - 1 - first])
+    length = min(finding.length, 120, max(1, len(shown) - len(before)))
+    return f"    {shown}\n    {before}{'^' * length}"
 
 
 def diff(outcome: Outcome) -> str:
-    """A unified diff of a file."""
+    """A unified diff of a file, as ``git apply`` and ``patch -p1`` take it; bytes that are no UTF-8 are surrogates."""
     before, after = (
-        re.findall(r"[^\n]*\n|[^\n]+", each.decode("utf-8", "replace")) for each in (outcome.before, outcome.after)
+        re.findall(r"[^\n]*\n|[^\n]+", each.decode("utf-8", "surrogateescape"))
+        for each in (outcome.before, outcome.after)
     )
-    lines = difflib.unified_diff(before, after, f"a/{outcome.path}", f"b/{outcome.path}")
+    lines = difflib.unified_diff(before, after, _named("a", outcome.path), _named("b", outcome.path))
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _named(side: str, path: str) -> str:
+    """A path in the head of a diff: seen from the working folder, and quoted as git quotes names."""
+    inside = os.path.relpath(path)
+    if os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir:
+        inside = os.path.abspath(path).lstrip(os.sep)
+    name = f"{side}/{inside}".replace(os.sep, "/")
+    quoted = "".join(map(_quoted, os.fsencode(name)))
+    if quoted != name:
+        return f'"{quoted}"'
+    return f"{name}\t" if " " in name else name  # the tab says where a name with spaces ends
+
+
+def _quoted(byte: int) -> str:
+    if byte in b'"\\':
+        return f"\\{chr(byte)}"
+    return chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}"
 
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
@@ -64,13 +92,20 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, list[int]]]:
     return list(found.values())
 
 
+@functools.cache
+def _about(rule: str) -> str:
+    """The first line of a rule's docstring: why what it recognises stays."""
+    return next((about(each).partition("\n")[0] for each in load() if each.name == rule), "")
+
+
 def _row(finding: Finding) -> dict[str, Any]:
+    reason = _about(finding.rule) if finding.grade is Grade.NEUTRAL else ""
     return {
         "rule": finding.rule,
         "grade": finding.grade.value,
         "line": finding.line,
         "column": finding.column,
-        "note": finding.text,
+        "note": finding.text or reason,
         "excerpt": caret(finding),
     }
 
@@ -88,6 +123,7 @@ def _json(outcomes: Sequence[Outcome]) -> str:
             "error": outcome.error or None,
             "counts": _counts([outcome]),
             "findings": [_row(finding) for finding in outcome.findings],
+            "stays": [_row(finding) for finding in outcome.stays],
         }
         for outcome in outcomes
     ]
@@ -142,7 +178,7 @@ def _html(outcomes: Sequence[Outcome]) -> str:
         f"<style>{_STYLE}</style><h1>xamp port</h1><p>{counted(len(outcomes))}: {counts}.</p>",
     ]
     for outcome in outcomes:
-        if not (outcome.error or outcome.is_changed or grouped(outcome.findings)):
+        if not (outcome.error or outcome.is_changed or grouped(outcome.findings) or outcome.stays):
             continue
         parts.append(f"<h2>{html.escape(_plain(outcome.path))}</h2>")
         if outcome.error:
@@ -153,8 +189,12 @@ def _html(outcomes: Sequence[Outcome]) -> str:
             parts.append(
                 f'<p class="{finding.grade.value}">{html.escape(head)}</p><pre>{html.escape(caret(finding))}</pre>'
             )
+        if outcome.stays:
+            lines_of = "".join(f"{each.line}: {html.escape(each.text)}\n" for each in outcome.stays)
+            head = f"<summary>{len(outcome.stays)} more name CUDA and stay</summary>"
+            parts.append(f"<details>{head}<pre>{lines_of}</pre></details>")
         if outcome.is_changed:
-            text = "".join(map(_coloured, diff(outcome).rstrip("\n").split("\n")))
+            text = "".join(map(_coloured, _plain(diff(outcome)).rstrip("\n").split("\n")))
             parts.append(f"<pre>{text}</pre>")
     return "\n".join([*parts, "</html>\n"])
 

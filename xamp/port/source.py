@@ -85,7 +85,11 @@ class Source:
     """
 
     def __init__(self, text: str) -> None:
-        self.data = text.encode("utf-8")
+        try:
+            self.data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            line = text.count("\n", 0, error.start) + 1
+            raise Unreadable(f"line {line}: half of a pair of surrogates, which no Python file can hold.") from None
         self._starts = [0, *(m.end() for m in re.finditer(rb"\r\n|\r|\n", self.data))]
         if len(self._starts) > LIMIT_LINES:
             raise Unreadable(

@@ -23,14 +23,19 @@ class Work:
         source: the file.
         scopes: its names.
         findings: what rules said so far.
+        stays: places that name CUDA and stay, with the reason; see :mod:`xamp.port.rules.mentions`.
         needs: modules of xamp that edits use -> where the first such edit is.
         aliased: bindings whose import must go on binding the old name.
         root: the name under which the file has xamp.
+        own: names of modules that stand beside the file, whatever other package has the name too.
         found: what rules found out about the whole file, by a key of theirs, so that they look through it once.
     """
 
-    def __init__(self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = ()) -> None:
+    def __init__(
+        self, source: Source, rules: Iterable[Rule], exports: Iterable[str] = (), own: Iterable[str] = ()
+    ) -> None:
         self.source = source
+        self.own = frozenset(own)
         self._exports = set(exports)
         self.scopes = Scopes(source)
         self.table: dict[str, tuple[Rule, Target]] = {}
@@ -38,6 +43,7 @@ class Work:
             for path, target in rule.names.items():
                 self.table.setdefault(path, (rule, target))
         self.findings: list[Finding] = []
+        self.stays: list[Finding] = []
         self.needs: dict[str, int] = {}
         self.aliased: set[Binding] = set()
         others = [each for each in self.scopes.is_bound("xamp") if (each.path or "").partition(".")[0] != "xamp"]
@@ -48,6 +54,8 @@ class Work:
         self._claimed: set[Node] = set()
         self._said: set[tuple[str, str]] = set()
         self._todos: dict[int, list[str]] = {}
+        self._told: set[int] = set()
+        self._parts: dict[int, int] = {}  # a line -> the one where what it is part of begins
 
     # asking
 
@@ -118,6 +126,7 @@ class Work:
         if self._covers(start, end):
             return
         self._edits.append((start, end, len(self._edits), new.encode("utf-8")))
+        self._tell(start, end)
         if end > start:
             bisect.insort(self._whole, (start, end))
 
@@ -149,14 +158,34 @@ class Work:
             once: whether one comment, at the first place, is enough for the file.
         """
         start, end = self.source.span(node)
+        into = self.stays if text and grade is Grade.NEUTRAL else self.findings
+        into.append(self.found_at(rule, start, end, grade, text))
+        if kind(node) not in _BLOCKS:
+            first, last = self.source.line(start), self.source.line(max(start, end - 1))
+            self._parts.update((line, first) for line in range(first + 1, last + 1) if line not in self._parts)
+        if text and inline and not (once and (rule.name, text) in self._said):
+            self._todo(start, node, text)
+        self._said.add((rule.name, text))
+
+    def found_at(self, rule: Rule, start: int, end: int, grade: Grade, text: str) -> Finding:
+        """A finding about the bytes from ``start`` to ``end``."""
         line = self.source.line(start)
         excerpt = self.source.text_of_line(line)
         column = self.source.column(start)
         length = self.source.column(end) - column if self.source.line(end) == line else len(excerpt) + 1 - column
-        self.findings.append(Finding(rule.name, grade, line, column, max(1, length), text, excerpt))
-        if text and inline and not (once and (rule.name, text) in self._said):
-            self._todo(start, node, text)
-        self._said.add((rule.name, text))
+        self._told.add(line)
+        return Finding(rule.name, grade, line, column, max(1, length), text, excerpt)
+
+    def _tell(self, start: int, end: int) -> None:
+        self._told.update(range(self.source.line(start), self.source.line(max(start, end - 1)) + 1))
+
+    def is_told(self, line: int) -> bool:
+        """Whether a rule has said something of a line, or edited it."""
+        return line in self._told
+
+    def part_of(self, line: int) -> int | None:
+        """The line that tells of a statement or a call to which a line belongs; None where none does."""
+        return self._parts.get(line)
 
     def _todo(self, start: int, node: Node, text: str) -> None:
         statement = self._statement(node)
@@ -205,6 +234,7 @@ class Work:
         return b"".join([*out, data[done:]])
 
 
+_BLOCKS = ("If", "For", "While", "With", "Try", "TryStar", "FunctionDef", "ClassDef", "Match")
 _LINES = (
     "SimpleStatementLine",
     "If",

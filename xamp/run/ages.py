@@ -224,6 +224,12 @@ _NOT_REDIRECTED = (
         "this library works with CUDA only, and nothing answers for it",
     ),
     _Rule(
+        "RuntimeError",
+        r"Only (contiguous_format|c10::MemoryFormat::Contiguous)|only supported contiguous memory format",
+        "this device has no other memory format than the contiguous one. Write memory_format=xamp.accel.channels_last, "
+        "which is the one that the device in use takes, or leave the argument out",
+    ),
+    _Rule(
         "(FileNotFoundError|CalledProcessError)",
         r"(nvidia|npu|rocm)-smi",
         "this program comes with the driver of another device, and nothing answers for it; torch.cuda's own functions "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xamp.accel.defaults import FORMATS, has_memory_format
 from xamp.ground.torch_private.originals import tensor_to
 from xamp.run.devices import Target
 from xamp.run.site import Site, like
@@ -21,6 +22,7 @@ __all__ = [
     "labels",
     "load",
     "loader",
+    "memory_format_argument",
     "move",
     "move_module",
     "move_storage",
@@ -35,6 +37,8 @@ def move(site: Site) -> Any:
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         site.note()
+        if "memory_format" in kwargs:
+            _drops_format(site, kwargs)
         return to(self, _place(target, device), non_blocking=non_blocking, **kwargs)
 
     return like(site.original or torch.Tensor.cuda, cuda)
@@ -93,6 +97,8 @@ def _with_device(site: Site, convert: Callable[[Any], Any]) -> Any:
     host = target.is_host
 
     def function(*args: Any, **kwargs: Any) -> Any:
+        if "memory_format" in kwargs and _drops_format(site, kwargs) and by_index and len(args) == 1 and not kwargs:
+            return args[0]  # nothing else was asked for
         for key in _KEYS:
             value = kwargs.get(key)
             if value is not None and target.is_foreign(value):
@@ -109,6 +115,29 @@ def _with_device(site: Site, convert: Callable[[Any], Any]) -> Any:
         return original(*args, **kwargs)
 
     return like(original, function, site.label)
+
+
+def memory_format_argument(site: Site) -> Any:
+    """A method that takes ``memory_format`` and no device."""
+    original = site.original
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if "memory_format" in kwargs:
+            _drops_format(site, kwargs)
+        return original(*args, **kwargs)
+
+    return like(original, function, site.label)
+
+
+def _drops_format(site: Site, kwargs: dict[str, Any]) -> bool:
+    """Take a memory format out that the device in use does not have, and say so; whether that was done."""
+    for name in FORMATS:
+        if kwargs["memory_format"] is getattr(torch, name) and not has_memory_format(name):
+            del kwargs["memory_format"]
+            what = f"{site.label}(memory_format=torch.{name}), dropped"
+            site.note(what, port=f"memory_format=xamp.accel.{name}")
+            return True
+    return False
 
 
 def jit_load(site: Site) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from xamp import apex
+from xamp.accel.defaults import FORMATS, has_memory_format
 from xamp.apex._patches import Wanted, held, release
 from xamp.ground.torch_private.originals import is_cuda
 from xamp.registry.device_in_use import DEVICE_VARIABLE, in_use
@@ -161,7 +162,10 @@ def redirect_cuda(context: Context, patches: Patches) -> None:
 
 def _rows(context: Context, patches: Patches, only_foreign: bool = False) -> None:
     """Put in place the rows of the table; with ``only_foreign`` those that take a device, and not the names of CUDA."""
+    has_all = all(map(has_memory_format, FORMATS))
     for row in table.ROWS:
+        if row.handler == "memory_format_argument" and has_all:
+            continue
         if only_foreign and row.handler.startswith(("move", "autocast", "grad_scaler", "default_tensor", "data_")):
             continue
         owner = pkgutil.resolve_name(row.owner)

@@ -74,6 +74,8 @@ _FACTORIES = (
     "zeros_like",
 )
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "new")
+_DTYPES = ("half", "float", "double", "bfloat16", "bool", "byte", "char", "int", "long", "short")
+_WITH_FORMAT = ("contiguous", "clone", "cpu", *_DTYPES)
 _DEVICE = "device=xamp.device()"
 
 ROWS = (
@@ -91,6 +93,8 @@ ROWS = (
     Row("torch.nested", ("nested_tensor", "as_nested_tensor"), "device_argument", _DEVICE),
     Row("torch", ("set_default_device",), "device_argument", "torch.set_default_device(xamp.device())"),
     Row(DEVICE_CONTEXT, ("__init__",), "device_argument", "with xamp.device():"),
+    Row("torch:Tensor", _WITH_FORMAT, "memory_format_argument", "memory_format=xamp.accel.channels_last"),
+    Row("torch", ("clone",), "memory_format_argument", "memory_format=xamp.accel.channels_last"),
     Row("torch:Tensor", ("type",), "tensor_type_argument", ".to(xamp.device(), dtype)"),
     Row("torch", ("set_default_tensor_type",), "default_tensor_type", "torch.set_default_device(xamp.device())"),
     Row("torch:Tensor", ("pin_memory",), "pin", "x if xamp.device_type() == 'cpu' else x.pin_memory()"),

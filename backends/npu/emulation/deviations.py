@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DEVIATIONS", "Deviation", "apply", "are_plain", "formats", "has_private", "is_private"]
+__all__ = ["CHANNELS_LAST", "DEVIATIONS", "Deviation", "apply", "are_plain", "formats", "has_private", "is_private"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Deviation:
     refuse: Callable[..., str] | None = None
 
 
+CHANNELS_LAST = "xamp.accel.channels_last is the memory format that the device in use takes"
+"""What the errors about memory formats say beside torch_npu's own words."""
+
+
 def _no_momentum(*args: Any, momentum: float, **kwargs: Any) -> str:  # noqa: ARG001
     return "" if momentum > 0 else f"momentum must be positive, but got {momentum}"
 
@@ -40,7 +44,7 @@ def _no_momentum(*args: Any, momentum: float, **kwargs: Any) -> str:  # noqa: AR
 def _other_format(tensor: torch.Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> str:
     if memory_format is torch.contiguous_format or tensor.is_contiguous(memory_format=memory_format):
         return ""
-    return "NPU contiguous operator only supported contiguous memory format."
+    return f"NPU contiguous operator only supported contiguous memory format. {CHANNELS_LAST}"
 
 
 _FUSED_SGD = "op-plugin, FusedSgdKernelOpApi.cpp"

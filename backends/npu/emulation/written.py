@@ -13,6 +13,7 @@ import torch
 
 from xamp.backends.npu.emulation import arithmetic, late, limits
 from xamp.backends.npu.emulation.crossing import CPU, Crossing, aside, computed, dense, give, over
+from xamp.backends.npu.emulation.deviations import CHANNELS_LAST
 from xamp.backends.npu.emulation.torch_private import pack_padded_sequence, to_copy, unscale_
 
 __all__ = ["ADDED", "KERNELS"]
@@ -60,7 +61,10 @@ def _to_copy(
 ) -> torch.Tensor:
     """Copy as torch's own function, except that a card refuses channels_last, with torch_npu's message."""
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
-        raise RuntimeError("Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy)")
+        raise RuntimeError(
+            "Only contiguous_format or preserve_format is supported. (emulated Ascend, aten::_to_copy; "
+            f"{CHANNELS_LAST})"
+        )
     stays = device is None and layout is None and tensor.get_device() >= 0
     if limits.STRICT and dtype is torch.float64 and stays and tensor.dtype is not dtype:
         dtype = torch.float32  # as torch_npu does, with its warning; a copy from the host may be float64

@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 
+import xamp
 from xamp.backends.npu.chips import Chip
+from xamp.run.redirect import redirected
 
 npu: Any = torch.get_device_module("npu")
 
@@ -229,3 +231,57 @@ def test_an_event_is_pending_until_the_host_waits_or_asks_again() -> None:
         event.record()
         wait()
         assert event.query(), wait
+
+
+convolution: Any = nn.Conv2d
+FORMATS: dict[str, Callable[[Any, Any], Any]] = {
+    "to": lambda x, form: x.to(memory_format=form),
+    "contiguous": lambda x, form: x.contiguous(memory_format=form),
+    "half": lambda x, form: x.half(memory_format=form),
+    "clone": lambda x, form: x.clone(memory_format=form),
+    "to the card": lambda x, form: x.cpu().to("npu", memory_format=form),
+    "empty": lambda x, form: torch.empty(x.shape, device="npu", memory_format=form),
+    "a module": lambda x, form: convolution(3, 4, 3).to("npu").to(memory_format=form).weight,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_memory_format_of_the_device_in_use_is_one_that_the_card_takes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XAMP_DEVICE", "npu")
+    x = torch.randn(2, 3, 4, 4).to("npu")
+    assert FORMATS[name](x, xamp.accel.channels_last).is_contiguous()
+    if name in ("to", "contiguous", "half", "to the card", "a module"):
+        with pytest.raises(RuntimeError, match=r"xamp\.accel\.channels_last is the memory format that the device in"):
+            FORMATS[name](x, torch.channels_last)
+
+
+def test_xamp_run_drops_a_memory_format_that_the_card_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XAMP_DEVICE", "npu")
+    x: Any = torch.randn(2, 3, 4, 4).to("npu")
+    with redirected("npu") as report:
+        for name, call in FORMATS.items():
+            assert call(x, torch.channels_last).is_contiguous(), name
+        moved = x.cuda(memory_format=torch.channels_last)
+        conv = convolution(3, 4, 3).cuda()
+        assert conv.to(memory_format=torch.channels_last) is conv
+    assert moved.is_contiguous()
+    dropped = sorted({row.what for row in report.rows("redirected") if "dropped" in row.what})
+    names = ("Module.to", "Tensor.clone", "Tensor.contiguous", "Tensor.cuda", "Tensor.half", "Tensor.to", "torch.empty")
+    assert dropped == [f"{name}(memory_format=torch.channels_last), dropped" for name in names]
+
+
+def test_defaults_and_random_states_are_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XAMP_DEVICE", "npu")
+    try:
+        xamp.accel.set_default_tensor_type(xamp.accel.HalfTensor)
+        assert (torch.zeros(1).dtype, torch.zeros(1).device.type) == (torch.float16, "npu")
+        xamp.accel.set_default_tensor_type(torch.FloatTensor)
+        assert (torch.zeros(1).dtype, torch.zeros(1).device.type) == (torch.float32, "cpu")
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    with xamp.accel.random.fork_rng(devices=[xamp.accel.current_device()]):
+        drawn = torch.rand(3, device="npu")
+    assert torch.equal(torch.rand(3, device="npu"), drawn)

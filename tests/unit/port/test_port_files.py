@@ -470,3 +470,48 @@ def test_without_libcst_the_cure_is_told(script: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["port", "train.py"]) == 2
     assert "pip install xamp[port]" in capsys.readouterr().err
+
+
+def test_a_diff_is_one_that_git_takes(script: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    git(script.parent, "init", "-q")
+    names = ("train.py", "a folder/b.py", 'odd "name".py', "new\nline.py", "\xe9.py", os.fsdecode(b"\xff.py"))
+    for name in names:
+        (script.parent / name).parent.mkdir(exist_ok=True)
+        (script.parent / name).write_text(BEFORE)
+    (script.parent / "crlf.py").write_bytes(BEFORE.replace("\n", "\r\n").encode())
+    (script.parent / "latin.py").write_bytes(b"# coding: latin-1\n# \xe9\n" + BEFORE.rstrip().encode() + b" # \xe9")
+    git(script.parent, "add", "-A")
+    git(script.parent, "-c", "core.autocrlf=false", "commit", "-qm", "x")
+    for path in (".", str(script.parent), *(f"./{name}" for name in names)):
+        assert main(["port", "--jobs", "1", path]) == 0
+        diff = capfdbinary.readouterr().out
+        (script.parent.parent / "p.diff").write_bytes(diff)
+        git(script.parent, "apply", "../p.diff")
+        assert script.read_text() == (AFTER if path in (".", str(script.parent), "./train.py") else BEFORE)
+        assert main(["port", "--check", path]) == 0
+        git(script.parent, "checkout", "-q", "--", ".")
+        capfdbinary.readouterr()
+
+
+def test_a_fault_in_one_file_does_not_stop_the_others(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    class Broken(Rule):
+        """Fails at a name."""
+
+        name = "broken"
+        kinds = ("Name",)
+
+        def look(self, node: Any, work: Any) -> None:
+            assert node.value != "trap"
+
+    from xamp.port import engine, rules
+
+    monkeypatch.setattr(rules, "entry_points", lambda group: [_Point([Broken()])])
+    engine._loaded.cache_clear()
+    (script.parent / "a.py").write_text("trap = x.cuda()\n")
+    assert main(["port", "--write", "."]) == 1
+    engine._loaded.cache_clear()
+    assert "./a.py: a fault of xamp port: AssertionError" in capsys.readouterr().err
+    assert script.read_text() == AFTER
+    assert (script.parent / "a.py").read_text() == "trap = x.cuda()\n"

@@ -12,6 +12,11 @@ __all__ = ["GROUP", "built_in", "load"]
 
 GROUP = "xamp.port_rules"
 _MODULES = (
+    "builds",
+    "only_cuda",
+    "environment",
+    "defaults",
+    "clipping",
     "guards",
     "annotations",
     "apex_amp",
@@ -30,6 +35,7 @@ _MODULES = (
     "tensor_types",
     "scaler",
     "remarks",
+    "mentions",
 )
 
 

@@ -12,7 +12,6 @@ from xamp.port.work import Work
 __all__ = ["RULES"]
 
 _PARALLEL = "DataParallel runs on CUDA only; start one process a device with torchrun, and use DistributedDataParallel"
-_ENVIRONMENT = "CUDA_VISIBLE_DEVICES hides CUDA's devices only; XAMP_DEVICE chooses the device on all"
 _HELPERS = {
     "timm.utils.NativeScaler": "timm's scaler runs torch.cuda.amp; xamp.GradScaler has the methods that it wraps",
     "timm.utils.ApexScaler": "timm's scaler runs apex.amp; call xamp.scale_loss instead",
@@ -43,7 +42,7 @@ class Parallel(Rule):
             f"from torch import nn\n# TODO(xamp): {_PARALLEL}\nmodel = nn.DataParallel(model)\n",
         ),
     )
-    unchanged = ("import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0])\n",)
+    unchanged = ("import torch\nmodel = torch.nn.parallel.DistributedDataParallel(model)\n",)
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
@@ -135,20 +134,4 @@ class Helpers(Rule):
                 work.say(self, node, Grade.NOTED, framework, inline=False, once=True)
 
 
-class Environment(Rule):
-    """A script that sets `CUDA_VISIBLE_DEVICES` is told of in the report."""
-
-    name = "visible-devices"
-    grade = Grade.NOTED
-    met = 4
-    kinds = ("SimpleString",)
-    examples = ()
-    unchanged = ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n",)
-
-    def look(self, node: Any, work: Work) -> None:
-        """See :meth:`Rule.look`."""
-        if text_of(node) == "CUDA_VISIBLE_DEVICES" and kind(work.parent(node)) in ("Index", "Arg"):
-            work.say(self, node, Grade.NOTED, _ENVIRONMENT, inline=False, once=True)
-
-
-RULES = (Parallel(), Pinned(), Flags(), Helpers(), Environment())
+RULES = (Parallel(), Pinned(), Flags(), Helpers())

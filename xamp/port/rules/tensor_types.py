@@ -35,6 +35,8 @@ class TypeText(Rule):
         """See :meth:`Rule.look`."""
         if not _TYPE.fullmatch(text_of(node) or "") or work.is_kept(self, node):
             return
+        if work.is_claimed(node):
+            return
         place, name = place_of(work, node)
         wanted = place == "compare" or (
             place == "call" and name.rpartition(".")[2] in ("type", "set_default_tensor_type")

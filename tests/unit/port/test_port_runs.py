@@ -1,0 +1,145 @@
+"""Scripts that died after a port, or in which a part had no effect, are ported and run on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked_python import python
+
+pytest.importorskip("libcst")  # the extra xamp[port]
+
+from xamp.port.engine import port_text
+from xamp.port.rule import Grade
+
+CLIPPED = """
+import json
+import torch
+from apex import amp
+torch.manual_seed(0)
+m = torch.nn.Linear(4, 2).cuda()
+opt = torch.optim.SGD(m.parameters(), lr=0.1)
+m, opt = amp.initialize(m, opt, opt_level="O2", loss_scale=128.0, verbosity=0)
+for _ in range(3):
+    opt.zero_grad()
+    loss = m(torch.ones(3, 4).cuda()).float().pow(2).sum()
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+    opt.step()
+print(json.dumps([p.tolist() for p in amp.master_params(opt)]))
+"""
+BY_HAND = """
+import json
+import torch
+torch.manual_seed(0)
+m = torch.nn.Linear(4, 2)
+masters = [p.detach().clone() for p in m.parameters()]
+m.half()
+for _ in range(3):
+    m.zero_grad()
+    loss = m(torch.ones(3, 4).half()).float().pow(2).sum()
+    (loss * 128.0).backward()
+    grads = [p.grad.double() / 128.0 for p in m.parameters()]
+    norm = sum(g.pow(2).sum() for g in grads).sqrt()
+    for p, master, g in zip(m.parameters(), masters, grads):
+        master -= (0.1 * g * min(1.0, 0.5 / (norm.item() + 1e-6))).float()
+        p.data.copy_(master)
+print(json.dumps([p.tolist() for p in masters]))
+"""
+PARALLEL = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("nccl", init_method="file://STORE", rank=0, world_size=1)
+torch.cuda.set_device(0)
+m = torch.nn.Linear(2, 2).cuda()
+for each in (DDP(m, device_ids=[0], output_device=0), DDP(m, [torch.cuda.current_device()], 0)):
+    each(torch.ones(1, 2).cuda()).sum().backward()
+dist.destroy_process_group()
+print("trained")
+"""
+DEFAULTS = """
+import torch
+torch.set_default_tensor_type(torch.cuda.HalfTensor)
+print(torch.zeros(2).dtype)
+torch.set_default_tensor_type("torch.cuda.FloatTensor" if torch.cuda.is_available() else "torch.DoubleTensor")
+print(torch.zeros(2).dtype)
+torch.set_default_tensor_type(torch.FloatTensor)
+print(torch.zeros(2).dtype)
+with torch.random.fork_rng(devices=[torch.cuda.current_device()]):
+    a = torch.rand(3).cuda()
+print(torch.equal(a, torch.rand(3).cuda()))
+x = torch.ones(1, 2, 2, 2).cuda().to(memory_format=torch.channels_last)
+print(x.is_contiguous(memory_format=torch.channels_last))
+"""
+
+
+def run(text: str) -> list[str]:
+    """What a script prints on the CPU."""
+    environment = {**os.environ, "XAMP_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [python(), "-W", "error", "-c", text]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_gradients_are_clipped_where_the_optimizer_steps_on_masters() -> None:
+    ported = port_text(CLIPPED)
+    assert "clip_grad_norm_(xamp.master_params(opt), 0.5)" in ported.text
+    found, wanted = json.loads(run(ported.text)[-1]), json.loads(run(BY_HAND)[-1])
+    for one, other in zip(found, wanted, strict=True):
+        assert one == pytest.approx(other, abs=1e-6) if not isinstance(one[0], list) else True
+        for row, same in zip(one, other, strict=True):
+            assert row == pytest.approx(same, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("if fp16:\n    SCALE\nelse:\n    loss.backward()\nCLIP", "MASTERS"),
+        ("if fp16:\n    SCALE\n    torch.nn.utils.clip_grad_norm_(amp.master_params(o), 1)\nelse:\n    CLIP", "CLIP"),
+        (
+            "SCALE\nfrom torch.nn.utils import clip_grad_norm_ as c\nc(self.model.parameters(), 1)",
+            "xamp.master_params(o)",
+        ),
+        ("SCALE\nfor p in m.parameters():\n    p.grad.clamp_(-1, 1)", "p.grad.clamp_(-1, 1)"),
+    ],
+)
+def test_which_gradients_are_clipped(body: str, wanted: str) -> None:
+    scale = "with amp.scale_loss(loss, o) as s: s.backward()"
+    clip = "torch.nn.utils.clip_grad_norm_(m.parameters(), 1)"
+    body = body.replace("SCALE", scale).replace("CLIP", clip)
+    text = port_text(
+        f"import torch\nfrom apex import amp\nm, o = amp.initialize(m, o, opt_level=args.l)\n{body}\n"
+    ).text
+    assert (
+        wanted.replace("MASTERS", "torch.nn.utils.clip_grad_norm_(xamp.master_params(o), 1)").replace("CLIP", clip)
+        in text
+    )
+
+
+def test_levels_without_masters_clip_as_before() -> None:
+    text = CLIPPED.replace('"O2"', '"O1"')
+    assert "clip_grad_norm_(m.parameters(), 0.5)" in port_text(text).text
+
+
+def test_clipping_that_cannot_be_told_is_noted() -> None:
+    text = "import torch\nfrom apex import amp\nm, o = amp.initialize(m, o, opt_level='O2')\n\n\ndef clip(m):\n    "
+    for clip in ("clip_grad_norm_(m.parameters(), 1)", "clip_grad_value_(list(m.parameters()), 1)"):
+        ported = port_text(f"{text}torch.nn.utils.{clip}\n")
+        assert [each.grade for each in ported.findings if each.rule == "clip-masters"] == [Grade.NOTED]
+    ported = port_text(f"{text}all = list(m.parameters())\n    torch.nn.utils.clip_grad_norm_(all, 1)\n")
+    assert [each.line for each in ported.findings if each.rule == "clip-masters"] == [8]
+
+
+def test_a_parallel_model_runs_on_a_cpu(tmp_path: Path) -> None:
+    text = port_text(PARALLEL.replace("STORE", str(tmp_path / "store"))).text
+    assert run(text) == ["trained"]
+
+
+def test_defaults_states_and_formats_are_those_of_the_device() -> None:
+    assert run(port_text(DEFAULTS).text) == ["torch.float16", "torch.float64", "torch.float32", "True", "True"]

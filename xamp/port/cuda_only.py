@@ -1,0 +1,389 @@
+"""What runs on CUDA only, and what to use in its place: libraries, names, commands, environment variables.
+
+To add one, add a row. Rules for Python (:mod:`xamp.port.rules.only_cuda`) and for other files (:mod:`xamp.port.other`)
+read the same rows, by :mod:`xamp.port.cuda_names`. A text says what to do on another device; where nothing is known it
+says so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["ATTRIBUTES", "CALLS", "COMMANDS", "LIBRARIES", "TEXTS", "VARIABLES", "Library", "Name", "Variable"]
+
+
+class Library(NamedTuple):
+    """A library that works on CUDA only.
+
+    Attributes:
+        modules: dotted names as scripts import them, with spaces between; names below one belong to it.
+        packages: names as pip and conda know them, in lower case with hyphens; ``*`` stands for anything.
+        instead: what to use on another device.
+    """
+
+    modules: str
+    packages: str
+    instead: str
+
+
+class Name(NamedTuple):
+    """A name that uses CUDA, of a module that works on other devices too.
+
+    Attributes:
+        text: what to do where a script uses it.
+        never_runs: it is an error on another device.
+    """
+
+    text: str
+    never_runs: bool = False
+
+
+class Variable(NamedTuple):
+    """An environment variable that CUDA, or a library for it, reads.
+
+    Attributes:
+        npu: the variable that Ascend reads in its place; empty where there is none.
+        text: what it means; empty for one that has no effect on another device, and needs no word.
+        is_certain: the NPU's variable takes the same values.
+    """
+
+    npu: str = ""
+    text: str = ""
+    is_certain: bool = False
+
+
+_TORCH = "write it with torch's own operators"
+_NO_NPU = "it has no build for NPUs"
+_SPARSE = "Ascend's DrivingSDK (mx_driving) has SparseConv3d, SubMConv3d and SparseInverseConv3d"
+_ATTENTION = "torch.nn.functional.scaled_dot_product_attention runs on every device"
+_FIGURES = "xamp.accel.memory_allocated(), mem_get_info() and get_device_name() answer on every device"
+_RENDER = f"a renderer that is compiled for CUDA; {_NO_NPU}"
+_DECODE = "decode on the CPU, with torchvision or PyAV"
+_TABLES = "use pandas, scikit-learn or NumPy on the CPU"
+
+LIBRARIES = (
+    Library(
+        "numba.cuda",
+        "",
+        f"numba compiles no kernels for NPUs; {_TORCH}, or use numba.njit on the CPU",
+    ),
+    Library(
+        "cupy cupyx cupy_backends",
+        "cupy cupy-*",
+        "CuPy has no NPUs; use NumPy, or torch tensors",
+    ),
+    Library(
+        "pycuda",
+        "pycuda",
+        f"PyCUDA compiles for CUDA; {_TORCH}",
+    ),
+    Library(
+        "skcuda pycudwt reikna.cluda",
+        "scikit-cuda pycudwt",
+        f"it stands on CUDA; {_TORCH}",
+    ),
+    Library(
+        "cuda.cudart cuda.cuda cuda.nvrtc cuda.bindings cuda.core",
+        "cuda-python cuda-bindings cuda-core",
+        "the CUDA runtime is CUDA's only; xamp.accel has what torch.cuda has of it",
+    ),
+    Library(
+        "pynvml py3nvml nvidia_smi nvsmi gpustat nvitop GPUtil pynvx",
+        "pynvml nvidia-ml-py* py3nvml nvsmi gpustat nvitop gputil",
+        f"it asks NVIDIA's driver; {_FIGURES}",
+    ),
+    Library(
+        "spconv",
+        "spconv*",
+        _SPARSE,
+    ),
+    Library(
+        "MinkowskiEngine",
+        "minkowskiengine",
+        f"it has no build for NPUs; {_SPARSE}",
+    ),
+    Library(
+        "torchsparse",
+        "torchsparse*",
+        f"it has no build for NPUs; {_SPARSE}",
+    ),
+    Library(
+        "flash_attn flash_attn_interface flash_attn_cuda flash_attn_2_cuda",
+        "flash-attn* flash-attention",
+        f"{_ATTENTION}; torch_npu.npu_fusion_attention is Ascend's own",
+    ),
+    Library(
+        "xformers",
+        "xformers",
+        _ATTENTION,
+    ),
+    Library(
+        "sageattention flashinfer flash_mla deep_gemm deep_ep",
+        "sageattention flashinfer*",
+        _ATTENTION,
+    ),
+    Library(
+        "bitsandbytes",
+        "bitsandbytes*",
+        "no release has kernels for NPUs; use torch.optim, and load the model in bf16",
+    ),
+    Library(
+        "mmcv.ops mmcv._ext mmdet.ops mmdet3d.ops",
+        "mmcv-full",
+        "build mmcv on the NPU machine with MMCV_WITH_OPS=1 FORCE_NPU=1; some of its operators have a form "
+        "for NPUs, the others have none",
+    ),
+    Library(
+        "detectron2._C maskrcnn_benchmark._C",
+        "",
+        "the extension is compiled for CUDA or the CPU; torchvision.ops has roi_align and nms",
+    ),
+    Library(
+        "nvidia.dali",
+        "nvidia-dali*",
+        "DALI loads data by CUDA; use torchvision.transforms in a DataLoader",
+    ),
+    Library(
+        "PyNvCodec PyNvVideoCodec nvidia.nvimgcodec nvjpeg",
+        "pynvvideocodec pynvcodec vpf nvidia-nvimgcodec*",
+        _DECODE,
+    ),
+    Library(
+        "triton",
+        "triton triton-nightly pytorch-triton*",
+        "Triton compiles for GPUs; on an NPU triton-ascend takes its place, and not every kernel compiles there",
+    ),
+    Library(
+        "tensorrt torch_tensorrt torch2trt tensorrt_llm polygraphy onnx_tensorrt",
+        "tensorrt* nvidia-tensorrt torch-tensorrt torch2trt polygraphy",
+        "TensorRT runs models on NVIDIA GPUs; export to ONNX and convert with Ascend's ATC",
+    ),
+    Library(
+        "transformer_engine transformer_engine_torch",
+        "transformer-engine*",
+        "it is for NVIDIA GPUs; use torch.nn.Linear and torch.nn.LayerNorm under xamp",
+    ),
+    Library(
+        "megatron",
+        "megatron-core",
+        "Megatron builds CUDA kernels; Ascend's MindSpeed patches it for NPUs",
+    ),
+    Library(
+        "cudf cuml cugraph cuspatial cucim rmm dask_cuda dask_cudf raft_dask pylibraft",
+        "cudf* cuml* cugraph* cuspatial* cucim* rmm rmm-* dask-cuda dask-cudf* rapids",
+        f"RAPIDS runs on NVIDIA GPUs; {_TABLES}",
+    ),
+    Library(
+        "faiss.StandardGpuResources faiss.GpuIndexFlatL2 faiss.GpuIndexFlatIP faiss.GpuIndexFlatConfig "
+        "faiss.index_cpu_to_gpu faiss.index_cpu_to_all_gpus faiss.index_cpu_to_gpu_multiple "
+        "faiss.get_num_gpus faiss.GpuClonerOptions faiss.contrib.torch_utils",
+        "faiss-gpu*",
+        "faiss searches on GPUs or the CPU; keep the index on the CPU",
+    ),
+    Library(
+        "nvdiffrast kaolin tinycudann gsplat diff_gaussian_rasterization simple_knn raymarching nerfacc "
+        "diff_surfel_rasterization neural_renderer",
+        "nvdiffrast kaolin tinycudann gsplat nerfacc",
+        _RENDER,
+    ),
+    Library(
+        "mamba_ssm causal_conv1d selective_scan_cuda causal_conv1d_cuda",
+        "mamba-ssm causal-conv1d",
+        f"its kernels are compiled for CUDA; {_TORCH}",
+    ),
+    Library(
+        "torch_scatter torch_sparse torch_cluster torch_spline_conv pyg_lib",
+        "torch-scatter torch-sparse torch-cluster torch-spline-conv pyg-lib",
+        "its operators are for CUDA and the CPU; torch.scatter_reduce and torch.index_add run on every device",
+    ),
+    Library(
+        "pointnet2 pointnet2_ops pointnet2_cuda pointops pointops_cuda chamfer_3D chamferdist emd_cuda "
+        "knn_cuda pytorch3d._C",
+        "pointnet2-ops* chamferdist knn-cuda",
+        "it is compiled for CUDA; mx_driving of Ascend's DrivingSDK has some of these operators",
+    ),
+    Library(
+        "dcn_v2 _dcn_v2 dcn DCN MultiScaleDeformableAttention inplace_abn",
+        "dcnv2 inplace-abn",
+        "it is compiled for CUDA; torchvision.ops.deform_conv2d, or mmcv built for NPUs",
+    ),
+    Library(
+        "warpctc_pytorch warprnnt_pytorch warp_rnnt",
+        "warpctc-pytorch warprnnt-pytorch",
+        "it is compiled for CUDA or the CPU; torch.nn.CTCLoss and torchaudio's rnnt_loss",
+    ),
+    Library(
+        "fast_transformers lightseq turbo_transformers fastertransformer",
+        "lightseq",
+        f"its kernels are compiled for CUDA; {_ATTENTION}",
+    ),
+    Library(
+        "isaacgym isaacsim omni.isaac isaaclab warp",
+        "isaacgym isaacsim* warp-lang",
+        "the simulator runs on NVIDIA GPUs only",
+    ),
+    Library(
+        "cutlass cute nvmath nvshmem nixl",
+        "nvidia-cutlass* nvmath-python nvidia-nvshmem*",
+        f"it is for NVIDIA GPUs; {_TORCH}",
+    ),
+    Library(
+        "auto_gptq gptqmodel awq exllamav2 exllama_kernels hqq_aten",
+        "auto-gptq gptqmodel autoawq* exllamav2",
+        "its kernels are compiled for CUDA; load the model in bf16",
+    ),
+    Library(
+        "cv2.cuda cv2.cuda_GpuMat cv2.cuda_Stream cv2.cudacodec",
+        "",
+        "OpenCV's CUDA part; the functions of cv2 itself run on the CPU",
+    ),
+    Library(
+        "",
+        "onnxruntime-gpu",
+        "onnxruntime runs on the CPU, onnxruntime-cann on NPUs",
+    ),
+    Library(
+        "",
+        "tensorflow-gpu",
+        "TensorFlow for CUDA; tensorflow runs on the CPU",
+    ),
+    Library(
+        "",
+        "apex nvidia-apex",
+        "xamp takes Apex's place; leave it out",
+    ),
+    Library(
+        "",
+        "cudatoolkit* cuda-toolkit pytorch-cuda cudnn nccl cuda-nvcc* cuda-cudart* cuda cuda-runtime "
+        "cuda-libraries* magma-cuda* cuda-version cuda-compat* nvidia-cuda* nvidia-cudnn* nvidia-cublas* "
+        "nvidia-cufft* nvidia-curand* nvidia-cusolver* nvidia-cusparse* nvidia-nccl* nvidia-nvtx* "
+        "nvidia-nvjitlink* nvidia-cufile* libcudnn* libnccl* cuda-toolkit-* nvidia-pyindex nvidia-driver* "
+        "nvidia-container-toolkit nvidia-docker*",
+        "a part of CUDA; an NPU machine needs CANN and its driver",
+    ),
+)
+"""The libraries. Imports of one are marked where nothing catches their failure, and told of where something does."""
+
+_BUILD = f"an extension that is built for CUDA runs on nothing else; {_TORCH}, or build a form for each other device"
+_PROFILE = "records CUDA's kernels only; on an NPU torch_npu.profiler.profile with ProfilerActivity.NPU records its own"
+
+CALLS = {
+    "torch.version.cuda": Name(
+        "None where torch has no CUDA, so what reads it must bear None; xamp.device_type() names the device in use"
+    ),
+    "torch.profiler.ProfilerActivity.CUDA": Name(_PROFILE),
+    "torch.autograd.ProfilerActivity.CUDA": Name(_PROFILE),
+    "torch.autograd.profiler.emit_nvtx": Name(
+        "NVTX is NVIDIA's; xamp.accel.nvtx marks ranges on every device", never_runs=True
+    ),
+    "torch.utils.cpp_extension.CUDAExtension": Name(_BUILD, never_runs=True),
+    "torch.utils.cpp_extension.CUDA_HOME": Name("the folder of CUDA; None on a machine without"),
+    "torch.distributed.ProcessGroupNCCL": Name(
+        "NCCL's own class; torch.distributed makes the one of the device in use", never_runs=True
+    ),
+}
+"""Names that use CUDA, of modules that work on other devices too."""
+
+COMMANDS = {
+    "nvidia-smi": "npu-smi info shows NPUs; in Python, xamp.accel.mem_get_info() and get_device_name() answer",
+    "nvcc": "CUDA's compiler, which an NPU machine does not have",
+    "nvprof": "NVIDIA's profiler; on an NPU msprof, or torch_npu.profiler",
+    "nsys": "NVIDIA's profiler; on an NPU msprof, or torch_npu.profiler",
+    "ncu": "NVIDIA's profiler; on an NPU msprof, or torch_npu.profiler",
+    "nvidia-docker": "Ascend Docker Runtime takes its place: docker run -e ASCEND_VISIBLE_DEVICES=0",
+    "nvidia-cuda-mps-control": "NVIDIA's only; processes on an NPU need nothing of it",
+    "cuda-memcheck": "for CUDA's kernels only",
+    "compute-sanitizer": "for CUDA's kernels only",
+    "cuda-gdb": "for CUDA's kernels only",
+    "nvtop": "npu-smi info watches NPUs",
+    "trtexec": "TensorRT's; on an NPU Ascend's ATC converts ONNX",
+}
+"""Programs that come with CUDA or NVIDIA's driver -> what to use."""
+
+_RANKS = "NCCL's settings are read by NCCL only; HCCL's are HCCL_SOCKET_IFNAME, HCCL_IF_IP and HCCL_CONNECT_TIMEOUT"
+_BUILDING = "is for building CUDA extensions, which run on CUDA only"
+_CONTAINER = "is read by NVIDIA's container runtime; Ascend Docker Runtime reads ASCEND_VISIBLE_DEVICES"
+
+ATTRIBUTES = {
+    "__cuda_array_interface__": "shares memory of CUDA with CuPy; torch.utils.dlpack shares that of any device",
+}
+"""Names of attributes, whatever has them -> what to do."""
+
+VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": Variable(
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "CUDA_VISIBLE_DEVICES hides CUDA's devices only; set ASCEND_RT_VISIBLE_DEVICES beside it, whose numbers must "
+        "ascend, or choose by XAMP_DEVICE on all",
+        is_certain=True,
+    ),
+    "CUDA_LAUNCH_BLOCKING": Variable(
+        "ASCEND_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING is CUDA's; ASCEND_LAUNCH_BLOCKING is read on an NPU", True
+    ),
+    "PYTORCH_CUDA_ALLOC_CONF": Variable(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF is CUDA's; torch_npu reads PYTORCH_NPU_ALLOC_CONF, which knows some of its words",
+    ),
+    "CUDA_HOME": Variable(text=f"CUDA_HOME {_BUILDING}"),
+    "CUDA_PATH": Variable(text=f"CUDA_PATH {_BUILDING}"),
+    "CUDA_ROOT": Variable(text=f"CUDA_ROOT {_BUILDING}"),
+    "CUDACXX": Variable(text=f"CUDACXX {_BUILDING}"),
+    "FORCE_CUDA": Variable(text=f"FORCE_CUDA {_BUILDING}"),
+    "TORCH_CUDA_ARCH_LIST": Variable(text=f"TORCH_CUDA_ARCH_LIST {_BUILDING}"),
+    "TORCH_NVCC_FLAGS": Variable(text=f"TORCH_NVCC_FLAGS {_BUILDING}"),
+    "NVIDIA_VISIBLE_DEVICES": Variable("ASCEND_VISIBLE_DEVICES", f"NVIDIA_VISIBLE_DEVICES {_CONTAINER}"),
+    "NVIDIA_DRIVER_CAPABILITIES": Variable(text=f"NVIDIA_DRIVER_CAPABILITIES {_CONTAINER}"),
+    "NCCL_SOCKET_IFNAME": Variable("HCCL_SOCKET_IFNAME", _RANKS),
+    "NCCL_IB_DISABLE": Variable(text=_RANKS),
+    "NCCL_IB_HCA": Variable(text=_RANKS),
+    "NCCL_P2P_DISABLE": Variable(text=_RANKS),
+    "CUDA_DEVICE_ORDER": Variable(),
+    "CUDA_MODULE_LOADING": Variable(),
+    "CUDA_CACHE_PATH": Variable(),
+    "CUDA_CACHE_DISABLE": Variable(),
+    "CUDA_CACHE_MAXSIZE": Variable(),
+    "CUDA_DEVICE_MAX_CONNECTIONS": Variable(),
+    "CUBLAS_WORKSPACE_CONFIG": Variable(),
+    "CUDNN_DETERMINISTIC": Variable(),
+    "NVIDIA_TF32_OVERRIDE": Variable(),
+    "NVIDIA_PYTORCH_VERSION": Variable(),
+}
+"""Environment variables. Those that begin with NCCL_ or TORCH_NCCL_ and are not here are read by NCCL only."""
+
+TEXTS = (
+    (
+        r"\w*cuda\w*\.so\b",
+        "this may be a library that is compiled for CUDA; another device needs its own, or torch's own operators",
+    ),
+    (
+        r"\blibcu(da|dart|dnn|blas|fft|rand|solver|sparse)\w*\.so|\bnvcuda\.dll|\bcudart64\w*\.dll",
+        "a library of CUDA, which is not there on an NPU machine",
+    ),
+    (
+        r"/usr/local/cuda|/opt/cuda|/usr/lib/cuda|\bcuda/(lib64|include|bin)\b",
+        "a folder of CUDA, which is not there on an NPU machine; CANN's set_env.sh sets its own paths",
+    ),
+    (
+        r"\bnvidia/(cuda|cudagl|pytorch)\b|\bnvcr\.io/|\bpytorch/pytorch:\S*cuda",
+        "an image with CUDA; an NPU needs one with CANN and torch_npu",
+    ),
+    (
+        r"\bdownload\.pytorch\.org/whl/(\w+/)?cu\d+|\bwhl/cu\d{2,3}\b|[+]cu\d{2,3}\b|[-_]cuda\d{2,3}\b|\bcu\d{3}\b",
+        "a build for CUDA; an NPU needs torch's build for the CPU, and torch-npu of the same version",
+    ),
+    (
+        r"\b(?:docker|podman|nerdctl)\b.*\s--gpus\b",
+        "NVIDIA's container runtime; Ascend Docker Runtime takes its place: docker run -e ASCEND_VISIBLE_DEVICES=0",
+    ),
+    (r"\bgithub\.com[:/]nvidia/apex\b|\bapex\.git\b", "xamp takes Apex's place; leave it out"),
+    (r"\bnvidia\.com/(?:gpu|mig)\b", "Kubernetes knows NPUs as huawei.com/Ascend910, or by your cluster's name"),
+    (
+        r"--runtime[= ]nvidia\b|\bruntime:\s*[\"']?nvidia\b|\bdriver:\s*[\"']?nvidia\b",
+        "NVIDIA's container runtime; Ascend Docker Runtime takes its place",
+    ),
+    (
+        r"\b(CUDA|Tensorrt|TensorRT)ExecutionProvider\b",
+        "onnxruntime's part for CUDA; CANNExecutionProvider is Ascend's, CPUExecutionProvider runs everywhere",
+    ),
+    (r"\b(self_)?cuda_(time|memory)(_total|_usage)?\b", "a figure of CUDA's profile; newer torch names it device_..."),
+)
+"""Patterns in texts of any file -> what to do."""

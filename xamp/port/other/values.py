@@ -1,0 +1,60 @@
+"""Devices, backends and dotted names as values in configurations and on command lines."""
+
+from __future__ import annotations
+
+import re
+
+from xamp.port.other.kinds import Kind
+from xamp.port.other.lines import Line, Lines
+from xamp.port.rule import Grade, Target
+
+__all__ = ["CONFIGURED", "SPOKEN", "port_values"]
+
+CONFIGURED = (Kind.YAML, Kind.JSON, Kind.TOML, Kind.INI, Kind.VARIABLES)
+_EDGE = r"(?<![\w./:$-])"
+_DEVICE = re.compile(rf"{_EDGE}(?P<word>cuda)(?P<index>:\d+)?(?![\w./-]|\s*[=(]|:\S)(?!['\"]?\s*:(?:\s|$))")
+_BACKEND = re.compile(rf"{_EDGE}nccl(?![\w./-])(?!['\"]?\s*[:=](?:\s|$))")
+_BOTH = re.compile(r"\b(?:cpu:gloo,)?cuda:nccl\b")
+_DOTTED = re.compile(rf"{_EDGE}(?:apex|torch\.(?:cuda|npu))(?:\.\w+)+")
+SPOKEN = re.compile(r"[\s\"'-]*(?:keywords|description|title|classifiers|topics|tags|labels)[\"']?\s*[:=]")
+_IN_FILE = "names a device: on an NPU write {0}, or leave it out where the script's own default is xamp.device_type()"
+_IN_COMMAND = "names a device: on an NPU write {0}, or leave the option out where its default is xamp.device_type()"
+_NCCL = "names a backend of torch.distributed: on an NPU write hccl; xamp.distributed_backend() tells it"
+
+
+def port_values(lines: Lines, line: Line, table: dict[str, Target]) -> None:
+    """Look at the values of a line; dotted names of Apex and torch.cuda that ``table`` has are rewritten."""
+    if SPOKEN.match(line.code):
+        return
+    text = _IN_FILE if lines.kind in CONFIGURED else _IN_COMMAND
+    for found in _BOTH.finditer(line.code):
+        _say(lines, line, found.span(), _NCCL)
+    for found in _DEVICE.finditer(line.code):
+        new = f"npu{found['index'] or ''}"
+        _say(lines, line, found.span(), text.format(new))
+    for found in _BACKEND.finditer(line.code):
+        _say(lines, line, found.span(), _NCCL)
+    for found in _DOTTED.finditer(line.code):
+        _dotted(lines, line, found, table)
+
+
+def _say(lines: Lines, line: Line, span: tuple[int, int], text: str) -> None:
+    if not line.is_done(*span):
+        lines.say(line, span, Grade.NOTED, text)
+
+
+def _dotted(lines: Lines, line: Line, found: re.Match[str], table: dict[str, Target]) -> None:
+    """``_target_: apex.optimizers.FusedAdam``: a whole value of a configuration is looked up by its name."""
+    if line.is_done(*found.span()):
+        return
+    target = table.get(found[0])
+    rest = line.code[found.end() :].strip()
+    is_whole = re.fullmatch(r"[\"']?\s*[,}\]]*", rest) is not None
+    if target is None or target.new is None:
+        known = target.text if target is not None and target.text else "xamp has no counterpart of this name"
+        lines.say(line, found.span(), Grade.NOTED, known)
+    elif lines.kind in CONFIGURED and is_whole and target.grade is Grade.CERTAIN:
+        lines.replace(line, found.span(), target.new)
+        lines.say(line, found.span(), Grade.CERTAIN, "")
+    else:
+        lines.say(line, found.span(), Grade.NOTED, f"{found[0]} is {target.new} in a port")
