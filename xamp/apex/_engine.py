@@ -282,8 +282,9 @@ class ApexEngine(Engine):
         super().adopt_group(state, group)
         self.masters.lower(self.masters.pairs[known:])
 
-    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Do nothing: with Apex the scale of a loss with ``delay_unscale`` does not move."""
+    def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Move the scale at once: with Apex each ``scale_loss`` is an update, and one with ``delay_unscale`` is none."""
+        scaler.update(found_inf)
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.

@@ -52,7 +52,7 @@ class Engine:
         overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
-        moves_before_step: scales move on leaving ``scale_loss``; False for a GradScaler, where ``update()`` moves them.
+        moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         state_class: the class of the elements of :attr:`states`.
         masters: the masters of the session; ``masters_class`` is their class.
@@ -257,8 +257,15 @@ class Engine:
                 entered.append(state)
             state.gradients.hidden = functools.partial(self._hidden, state) if shared else None
             state.gradients.enter(scaler)
+        if self.policy.dynamic and self._was_given_up(scaler):
+            scaler.end_window(stepped=False)
         if self.masters.pairs and not delay_unscale:
             self._move_early(states, scaler)
+
+    def _was_given_up(self, scaler: LossScaler) -> bool:
+        """Return whether ``scaler`` had backwards since it last moved, and all their gradients were cleared."""
+        reached = [s.gradients for s in self._states if s.gradients.used.get(scaler.index) is scaler.updates]
+        return len(reached) > 0 and all(gradients.were_cleared() for gradients in reached)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
@@ -324,7 +331,7 @@ class Engine:
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
-        """After a backward: unscale and check the gradients, then move the scale; or postpone all of this."""
+        """After a backward: unscale and check the gradients; or postpone this."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
         why = None
         if delay_unscale:
@@ -343,19 +350,33 @@ class Engine:
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_checks.is_settled:
             self._rank_checks.look()  # all ranks have written by now: see there
-        if self._any_owed and not delay_overflow_check:
-            self._move_owed(states, scaler, found_inf)
         if not delay_overflow_check:
-            scaler.update(found_inf)
+            self._note(states, scaler, found_inf)
 
-    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Move the scales of backwards that were left scaled and are checked now, with that of ``scaler``."""
-        for index in dict.fromkeys(i for state in states for i in state.gradients.owed):
-            if index != scaler.index:
-                self._scalers[index].update(found_inf)
+    def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Note what a check found, for the scales that move by it at the next step of one of ``states``.
+
+        These are ``scaler`` and those of backwards that were left scaled, which the check saw too.
+        """
+        for index in self._owed(states, scaler) if self._any_owed else (scaler.index,):
+            noting = self._scalers[index]
+            noting.note(found_inf)
+            for state in states:
+                state.gradients.used[index] = noting.updates
+
+    def _owed(self, states: Sequence[OptimizerState], scaler: LossScaler) -> Iterable[int]:
+        owed = dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)])
         for state in states:
             state.gradients.owed.clear()
         self._any_owed = any(state.gradients.owed for state in self._states)
+        return owed
+
+    def move_scales(self, state: OptimizerState) -> None:
+        """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
+        for index, updates in state.gradients.used.items():
+            scaler = self._scalers[index]
+            if scaler.updates is updates:
+                scaler.end_window()
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""

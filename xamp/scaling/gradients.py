@@ -50,7 +50,9 @@ class Gradients:
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
+        used: the loss scales they had since the last step: the index of each, and its
+            :attr:`xamp.scaling.scale.LossScaler.updates` as the last check that counts for it found them; None where
+            none did. While the scale has the same, it has not moved by that check.
         count: how many parameters the groups hold.
         owed: indices of the loss scales of backwards that are left scaled, which move by the check of a later one.
         mixed: the next check also sees gradients that an earlier check has seen already.
@@ -76,7 +78,7 @@ class Gradients:
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
         self.ready = False
-        self.used: dict[int, None] = {}
+        self.used: dict[int, object] = {}
         self.owed: dict[int, None] = {}
         self.mixed = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
@@ -186,7 +188,7 @@ class Gradients:
             self._entry = NOTHING
         elif not self._scales:
             self._entry = Entry(existing)
-        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or (scaler.exact and self._in_fp32))):
+        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
             self.mixed = True
@@ -196,6 +198,17 @@ class Gradients:
             self._entry = Entry(existing, stash, complete=False)
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
+
+    def _stay_exact(self, scaler: LossScaler) -> bool:
+        """Return whether existing gradients may be multiplied by the scale, and be checked once more.
+
+        Not where they had another scale. An overflow among them would hide one of this scale.
+        """
+        return scaler.exact and self._in_fp32 and all(index == scaler.index for index in self.used)
+
+    def were_cleared(self) -> bool:
+        """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""
+        return not self.ready or not (self.in_shards or any(p.grad is not None for p in self.stepped))
 
     def _unreduced(self) -> list[torch.Tensor]:
         """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
@@ -263,8 +276,8 @@ class Gradients:
         if pending is not None or self.forward_overflow is not None:
             self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
         if self.owed:
-            self.used.update(self.owed)
-        self.used[scaler.index] = None
+            self.used.update({index: self.used.get(index) for index in self.owed})
+        self.used.setdefault(scaler.index)
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
             self._unscaler.run(grads, scaler, found_inf, self.plain)

@@ -42,6 +42,9 @@ class StepOwner(OutcomeOwner, Refuser, Protocol):
 
     saturates: bool
 
+    def move_scales(self, state: OptimizerState) -> None:
+        """At a step of ``state``, move the scales of its backwards."""
+
     def pairs(self) -> Sequence[masters.Pair]:
         """Return all lowered parameters and their masters."""
 
@@ -215,6 +218,7 @@ class OptimizerState:
         self.refusals.stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             self.refusals.warn_of_no_gradient()
+            self._forget_window()
             result = base(*args, **kwargs)
             if self.fused.skips_on_device and not _is_compiling():
                 self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
@@ -230,6 +234,14 @@ class OptimizerState:
         if self.outcomes.replays.capturing():
             self.refusals.capture()
         return self._step_on_host(base, args, kwargs)
+
+    def _forget_window(self) -> None:
+        """End a window of which no gradient is left: none has an effect, and none was counted."""
+        self.engine.move_scales(self)
+        if not self.fresh:
+            self.sticky.zero_()
+            self.fresh = True
+        self.gradients.used.clear()
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not args and not kwargs:  # a closure would make gradients
@@ -255,6 +267,7 @@ class OptimizerState:
         return None
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.engine.move_scales(self)
         values = self._memory.values.tolist()  # the one wait for the device
         result, outcome = NOT_STEPPED, StepOutcome.APPLIED
         used: tuple[int, ...] = ()
@@ -278,6 +291,7 @@ class OptimizerState:
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self._optimizer()
+        self.engine.move_scales(self)
         mark, result, readable = self._mark(), NOT_STEPPED, None
         flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
@@ -338,17 +352,25 @@ class OptimizerState:
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
+        self.gradients.used.clear()
+        for scaler in self.engine.scalers:
+            scaler.lower_found()
         if not self.fresh:
             self.sticky.zero_()
             self.fresh = True
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
-        return self.outcomes.kept(), self.sticky.clone(), self.fresh, self.gradients.ready
+        gradients = self.gradients
+        found = [(scaler, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
+        return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, dict(gradients.used), found
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        outcomes, sticky, self.fresh, self.gradients.ready = kept
+        outcomes, sticky, self.fresh, self.gradients.ready, used, found = kept
+        self.gradients.used.update(used)
+        for scaler, place, value in found:
+            scaler.found = place.copy_(value)
         self.outcomes.put_back(outcomes)
         self.sticky.copy_(sticky)
 
