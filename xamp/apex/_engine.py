@@ -283,7 +283,9 @@ class ApexEngine(Engine):
         self.masters.lower(self.masters.pairs[known:])
 
     def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Move the scale at once: with Apex each ``scale_loss`` is an update, and one with ``delay_unscale`` is none."""
+        """Move the scale at once: with Apex each ``scale_loss`` is an update; one with ``delay_unscale`` is none."""
+        for state in states:
+            state.gradients.owed.clear()
         scaler.update(found_inf)
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:

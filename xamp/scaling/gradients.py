@@ -55,7 +55,7 @@ class Gradients:
             none did. While the scale has the same, it has not moved by that check.
         count: how many parameters the groups hold.
         owed: indices of the loss scales of backwards that are left scaled, which move by the check of a later one.
-        mixed: the next check also sees gradients that an earlier check has seen already.
+        mixed: the next check also sees gradients by whose check the scale has moved already, or another scale will.
         hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
             wrapper shares the models.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
@@ -191,7 +191,7 @@ class Gradients:
         elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
-            self.mixed = True
+            self.mixed = self.used.get(scaler.index) is not scaler.updates
             self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here

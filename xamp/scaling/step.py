@@ -164,7 +164,7 @@ class OptimizerState:
         self.find_parameters()
 
     def mask_flag(self) -> None:
-        """Lower the flag of this backward if the sticky flag is up and this check saw the same gradients again."""
+        """Lower the flag of this backward if the sticky flag is up and a scale moves by the same gradients already."""
         if self.gradients.mixed:
             self.flag.addcmul_(self.flag, self.sticky, value=-1)
 
