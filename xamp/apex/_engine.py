@@ -274,6 +274,8 @@ class ApexEngine(Engine):
         if len(self.scalers) > 1 and not throw_away:
             for state in states:
                 state.note(scaler.index, found)  # type: ignore[attr-defined]
+        if not throw_away:  # with Apex each scale_loss is an update, and one with delay_unscale is none
+            scaler.update(found)
         return found
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
@@ -283,10 +285,7 @@ class ApexEngine(Engine):
         self.masters.lower(self.masters.pairs[known:])
 
     def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Move the scale at once: with Apex each ``scale_loss`` is an update; one with ``delay_unscale`` is none."""
-        for state in states:
-            state.gradients.owed.clear()
-        scaler.update(found_inf)
+        """Do nothing: the scale has moved."""
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.

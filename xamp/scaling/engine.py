@@ -103,7 +103,6 @@ class Engine:
             self._watch.follow(models)
         self.masters = self.masters_class(self)
         self._alone = True  # on entering scale_loss, nothing was shared between processes
-        self._any_owed = False  # some scale moves by the check of another; see Gradients.owed
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
 
@@ -255,17 +254,19 @@ class Engine:
         for state in states:
             if entered is not None:
                 entered.append(state)
-            state.gradients.hidden = functools.partial(self._hidden, state) if shared else None
-            state.gradients.enter(scaler)
-        if self.policy.dynamic and self._was_given_up(scaler):
-            scaler.end_window(stepped=False)
+            gradients = state.gradients
+            gradients.hidden = functools.partial(self._hidden, state) if shared else None
+            gradients.enter(scaler)
+            if gradients.used and self.policy.dynamic:
+                self._notice_cleared(scaler)
         if self.masters.pairs and not delay_unscale:
             self._move_early(states, scaler)
 
-    def _was_given_up(self, scaler: LossScaler) -> bool:
-        """Return whether ``scaler`` had backwards since it last moved, and all their gradients were cleared."""
+    def _notice_cleared(self, scaler: LossScaler) -> None:
+        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step."""
         reached = [s.gradients for s in self._states if s.gradients.used.get(scaler.index) is scaler.updates]
-        return len(reached) > 0 and all(gradients.were_cleared() for gradients in reached)
+        if reached and all(gradients.were_cleared() for gradients in reached):
+            scaler.end_window(stepped=False)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
@@ -333,13 +334,10 @@ class Engine:
     ) -> None:
         """After a backward: unscale and check the gradients; or postpone this."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        why = None
-        if delay_unscale:
-            why = "delay_unscale=True postponed it"
-        elif params and self._wrappers.postponed(params):
-            why = "the wrapper's no_sync postponed its reduction"
-        if why is not None:
-            self._any_owed = True
+        if delay_unscale or (params and self._wrappers.postponed(params)):
+            why = (
+                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
+            )
             for state in states:
                 state.gradients.postpone(scaler, why)
             return
@@ -350,33 +348,25 @@ class Engine:
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_checks.is_settled:
             self._rank_checks.look()  # all ranks have written by now: see there
-        if not delay_overflow_check:
+        if scaler.has_own_flag and not delay_overflow_check:
             self._note(states, scaler, found_inf)
 
     def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Note what a check found, for the scales that move by it at the next step of one of ``states``.
-
-        These are ``scaler`` and those of backwards that were left scaled, which the check saw too.
-        """
-        for index in self._owed(states, scaler) if self._any_owed else (scaler.index,):
-            noting = self._scalers[index]
-            noting.note(found_inf)
-            for state in states:
-                state.gradients.used[index] = noting.updates
-
-    def _owed(self, states: Sequence[OptimizerState], scaler: LossScaler) -> Iterable[int]:
-        owed = dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)])
+        """Note what a check found, for ``scaler`` and for the scales of backwards that were left scaled until now."""
+        if not self.policy.dynamic:
+            return
+        for index in dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)]):
+            found = self._scalers[index].found
+            torch.maximum(found, found_inf, out=found)
         for state in states:
             state.gradients.owed.clear()
-        self._any_owed = any(state.gradients.owed for state in self._states)
-        return owed
 
     def move_scales(self, state: OptimizerState) -> None:
         """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
         for index, updates in state.gradients.used.items():
             scaler = self._scalers[index]
             if scaler.updates is updates:
-                scaler.end_window()
+                scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""
@@ -410,7 +400,7 @@ class Engine:
         flags = self.memory.flags
         flags.zero_()
         for state in states:
-            state.gradients.unscale(scaler, state.flag, state.fresh)
+            state.gradients.unscale(scaler, state.flag, state.fresh, not throw_away)
         if shared:
             self._wrappers.agree(flags, shared, self.saturates)
         if throw_away:

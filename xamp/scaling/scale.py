@@ -144,6 +144,7 @@ class LossScaler:
         updates: another object after each update of a dynamic scale that is done.
         found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
             loss and one optimizer, that is the optimizer's sticky flag, and costs nothing.
+        has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
         set_at: when it did, by :data:`clock`.
         version: another object after each update, also after one that failed. While it is the same, the scale has not
             moved.
@@ -173,8 +174,8 @@ class LossScaler:
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
         self._own_found = state.found[self.index]
-        alone = len(state.scales) == len(state.sticky) == 1
-        self.found = self._usual_found = state.sticky[0] if alone else self._own_found
+        self._sticky = state.sticky[0] if len(state.scales) == len(state.sticky) == 1 else None
+        self._use_usual_flag()
         self._mark()
         self._losses = len(state.scales)
         self._captures = state.captures
@@ -243,10 +244,9 @@ class LossScaler:
             self._known_scale, self._safe_updates_of_known = scale, self.rules.moves_before_bound(scale)
         self._safe_updates = self._safe_updates_of_known
 
-    def note(self, found_inf: torch.Tensor) -> None:
-        """Take in what the check of a backward found: fp32, one element. A sticky flag knows it already."""
-        if self.found is self._own_found and self.rules.dynamic:
-            torch.maximum(self.found, found_inf, out=self.found)
+    def _use_usual_flag(self) -> None:
+        self.has_own_flag = self._sticky is None
+        self.found = self._own_found if self._sticky is None else self._sticky
 
     def end_window(self, *, stepped: bool = True) -> None:
         """Move the scale by what was found since it last moved.
@@ -257,25 +257,26 @@ class LossScaler:
         """
         before = self.updates
         try:
-            self.update(self.found, counts=stepped)
+            self.update(self.found, None if stepped else _NEVER)
         finally:
             if self.updates is not before:
                 self.lower_found()
                 if not stepped:
-                    self.found = self._own_found
+                    self.growth_tracker.sub_(1).clamp_(min=0)
+                    self.found, self.has_own_flag = self._own_found, True
 
     def lower_found(self) -> None:
         """Forget what was found since the scale last moved."""
-        if self.found is self._own_found:
-            self.found.zero_()
-        self.found = self._usual_found
+        if self.has_own_flag:
+            self._own_found.zero_()
+            self._use_usual_flag()
 
-    def update(self, found_inf: torch.Tensor, *, counts: bool = True) -> None:
+    def update(self, found_inf: torch.Tensor, interval: int | None = None) -> None:
         """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due, within the bounds.
 
         Args:
             found_inf: fp32, one element, on the scale's device. The host does not read it.
-            counts: False: where ``found_inf`` is 0.0, nothing changes.
+            interval: clean updates until the scale grows; None: as its rules say.
         """
         rules = self.rules
         if not rules.dynamic:
@@ -294,10 +295,8 @@ class LossScaler:
                 found_inf,
                 rules.growth_factor,
                 rules.backoff_factor,
-                rules.growth_interval if counts else _NEVER,
+                rules.growth_interval if interval is None else interval,
             )
-            if not counts:
-                self.growth_tracker.sub_(1).clamp_(min=0)
             if safe:
                 self._safe_updates = safe - 1
             else:

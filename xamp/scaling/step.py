@@ -334,8 +334,9 @@ class OptimizerState:
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
-        self.gradients.ready = False
-        self.gradients.used.clear()
+        gradients = self.gradients
+        gradients.ready = False
+        gradients.used.clear()
         if not checks:  # else when the host sees the flag
             if self.outcomes.replays.capturing():
                 self.outcomes.record(torch.zeros_like(self.sticky))
@@ -362,15 +363,15 @@ class OptimizerState:
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
         gradients = self.gradients
-        found = [(scaler, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
+        found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
         return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, dict(gradients.used), found
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
         outcomes, sticky, self.fresh, self.gradients.ready, used, found = kept
         self.gradients.used.update(used)
-        for scaler, place, value in found:
-            scaler.found = place.copy_(value)
+        for scaler, scaler.has_own_flag, scaler.found, value in found:
+            scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
         self.sticky.copy_(sticky)
 
