@@ -321,7 +321,7 @@ class CollapseWatch:
 
     Args:
         scalers: the loss scales.
-        moved_before_step: a scale moves when its backward is checked; False: after the step.
+        moved_before_step: a scale moves before the step that is recorded; False: after it.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
