@@ -29,7 +29,7 @@ from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import LossScaler, clock
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.session_masters import SessionMasters
-from xamp.scaling.step import NOT_STEPPED, OptimizerState, has_stepped
+from xamp.scaling.step import NOT_STEPPED, OptimizerState
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -164,7 +164,7 @@ class ApexState(OptimizerState):
             self._account(skips, values, used, applied)
             return result
         except BaseException as error:
-            if has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error):
                 self._account(skips, values, used, applied)
             raise
 

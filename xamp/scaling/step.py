@@ -29,7 +29,7 @@ from xamp.scaling.scope import Scope
 from xamp.scaling.unprofiled import returned_from_step
 from xamp.scaling.warm import WarmState
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner", "has_stepped"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner"]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -252,7 +252,7 @@ class OptimizerState:
             self._finish(StepOutcome.APPLIED)
             return result
         except BaseException as error:
-            if has_stepped(mark, result, error) and self.engine.counts.applied == applied:
+            if self.has_stepped(mark, result, error) and self.engine.counts.applied == applied:
                 self._finish(StepOutcome.APPLIED)
             raise
 
@@ -265,6 +265,22 @@ class OptimizerState:
             if param.grad is not None:
                 return param, param._version
         return None
+
+    def has_stepped(self, mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
+        """Return whether the optimizer had stepped when ``error`` was raised; else it may have, half-way.
+
+        Where nobody can tell, the model follows the masters before its next forward.
+
+        Args:
+            mark: what :meth:`_mark` returned before the step.
+            result: what the step has returned, or :data:`NOT_STEPPED`.
+            error: the exception.
+        """
+        moved = mark is not None and mark[0]._version != mark[1]
+        if result is not NOT_STEPPED or moved or returned_from_step(error):
+            return True
+        self.master_versions.distrust()
+        return False
 
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.engine.move_scales(self)
@@ -284,7 +300,7 @@ class OptimizerState:
             self.outcomes.observe((used, clock()), values)
             return result
         except BaseException as error:
-            if self.outcomes.seen is not values and has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error) and self.outcomes.seen is not values:
                 self._finish(outcome)
                 self.outcomes.observe((used, clock()), values)
             raise
@@ -306,7 +322,7 @@ class OptimizerState:
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
-            if has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error):
                 self._conclude(flag, readable)
             raise
 
@@ -378,15 +394,3 @@ class OptimizerState:
 
 # It counts, and a number that moves is compiled twice. What it calls is compiled.
 keep_eager(OptimizerState._finish, inner=False)
-
-
-def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
-    """Return whether the optimizer had stepped when ``error`` was raised.
-
-    Args:
-        mark: what :meth:`OptimizerState._mark` returned before the step.
-        result: what the step has returned, or :data:`NOT_STEPPED`.
-        error: the exception.
-    """
-    moved = mark is not None and mark[0]._version != mark[1]
-    return result is not NOT_STEPPED or moved or returned_from_step(error)

@@ -38,8 +38,8 @@ def scale_loss(
 
     At the end of the ``with`` block xamp unscales the gradients of ``optimizers`` (at O2 and O5 they are then in the
     masters' ``.grad``) and checks them for inf and nan. The loss scale moves at the next ``optimizer.step()``, once for
-    all micro-batches of the step. All of this runs on the device. Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
-    ``scale_loss`` whose backward reduces.
+    all micro-batches of the step. All of this runs on the device. Where a wrapper postpones its reduction of the
+    gradients (``no_sync``), unscaling and check wait for the first ``scale_loss`` whose backward reduces.
 
     A stage of a pipeline, where the schedule runs backward and only the last stage has a loss, gives a one:
     ``torch.ones((), device=device)``. The result is the loss scale, by which the last stage multiplies its losses.
