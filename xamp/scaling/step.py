@@ -220,6 +220,7 @@ class OptimizerState:
             self.refusals.warn_of_no_gradient()
             self._forget_window()
             result = base(*args, **kwargs)
+            self.outcomes.last = None
             if self.fused.skips_on_device and not _is_compiling():
                 self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
             return result
@@ -244,9 +245,12 @@ class OptimizerState:
         self.gradients.used.clear()
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not args and not kwargs:  # a closure would make gradients
-            self.refusals.warn_of_no_gradient()
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
+        if mark is None and not (args or kwargs):  # a closure would make gradients
+            self.refusals.warn_of_no_gradient()
+            if not self.gradients.in_shards:  # else other ranks have some
+                self.outcomes.last = None
+                return base()
         try:
             result = base(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)

@@ -550,6 +550,23 @@ def test_a_step_is_refused_after_ranks_have_parted() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_step_that_found_no_gradient_has_no_outcome(level: str, fused: Any) -> None:
+    model, optimizer = start(level, fused=fused)
+    for overflow in (False, level in ("O1", "O2")):
+        backward(model, optimizer, overflow=overflow)
+        optimizer.step()
+        known = "SKIPPED" if overflow else "APPLIED"
+        stats = repr(xamp.session(optimizer).stats)
+        assert xamp.session(optimizer).last_step.name == known  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        optimizer.step()
+        assert xamp.session(optimizer).last_step is None
+        assert repr(xamp.session(optimizer).stats) == stats
+        assert xamp.session(model).metrics()["last_step_skipped"] == 0
+
+
 def test_a_step_without_any_gradient_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     _, optimizer = start("O1")
     for _ in range(3):
