@@ -25,6 +25,7 @@ from xamp.sessions.grad_scaler import GradScaler
 from xamp.sessions.manual_engine import ManualEngine, Stage
 
 _update, _enter_block = LossScaler.update, Engine.enter
+_check = Engine._check
 _leave, _finish, _prepare_state = Engine.leave, OptimizerState._finish, Engine.prepare_state
 _step_unchecked, _manual_unscale = OptimizerState._step_unchecked, ManualEngine.unscale
 
@@ -45,24 +46,31 @@ def _looks_at_backwards_only(self: FlagWatch, function: Any, args: Any, kwargs: 
     return function(*args, **kwargs)
 
 
-def _keeps_the_count(self: LossScaler, found_inf: torch.Tensor) -> None:
+def _keeps_the_count(self: LossScaler, found_inf: torch.Tensor, *options: Any) -> None:
     """An overflow does not start the count of clean updates again."""
     before = self.growth_tracker.clone()
-    _update(self, found_inf)
+    _update(self, found_inf, *options)
     torch.where(found_inf > 0, before, self.growth_tracker, out=self.growth_tracker)
 
 
-def _keeps_the_inverse(self: LossScaler, found_inf: torch.Tensor) -> None:
+def _keeps_the_inverse(self: LossScaler, found_inf: torch.Tensor, *options: Any) -> None:
     """The inverse stays that of the scale before."""
     fresh = self.inverse
-    _update(self, found_inf)
+    _update(self, found_inf, *options)
     self._inverse_is_stale = fresh is None
 
 
-def _reads(self: LossScaler, found_inf: torch.Tensor) -> None:
+def _reads(self: LossScaler, found_inf: torch.Tensor, *options: Any) -> None:
     """Asks the device whether there was an overflow, as torch_npu does."""
     if found_inf.item() in (0.0, 1.0):
-        _update(self, found_inf)
+        _update(self, found_inf, *options)
+
+
+def _moves_with_each_backward(self: Engine, states: Any, scaler: LossScaler, *rest: Any) -> torch.Tensor:
+    """However many backwards a step has, as Apex."""
+    found = _check(self, states, scaler, *rest)
+    scaler.update(found)
+    return found
 
 
 def _goes_on_counting(self: CollapseWatch, scales: Any) -> None:
@@ -227,8 +235,13 @@ MUTANTS = [
         patched(Gradients, "enter", _leaves_what_is_there),
     ),
     Mutant(
-        "an overflow is found again in the sum",
+        "each micro-batch moves the scale",
         "scaling.overflow_in_a_micro_batch",
+        patched(Engine, "_check", _moves_with_each_backward),
+    ),
+    Mutant(
+        "an overflow is found again in the sum",
+        "scaling.optimizers_that_step_at_different_moments",
         patched(OptimizerState, "mask_flag", lambda self: None),
     ),
     Mutant(

@@ -77,6 +77,8 @@ class Facts:
     dirty: bool = False  # the gradients contain inf or nan
     sticky: bool = False  # a backward overflowed since the last step
     fresh: bool = True  # no gradient was checked since the last step
+    window: bool = False  # a gradient was checked since the scale last moved
+    window_inf: bool = False  # and one of them overflowed
     scale: float = 0.0
     tracker: int = 0
 
@@ -173,6 +175,7 @@ class World:
         self.gradient_error = max(self.gradient_error, _step_error(facts.level))
         loss = self._loss(self.model, batch) * (math.inf if overflow else 1.0)
         if through:
+            self._enter(had_grads)
             with xamp.scale_loss(loss, self.optimizer, delay_unscale=delay) as scaled:
                 scaled.backward()
         else:
@@ -183,9 +186,17 @@ class World:
         if not through:
             facts.stray = facts.stray or not facts.ready
             return
-        self._after_backward(overflow, delay, had_grads)
+        self._after_backward(overflow, delay)
 
-    def _after_backward(self, overflow: bool, delay: bool, had_grads: bool) -> None:
+    def _enter(self, had_grads: bool) -> None:
+        """Entering ``scale_loss`` after gradients were cleared without a step: an overflow among them counts."""
+        facts = self.facts
+        if facts.window and not (facts.ready and had_grads):
+            if facts.window_inf:
+                self._move_scale(True)
+            facts.window = facts.window_inf = False
+
+    def _after_backward(self, overflow: bool, delay: bool) -> None:
         facts = self.facts
         facts.stray = False  # from now on these gradients count as scaled ones
         facts.dirty = facts.dirty or overflow
@@ -193,12 +204,11 @@ class World:
             facts.pending, facts.pending_inf = True, facts.pending_inf or overflow
             return
         found = overflow or facts.pending_inf or (facts.fresh and facts.dirty)
-        masked = facts.sticky and had_grads and not facts.masters  # an earlier inf hides a new one
         facts.pending = facts.pending_inf = False
         facts.ready, facts.fresh = True, False
         if not facts.checks:
             return
-        self._move_scale(found and not masked)
+        facts.window, facts.window_inf = True, facts.window_inf or found
         facts.sticky = facts.sticky or found
 
     def _move_scale(self, found: bool) -> None:
@@ -222,6 +232,8 @@ class World:
             self._refused(xamp.StateError, "did not come through scale_loss", self.optimizer.step)
             return
         self.optimizer.step()
+        if facts.window:
+            self._move_scale(facts.window_inf)
         if not facts.managed:
             self._reference_step(facts.level)
         elif facts.ready:
@@ -230,7 +242,8 @@ class World:
             assert outcome is expected, (outcome, facts)
             if not facts.sticky:
                 self._reference_step(facts.level)
-            facts.ready, facts.sticky, facts.fresh = False, False, True
+        facts.ready, facts.sticky, facts.fresh = False, False, True
+        facts.window = facts.window_inf = False
 
     def _reference_step(self, level: str | None) -> None:
         before = self._flat(self.reference)
@@ -297,6 +310,7 @@ class World:
             elif saved.xamp is not None:
                 xamp.load_state_dict(saved.xamp, self.optimizer)
                 self.facts.ready, self.facts.sticky, self.facts.fresh = False, False, True
+                self.facts.window = self.facts.window_inf = False
         self.reference.load_state_dict(saved.reference)
         self.reference_optimizer.load_state_dict(copy.deepcopy(saved.reference_optimizer))
         self.tolerance += _weight_error(self.facts.level) * self._size()
@@ -357,6 +371,7 @@ class World:
         if self.facts.level is None:
             return
         loss = self._loss(self.model, self._batch())
+        self._enter(self._has_grads())
         try:
             with xamp.scale_loss(loss, self.optimizer):
                 raise KeyError("the data are at their end")

@@ -29,7 +29,7 @@ from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.scale import LossScaler, clock
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.session_masters import SessionMasters
-from xamp.scaling.step import NOT_STEPPED, OptimizerState, has_stepped
+from xamp.scaling.step import NOT_STEPPED, OptimizerState
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -164,7 +164,7 @@ class ApexState(OptimizerState):
             self._account(skips, values, used, applied)
             return result
         except BaseException as error:
-            if has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error):
                 self._account(skips, values, used, applied)
             raise
 
@@ -274,6 +274,8 @@ class ApexEngine(Engine):
         if len(self.scalers) > 1 and not throw_away:
             for state in states:
                 state.note(scaler.index, found)  # type: ignore[attr-defined]
+        if not throw_away:  # with Apex each scale_loss is an update, and one with delay_unscale is none
+            scaler.update(found)
         return found
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
@@ -282,8 +284,8 @@ class ApexEngine(Engine):
         super().adopt_group(state, group)
         self.masters.lower(self.masters.pairs[known:])
 
-    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Do nothing: with Apex the scale of a loss with ``delay_unscale`` does not move."""
+    def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Do nothing: the scale has moved."""
 
     def resume_scales(self, saved: Sequence[Sequence[float]]) -> None:
         """Go on with the loss scales from a saved state of an optimizer.

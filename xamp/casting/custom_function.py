@@ -53,7 +53,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
 
     The device is the one of the first argument tensor on an accelerator, else of the first tensor, else the device in
     use. Both styles of forward work: with a context as the first argument, and without one beside a ``setup_context``.
-    The latter gets the inputs as they were before ``cast_inputs``.
+    The latter gets the inputs as they were before ``cast_inputs``. Under ``@classmethod`` the class comes first.
 
     Args:
         fwd: the function; None returns the decorator.
@@ -74,9 +74,10 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         on, dtype = is_autocast_enabled(kind), get_autocast_dtype(kind)
         state = kind, on and cast_inputs is None, dtype
         dtype_inside = cast_inputs if on else None
-        if args and isinstance(args[0], FunctionCtx):
-            _store_state(args[0], state)
-            return run(functools.partial(fwd, args[0]), kind, dtype_inside, args[1:], kwargs)
+        at = _context_at(args)
+        if at is not None:
+            _store_state(args[at], state)
+            return run(functools.partial(fwd, *args[: at + 1]), kind, dtype_inside, args[at + 1 :], kwargs)
         if not torch.compiler.is_compiling():
             _wrap_setup_context(sys._getframe(1).f_locals.get("cls"))
         result = run(fwd, kind, dtype_inside, args, kwargs)
@@ -108,8 +109,11 @@ def custom_bwd(bwd: _Function) -> _Function:
 
     @functools.wraps(bwd)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        ctx = args[0]
-        if not hasattr(ctx, "_fwd_used_autocast"):
+        first = args[
+            : (_context_at(args) or 0) + 1
+        ]  # under @classmethod torch's custom_fwd stores the state in the class
+        ctx: Any = next((each for each in reversed(first) if hasattr(each, "_fwd_used_autocast")), None)
+        if ctx is None:
             raise StateError(
                 f"custom_bwd({bwd.__qualname__}): the autocast state of its forward is not known. Decorate the forward "
                 "with @xamp.custom_fwd, and give it ctx as its first argument."
@@ -119,6 +123,13 @@ def custom_bwd(bwd: _Function) -> _Function:
             return bwd(*args, **kwargs)
 
     return own_code(backward)  # type: ignore[return-value]
+
+
+def _context_at(args: tuple[Any, ...]) -> int | None:
+    """Return the place of the context: the first, or the second after the class; None where there is none."""
+    if args and isinstance(args[0], FunctionCtx):
+        return 0
+    return 1 if len(args) > 1 and isinstance(args[0], type) and isinstance(args[1], FunctionCtx) else None
 
 
 def _device_type(values: tuple[Any, ...]) -> str:

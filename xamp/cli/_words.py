@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import re
 
-__all__ = ["named"]
+__all__ = ["as_typed", "named"]
+
+_SPELLINGS = (
+    (r"^run\(clauses=\[(.*?)\]\)", lambda found: "--clause " + found[1].replace(",", "")),
+    (r"\b(device|backend|require)='([^']*)'", r"--\1 \2"),
+    (r"^ledger '([^']*)'", r"--ledger \1"),
+    (r", or register it(?: first)?: xamp\.register_backend\(.*?\)(?:, see xamp\.contract)?\.", "."),
+    (r", and xamp never moves a model\. Move the model first \(.*?\)\), choose", ". Choose"),
+    (r"or leave it to xamp \(.*?\)\.", "or leave --backend out."),
+)
+"""What stands in errors for a call in Python, and what does for the command line."""
+
+
+def as_typed(error: Exception) -> str:
+    """Return the text of an error in the words of the command line."""
+    text = str(error)
+    for pattern, replacement in _SPELLINGS:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def named(text: str) -> str:

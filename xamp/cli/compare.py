@@ -2,7 +2,8 @@
 
 A and B are files of xamp.trace: a run on a GPU and one on an NPU, at O0 and at O1, under two versions of torch. Noise
 is what the lower dtype of the two can cause; --noise C takes it from a third run, which repeats A and is right. Exit
-codes: 0 they are the same within noise, 1 they part, 2 wrong use: a file that is no trace, nothing in common.
+codes: 0 they are the same within noise, 1 they part or both have inf or nan to the end, 2 wrong use: a file that is no
+trace, nothing in common.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare two traces. Return 0 where they are the same, 1 where they part, 2 for wrong use."""
+    """Compare two traces. Return 0 where they are the same, 1 where they are not, 2 for wrong use."""
     try:
         require_torch("xamp compare")
         from xamp.debug.compare import compare
@@ -75,10 +76,8 @@ def _write(path: Path, text: str) -> None:
 
 def _text(found: Comparison) -> str:
     lines = [f"A  {found.a.path}: {found.a.about}", f"B  {found.b.path}: {found.b.about}"]
-    first = found.first
-    if first is not None:
-        where = "" if found.module is None else f", module {found.module or 'the model itself'}"
-        lines.append(f"They part at step {first.step}{where}")
+    if not found.same:
+        lines.append(found.heading)
         lines += [f"  step {p.step}  {p}" for p in found.partings[:_SHOWN]]
         more = len(found.partings) - _SHOWN
         lines += [f"  and {more} more"] if more > 0 else []

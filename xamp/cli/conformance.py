@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xamp
-from xamp.cli._words import named
+from xamp.cli._words import as_typed, named
 from xamp.errors import BackendUnavailable, PolicyError, XampError
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         lanes = _lanes(args)
     except BackendUnavailable as error:
-        return _say(1 if _is_known(args) else 2, str(error))
+        return _say(1 if _is_known(args) else 2, as_typed(error))
     except XampError as error:
-        return _say(2, str(error))
+        return _say(2, as_typed(error))
     if not lanes:
         return _say(1, "no backend can be used here; xamp doctor says why")
     from xamp.cli import _conformance_junit
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             results = _results(lanes, args, progress)
     except PolicyError as error:
-        return _say(2, str(error))
+        return _say(2, as_typed(error))
     described = json.dumps(_describe(lanes, results, args.clause), indent=2)
     if args.json == "-":
         print(described)

@@ -63,6 +63,7 @@ def _use(device: str | None) -> None:
     from xamp.registry import device_in_use
 
     if device is not None:
+        device_in_use.check(device, f"--device {device}", "Or leave it out for the best one that works.")
         os.environ[device_in_use.DEVICE_VARIABLE] = device
     device_in_use.device()
 

@@ -7,18 +7,21 @@ The tolerance without a third run: 16 unit roundoffs of the lower dtype of the t
 times that over 100 steps, for errors add up in training; plus 1.5 times what the series changes from one sample to the
 next, growing from 0 over the first 20 steps, or from the step on at which only one run was skipped. With a third run:
 3 times the largest difference so far between the first run and the third, plus the 16 roundoffs.
+
+Numbers of which neither run's is finite cannot be compared; they are counted. Where both runs have inf or nan to the
+end, they are not the same: see :mod:`xamp.debug.turned`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from xamp.debug.comparison import Comparison, Parting
 from xamp.debug.series import KINDS, Key, Series, fluctuation, module_order, series_of
 from xamp.debug.trace_file import Run
+from xamp.debug.turned import not_compared, turned
 from xamp.errors import PolicyError
 
 __all__ = ["Comparison", "Parting", "compare"]
@@ -32,122 +35,6 @@ _SETTLED, _SPREAD = 20, 1.5
 _OF_NOISE = 3.0
 _WEIGHTS = 0.004  # how much the norms of the first weights may differ: those of one checkpoint in fp32 and in bf16
 _SMALL = 1e-6  # of the largest gradient or update of a step: below this it counts as nothing
-_SCHEMA = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Parting:
-    """Where one series of the two runs parts.
-
-    Attributes:
-        key: the series.
-        step: the first step.
-        a, b: the two numbers there.
-        difference: (b - a), relative to the larger one; inf where only one is finite.
-        tolerance: what would count as noise.
-    """
-
-    key: Key
-    step: int
-    a: float
-    b: float
-    difference: float
-    tolerance: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.key}: {self.a:.5g} and {self.b:.5g}, {abs(self.difference):.2g} apart; noise {self.tolerance:.2g}"
-        )
-
-
-@dataclasses.dataclass
-class Comparison:
-    """What two runs come to.
-
-    Attributes:
-        a, b: the runs.
-        noise: where the tolerance comes from.
-        steps: the number of steps that both have.
-        partings: for each series that parts, where; the first of all first.
-        notes: what else differs.
-        series_a, series_b: all series of the two runs.
-    """
-
-    a: Run
-    b: Run
-    noise: str
-    steps: int
-    partings: list[Parting]
-    notes: list[str]
-    series_a: Mapping[Key, Series]
-    series_b: Mapping[Key, Series]
-
-    @property
-    def same(self) -> bool:
-        """Whether the runs agree within noise."""
-        return not self.partings
-
-    @property
-    def first(self) -> Parting | None:
-        """The first parting: the first step, and there what a step computes first."""
-        return self.partings[0] if self.partings else None
-
-    @property
-    def module(self) -> str | None:
-        """The module of the first parting that has one, by the order of a step; None where none has."""
-        found = next((p for p in self.partings if p.key.kind != "loss"), None)
-        return None if found is None else found.key.module
-
-    @property
-    def factor(self) -> float | None:
-        """The ratio b / a, where the first gradients or updates to part all differ by the same factor; else None."""
-        if self.first is None or self.first.key.kind not in ("gradient", "update"):
-            return None
-        alike = [p for p in self.partings if p.step == self.first.step and p.key.kind == self.first.key.kind]
-        ratios = [p.b / p.a for p in alike if p.a and math.isfinite(p.a) and math.isfinite(p.b)]
-        same = len(ratios) == len(alike) > 0 and max(ratios) - min(ratios) <= 0.05 * max(ratios)
-        return sorted(ratios)[len(ratios) // 2] if same and min(ratios) > 0 else None
-
-    def to_json(self) -> str:
-        """Return the answer as JSON."""
-        return json.dumps(
-            {
-                "what": "xamp compare",
-                "schema": _SCHEMA,
-                "same": self.same,
-                "a": {"path": self.a.path, **self.a.header},
-                "b": {"path": self.b.path, **self.b.header},
-                "steps": self.steps,
-                "noise": self.noise,
-                "step": None if self.first is None else self.first.step,
-                "module": self.module,
-                "kind": None if self.first is None else self.first.key.kind,
-                "factor": self.factor,
-                "meaning": self.meaning(),
-                "partings": [_plain(parting) for parting in self.partings],
-                "notes": self.notes,
-            },
-            indent=1,
-        )
-
-    def meaning(self) -> str:
-        """Return one sentence on what the first parting means."""
-        first = self.first
-        if first is None:
-            return f"The runs agree within noise over {self.steps} steps."
-        factor = self.factor
-        all_by = "" if factor is None else f" All part by the same factor, {factor:.4g}."
-        nothing = not (math.isfinite(first.a) and math.isfinite(first.b))
-        if nothing and first.key.kind in ("activation", "gradient", "loss"):
-            worse = "A" if not math.isfinite(first.a) else "B"
-            return f"Only run {worse} has inf or nan there: run that step in xamp.debug.find_nonfinite."
-        return {
-            "weights": "The weights differ before any step: other seeds, another checkpoint, another initialisation.",
-            "activation": "The forward parts here first: another input, another operator, or lost precision.",
-            "loss": "The loss parts between two samples: record with a smaller `every` to see the module.",
-            "gradient": "The forward agrees and backward parts: underflow, overflow, or a loss that is scaled twice.",
-            "update": "The gradients agree and the step parts: the optimizer's settings, its state, or a scale.",
-        }[first.key.kind] + all_by
 
 
 def compare(a: Run, b: Run, noise: Run | None = None) -> Comparison:
@@ -176,9 +63,15 @@ def compare(a: Run, b: Run, noise: Run | None = None) -> Comparison:
     order = module_order(a, b)
     partings = sorted((p for p in found if p is not None), key=lambda p: _rank(p, order))
     source = judge.source if noise is None else f"the differences of {a.path} and {noise.path}"
-    return Comparison(
-        a, b, source, len(a.rows.keys() & b.rows.keys()), partings, _notes(a, b, apart), series_a, series_b
+    pairs = {
+        key: [(s, series_a[key][s], series_b[key][s]) for s in judge.steps(key, series_a, series_b)] for key in common
+    }
+    notes = [*_notes(a, b, apart), *judge.notes(noise), *filter(None, [not_compared(pairs)])]
+    both, *own = (
+        turned(each, lambda key: _order(key, order)) for each in ([series_a, series_b], [series_a], [series_b])
     )
+    steps = len(a.rows.keys() & b.rows.keys())
+    return Comparison(a, b, source, steps, partings, notes, series_a, series_b, both, (own[0], own[1]))
 
 
 class _Judge:
@@ -192,21 +85,39 @@ class _Judge:
         self._start = min((*a.rows, *a.samples), default=0)
         self.source = f"the roundoff of {lower}"
         self._skipped = {step for run in (a, b) for step, row in run.rows.items() if row.skipped == 1.0}
+        self._no_noise: list[int] = []  # steps at which the third run is not finite, and the first is
+
+    def steps(self, key: Key, a: Mapping[Key, Series], b: Mapping[Key, Series]) -> list[int]:
+        """Return the steps at which a series of both runs counts."""
+        found = sorted(a[key].keys() & b[key].keys())
+        return [step for step in found if key.kind not in ("gradient", "update") or step not in self._skipped]
+
+    def notes(self, noise: Run | None) -> list[str]:
+        """Return what is to be said of the third run."""
+        if noise is None or not self._no_noise:
+            return []
+        return [
+            f"the third run, {noise.path}, has inf or nan from step {min(self._no_noise)} on where A has none: no "
+            "noise is taken from it there, and it may not be a run that is right"
+        ]
 
     def parting(self, key: Key, a: Series, b: Series, largest: Series) -> Parting | None:
         """Return where a series parts, or None."""
-        steps = sorted(a.keys() & b.keys())
-        if key.kind in ("gradient", "update"):
-            steps = [step for step in steps if step not in self._skipped]
+        steps = self.steps(key, {key: a}, {key: b})
         found = [(step, _difference(a[step], b[step], _SMALL * largest.get(step, 0.0))) for step in steps]
         spread = max(fluctuation([series[step] for step in steps]) for series in (a, b)) if steps else 0.0
         noise = {} if self._noise is None else self._noise.get(key, {})
         tolerances: list[float] = []
         seen = 0.0
         for step, _ in found:
-            if step in noise:
+            lacks = step in noise and math.isfinite(a[step]) and not math.isfinite(noise[step])
+            if step in noise and math.isfinite(a[step]) and not lacks:
                 seen = max(seen, abs(_difference(a[step], noise[step], _SMALL * largest.get(step, 0.0))))
-            tolerances.append(self._tolerance(step, spread, seen if self._noise is not None else None))
+            if lacks:
+                self._no_noise.append(step)
+            usual = self._tolerance(step, spread)
+            own = self._base + _OF_NOISE * seen
+            tolerances.append(usual if self._noise is None else max(usual, own) if lacks else own)
         if key.kind == "weights":  # later they follow from the updates
             first = found and found[0][0] == self._start and abs(found[0][1]) > _WEIGHTS
             return Parting(key, self._start, a[self._start], b[self._start], found[0][1], _WEIGHTS) if first else None
@@ -215,9 +126,8 @@ class _Judge:
                 return Parting(key, step, a[step], b[step], difference, tolerances[at])
         return None
 
-    def _tolerance(self, step: int, spread: float, seen: float | None) -> float:
-        if seen is not None:
-            return self._base + _OF_NOISE * seen
+    def _tolerance(self, step: int, spread: float) -> float:
+        """Return the tolerance where no third run says what noise is."""
         since = step - self._start
         settled = min(1.0, since / _SETTLED) if self._apart is None or step <= self._apart else 1.0
         return self._base * (1.0 + (_GROWN - 1.0) * min(1.0, since / _GROWTH)) + _SPREAD * settled * spread
@@ -252,10 +162,13 @@ def _largest(a: Mapping[Key, Series], b: Mapping[Key, Series], kind: str) -> dic
 
 def _rank(parting: Parting, order: Mapping[str, int]) -> tuple[Any, ...]:
     """Sort by step, then by what a step computes first: forward from the first module, backward from the last."""
-    kind, place = parting.key.kind, order.get(parting.key.module, len(order))
-    if kind == "update":
-        return parting.step, KINDS.index(kind), -abs(parting.difference), place
-    return parting.step, KINDS.index(kind), -place if kind == "gradient" else place
+    kind, place = _order(parting.key, order)
+    return parting.step, kind, -abs(parting.difference) if parting.key.kind == "update" else 0.0, place
+
+
+def _order(key: Key, order: Mapping[str, int]) -> tuple[int, int]:
+    place = order.get(key.module, len(order))
+    return KINDS.index(key.kind), -place if key.kind == "gradient" else place
 
 
 def _first_difference_of_skips(a: Run, b: Run) -> int | None:
@@ -283,9 +196,3 @@ def _notes(a: Run, b: Run, apart: int | None) -> list[str]:
 
 def _span(run: Run) -> str:
     return f"steps {min(run.rows)} to {max(run.rows)}" if run.rows else "no step"
-
-
-def _plain(parting: Parting) -> dict[str, Any]:
-    found = {"kind": parting.key.kind, "module": parting.key.module, "step": parting.step}
-    numbers = {name: getattr(parting, name) for name in ("a", "b", "difference", "tolerance")}
-    return found | {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}

@@ -18,8 +18,7 @@ _ROWS = 40  # of a map or a table
 
 def page(found: Comparison) -> str:
     """Return the page."""
-    first = found.first
-    mark = None if first is None else first.step
+    mark = found.first.step if found.first is not None else found.turned.step if found.turned is not None else None
     parts = [
         "<header><h1>xamp compare</h1>",
         f'<p class="verdict {"good" if found.same else "bad"}">{html.escape(_verdict(found))}</p>',
@@ -45,12 +44,12 @@ def page(found: Comparison) -> str:
             )
     parts += ["</section>", _table(found), _notes(found)]
     parts.append(f"<footer>Noise: {html.escape(found.noise)}. {found.steps} steps are in both runs.</footer>")
-    title = "xamp compare: " + ("the same" if found.same else "they part")
+    title = "xamp compare: " + ("the same" if found.same else "they part" if found.partings else "both not finite")
     return _DOCUMENT.format(title=html.escape(title), style=_STYLE, body="\n".join(parts))
 
 
 def differences(found: Comparison, kind: str) -> list[tuple[str, dict[int, float]]]:
-    """Return for each module, in the order of the forward, the relative differences by step."""
+    """Return for each module, in the order of the forward, the relative differences by step; nan: neither is finite."""
     order = module_order(found.a, found.b)
     rows = []
     for key in sorted((k for k in found.series_a if k.kind == kind), key=lambda k: order.get(k.module, 0)):
@@ -63,16 +62,14 @@ def differences(found: Comparison, kind: str) -> list[tuple[str, dict[int, float
 
 def _relative(a: float, b: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
-        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
+        return math.nan if math.isfinite(a) == math.isfinite(b) else math.inf
     return abs(b - a) / max(abs(a), abs(b), 1e-30)
 
 
 def _verdict(found: Comparison) -> str:
-    first = found.first
-    if first is None:
+    if found.same:
         return "The runs are the same, within noise."
-    where = "" if found.module is None else f", in {found.module or 'the model itself'}"
-    return f"They part at step {first.step}{where}: {first}."
+    return found.heading + ("." if found.first is None else f": {found.first}.")
 
 
 def _both(found: Comparison, key: Key) -> list[tuple[str, str, Series]]:
@@ -128,7 +125,7 @@ def _shades() -> str:
 
 
 def _table(found: Comparison) -> str:
-    if found.same:
+    if not found.partings:
         return ""
     rows = "".join(
         f"<tr><td>{p.step}</td><td>{html.escape(p.key.kind)}</td><td>{html.escape(p.key.module or '(model)')}</td>"
@@ -189,6 +186,7 @@ _STYLE = (
     ".line{fill:none;stroke-width:1.8;stroke-linejoin:round}.mark{stroke:var(--bad);stroke-dasharray:4 3;fill:none}"
     ".swatch.a{background:var(--a)}.swatch.b{background:var(--b)}path.a.line{stroke:var(--a)}"
     "path.b.line{stroke:var(--b);stroke-dasharray:5 2}.a.dot{fill:var(--a)}.b.dot{fill:var(--b)}"
+    "rect.hn{fill:var(--soft);opacity:.35}"
     + "".join(f"rect.h{n}{{fill:var(--h{n})}}.swatch.s{n}{{background:var(--h{n})}}" for n in range(9))
     + ".scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;"
     "font-size:.92rem;background:var(--card)}th,td{text-align:right;padding:5px 10px;"

@@ -56,8 +56,7 @@ def draw_comparison(found: Comparison, path: str | Path) -> None:
     _lines(axes[0][1], found, shown, str(shown).capitalize())
     _map(made, axes[1][0], differences(found, "activation"), "Results of modules: relative difference")
     _map(made, axes[1][1], differences(found, "update"), "Updates: relative difference")
-    first = found.first
-    told = "The runs are the same, within noise" if first is None else f"They part at step {first.step}: {first}"
+    told = found.heading + ("" if found.first is None else f": {found.first}")
     made.suptitle(told if len(told) < 110 else told[:107] + "...", fontsize=13, fontweight="bold")
     save(made, path, call)
 
@@ -101,6 +100,6 @@ def _map(made: Any, axis: Any, rows: Sequence[tuple[str, Mapping[int, float]]], 
 
 
 def _shade(value: float | None) -> float:
-    if value is None:
+    if value is None or math.isnan(value):
         return math.nan
     return 0.0 if not math.isfinite(value) else math.log10(max(value, 1e-4))

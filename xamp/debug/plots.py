@@ -46,7 +46,7 @@ def heat(rows: Sequence[tuple[str, Mapping[int, float]]], *, mark: int | None = 
     """Return a map: a row for each module, a column for each step, the darker the larger the relative difference.
 
     Args:
-        rows: names and relative differences by step; inf where only one run is finite.
+        rows: names and relative differences by step; inf where only one run is finite, nan where neither is.
         mark: a step to frame.
         about: as for :func:`lines`.
     """
@@ -63,7 +63,7 @@ def heat(rows: Sequence[tuple[str, Mapping[int, float]]], *, mark: int | None = 
         body.append(f'<text x="{left - 6}" y="{y + 11}" text-anchor="end">{html.escape(shown)}</text>')
         body.append(f'<rect class="h0" x="{left}" y="{y}" width="{WIDTH - _RIGHT - left}" height="{tall - 2}"/>')
         for column, step in enumerate(steps):
-            if abs(points.get(step, 0.0)) > _LEAST:
+            if not abs(points.get(step, 0.0)) <= _LEAST:
                 body.append(_cell(left + wide * column, y, wide, tall - 2, name, step, points[step]))
     height = 6 + tall * len(rows) + 22
     for column in sorted({0, len(steps) - 1}):
@@ -146,10 +146,16 @@ def _thinned(points: Mapping[int, float]) -> list[tuple[int, float]]:
 
 def _cell(x: float, y: float, wide: float, tall: float, name: str, step: int, value: float) -> str:
     # 1 and inf are the darkest: one shade for each factor of 10^0.5.
+    if math.isnan(value):
+        told, box = f"{name}, step {step}: neither is finite", _box(x, y, wide, tall)
+        return f'<rect class="hn" {box}><title>{html.escape(told)}</title></rect>'
     shade = 8 if not math.isfinite(value) else max(0, min(8, round(2 * (math.log10(max(abs(value), 1e-9)) + 4))))
     told = f"{name}, step {step}: {abs(value):.2g}"
-    box = f'x="{x:.1f}" y="{y}" width="{max(wide - 0.6, 0.8):.1f}" height="{tall}"'
-    return f'<rect class="h{shade}" {box}><title>{html.escape(told)}</title></rect>'
+    return f'<rect class="h{shade}" {_box(x, y, wide, tall)}><title>{html.escape(told)}</title></rect>'
+
+
+def _box(x: float, y: float, wide: float, tall: float) -> str:
+    return f'x="{x:.1f}" y="{y}" width="{max(wide - 0.6, 0.8):.1f}" height="{tall}"'
 
 
 def _svg(body: Sequence[str], height: float, about: str) -> str:

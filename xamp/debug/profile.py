@@ -1,7 +1,8 @@
 """``xamp.debug.profile``: a batch at a level against the same batch in fp32 and fp64, module by module.
 
 All runs work on copies of the model, with the same random numbers and without dropout. Advice comes from trying: the
-batch runs again with one module kept in fp32 at a time, those with the largest errors of their own first.
+batch runs again with one module kept in fp32 at a time, those with the largest errors of their own first. Where none
+makes an inf or nan go away, the best one is kept, and others are tried beside it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def profile(
         target: the target, where ``batch`` does not hold it.
         reference: ``"fp32"``, ``"fp64"``, or ``"auto"``: fp64 where the device has it and the parameters take less than
             1 GiB in it.
-        tries: how many modules are tried in fp32, one run each. 0: none, and there is no advice.
+        tries: how many modules are tried in fp32, one run each; so many again beside the best one where no module alone
+            makes an inf or nan go away. 0: none, and there is no advice.
         settings: more arguments of :func:`xamp.initialize`: ``keep_fp32``, ``op_policy``, ``loss_scale``.
 
     Returns:
@@ -72,12 +74,6 @@ def profile(
     single = runs.plain(torch.float32) if name == "fp64" else exact
     low = runs.at_level()
     rows = rows_of(low, exact, single)
-    before = _error(low, exact)
-    start = low.loss_scale if low.dynamic and low.all_finite else None
-    own = {row.module: row.own for row in rows if row.module}
-    best = sorted(own, key=lambda name: -own[name])[: int(tries)]
-    advice = [Advice(name, before, _error(runs.at_level([name], start), exact)) for name in best]
-    advice.sort(key=lambda each: (-round(20 * each.gain), -own[each.module]))  # of those alike, that which adds most
     return Profile(
         level=str(low.level),
         reference=name,
@@ -87,8 +83,93 @@ def profile(
         output_error=relative_error(low.output, exact.output),
         gradient_error=relative_error(low.all_gradients(), exact.all_gradients()),
         rows=tuple(rows),
-        advice=tuple(advice),
+        advice=_Search(runs, low, exact, int(tries)).advice(),
+        dynamic=low.dynamic,
     )
+
+
+class _Search:
+    """Looks for the modules to keep in fp32.
+
+    Args:
+        runs: runs the batch.
+        low, exact: the runs at the level and in full precision.
+        tries: how many modules to try in a round.
+    """
+
+    def __init__(self, runs: _Runs, low: Measured, exact: Measured, tries: int) -> None:
+        self._runs, self._low, self._exact, self._tries = runs, low, exact, tries
+        self._start = low.loss_scale if low.dynamic and low.all_finite else None
+        self._before = self._error(low)
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Return what was tried, the best first."""
+        own = self._own(self._low)
+        found = [Advice(name, self._before, self._error(self._run([name]))) for name in self._best(own)]
+        found.sort(key=lambda each: (-round(20 * each.gain), -own[each.module]))  # of those alike, what adds most
+        if found and not self._is_usable(self._low):
+            found = [*self._together(min(found, key=lambda each: each.after)), *found]
+        return tuple(found)
+
+    def _together(self, first: Advice) -> list[Advice]:
+        """Add modules to the best one while the result is not finite and becomes less wrong; return what was added."""
+        found: list[Advice] = []
+        kept, after, run = [first.module], first.after, self._run([first.module])
+        while after < self._before and not self._is_usable(run):
+            for name in self._best(self._own(run, kept)):
+                tried = self._run([*kept, name])
+                error = self._error(tried)
+                if error < after:
+                    found.insert(0, Advice(name, self._before, error, tuple(kept)))
+                    kept, after, run = [*kept, name], error, tried
+                    break
+            else:
+                return found
+        return found
+
+    def _run(self, keep: Sequence[str]) -> Measured:
+        return self._runs.at_level(keep, self._start)
+
+    def _own(self, run: Measured, kept: Sequence[str] = ()) -> dict[str, float]:
+        """Return the errors of their own of the modules that are not in fp32 yet."""
+        inside = tuple(f"{name}." for name in kept)
+        rows = rows_of(run, self._exact, self._exact)
+        return {
+            row.module: row.own
+            for row in rows
+            if row.module and row.module not in kept and not row.module.startswith(inside)
+        }
+
+    def _best(self, own: Mapping[str, float]) -> list[str]:
+        return sorted(own, key=lambda name: -own[name])[: self._tries]
+
+    def _error(self, run: Measured) -> float:
+        """Return the error of a run in one number: that of the output and that of all gradients.
+
+        What is not finite counts 1, and besides the mean share that is not finite in the modules' results or gradients.
+        """
+        wrong = self._errors(run)
+        if all(map(math.isfinite, wrong)):
+            return sum(wrong)
+        rows = rows_of(run, self._exact, self._exact)
+        lost = [sum(_known(row.overflow) for row in rows), sum(_known(row.gradient_overflow) for row in rows)]
+        return sum(
+            part if math.isfinite(part) else 1.0 + share / max(1, len(rows))
+            for part, share in zip(wrong, lost, strict=True)
+        )
+
+    def _errors(self, run: Measured) -> tuple[float, float]:
+        return (
+            relative_error(run.output, self._exact.output),
+            relative_error(run.all_gradients(), self._exact.all_gradients()),
+        )
+
+    def _is_usable(self, run: Measured) -> bool:
+        return not any(map(math.isinf, self._errors(run)))
+
+
+def _known(share: float) -> float:
+    return 0.0 if math.isnan(share) else share
 
 
 class _Runs:
@@ -146,12 +227,6 @@ class _Runs:
         optimizer = torch.optim.SGD(params, lr=0.0) if params else None
         initialize(copy, optimizer, level=self._level, **settings)
         return measure(copy, self._batch, optimizer)
-
-
-def _error(found: Measured, exact: Measured) -> float:
-    """Return the error of a run in one number: those of the outputs and of all gradients; what overflowed counts 1."""
-    parts = (relative_error(found.output, exact.output), relative_error(found.all_gradients(), exact.all_gradients()))
-    return sum(part if math.isfinite(part) else 1.0 for part in parts)
 
 
 def _check(model: Any, loss: Any, reference: Any, tries: Any, settings: Mapping[str, Any]) -> None:

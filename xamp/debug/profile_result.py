@@ -25,11 +25,21 @@ class Advice:
         module: qualified name, for ``keep_fp32=[module]``.
         before: the error of the level: the relative errors of the output and of all parameters' gradients, added.
         after: the same with the module in fp32.
+        beside: modules that were in fp32 too in this try.
+
+    A part that is not finite counts 1, and besides the mean share that is not finite in the modules' results or
+    gradients.
     """
 
     module: str
     before: float
     after: float
+    beside: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> list[str]:
+        """All modules of this try, for ``keep_fp32``."""
+        return [*self.beside, self.module]
 
     @property
     def gain(self) -> float:
@@ -49,7 +59,9 @@ class Profile:
         output_error: relative error of the model's output.
         gradient_error: relative error of all parameters' gradients.
         rows: one for each module, in the order of the forward.
-        advice: for each module that was tried in fp32, what it would change; the one that helps most first.
+        advice: for each module that was tried in fp32, what it would change; the one that helps most first. Before them
+            modules that help only together, with :attr:`Advice.beside`: the largest set first.
+        dynamic: the loss scale moves.
     """
 
     level: str
@@ -61,11 +73,18 @@ class Profile:
     gradient_error: float
     rows: tuple[Row, ...]
     advice: tuple[Advice, ...]
+    dynamic: bool = False
 
     @property
     def keep_fp32(self) -> list[str]:
-        """The modules worth keeping in fp32, the one that helps most first."""
-        return [each.module for each in self.advice if each.gain >= _WORTH]
+        """The modules worth keeping in fp32, the one that helps most first; those that help only together as found."""
+        worth = self._worth()
+        if worth and worth[0].beside:
+            return worth[0].modules
+        return [each.module for each in worth]
+
+    def _worth(self) -> list[Advice]:
+        return [each for each in self.advice if each.gain >= _WORTH]
 
     def __str__(self) -> str:
         return self.table()
@@ -97,16 +116,24 @@ class Profile:
             f"level {self.level} against {self.reference}{scale}",
             f"loss {self.loss:.6g}, exact {self.loss_reference:.6g}; relative error of the output "
             f"{_short(self.output_error)}, of the gradients {_short(self.gradient_error)}",
+            *self._no_scale_helps(),
         ]
+
+    def _no_scale_helps(self) -> list[str]:
+        if math.isinf(self.output_error) or (math.isfinite(self.loss_reference) and not math.isfinite(self.loss)):
+            return ["The forward gives inf or nan, which no loss scale changes."]
+        if self.dynamic and math.isinf(self.gradient_error):
+            return [f"No loss scale helps: at {self.loss_scale:g}, the smallest, gradients are still inf or nan."]
+        return []
 
     def _advice(self) -> list[str]:
         if not self.advice:
             return ["No module was tried in fp32."]
-        worth = [each for each in self.advice if each.gain >= _WORTH]
+        worth, tried = self._worth(), len({name for each in self.advice for name in each.modules})
         if not worth:
-            return [f"Of {len(self.advice)} modules tried in fp32, none takes {_WORTH:.0%} of the error away."]
-        lines = [f"Tried in fp32, {len(self.advice)} modules; what each takes away of the error:"]
-        return lines + [f"  {each.gain:4.0%}  keep_fp32=[{each.module!r}]" for each in worth]
+            return [f"Of {tried} modules tried in fp32, none takes {_WORTH:.0%} of the error away."]
+        lines = [f"Tried in fp32, {tried} modules; what is taken away of the error:"]
+        return lines + [f"  {each.gain:4.0%}  keep_fp32={each.modules}" for each in worth]
 
     def to_json(self) -> str:
         """Return the result as JSON. Numbers that are not finite are texts: "inf", "nan"."""
@@ -115,10 +142,11 @@ class Profile:
                 "what": "xamp profile",
                 "schema": _SCHEMA,
                 **{name: _plain(getattr(self, name)) for name in _NUMBERS},
+                "no_scale_helps": bool(self._no_scale_helps()),
                 "keep_fp32": self.keep_fp32,
                 "rows": [{name: _plain(value) for name, value in vars(row).items()} for row in self.rows],
                 "advice": [
-                    {name: _plain(value) for name, value in {**vars(each), "gain": each.gain}.items()}
+                    {name: _plain(v) for name, v in {**vars(each), "gain": each.gain, "modules": each.modules}.items()}
                     for each in self.advice
                 ],
             },
@@ -188,7 +216,7 @@ class Profile:
             axis.text(0.5, 0.5, "no module was tried", ha="center", transform=axis.transAxes)
             return
         axis.barh(range(len(best)), [100 * max(each.gain, 0.0) for each in best], color="#116b3c", height=0.6)
-        axis.set_yticks(range(len(best)), [each.module[-30:] for each in best], fontsize=8)
+        axis.set_yticks(range(len(best)), [" + ".join(each.modules)[-30:] for each in best], fontsize=8)
         axis.set_ylim(len(best) - 0.4, -0.6)
         axis.set_xlim(0, 100)
         axis.grid(axis="x", alpha=0.3)

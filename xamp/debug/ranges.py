@@ -36,9 +36,14 @@ class Range:
     nans: int
 
     def __str__(self) -> str:
-        text = f"{self.dtype} {list(self.shape)}: |x| from {self.smallest:.3g} to {self.largest:.3g}"
-        text += f", {self.zeros:.1%} zeros"
-        return text + (f", {self.infs} inf, {self.nans} nan" if self.infs or self.nans else "")
+        parts = [f"|x| from {self.smallest:.3g} to {self.largest:.3g}"] if self.largest > 0 else []
+        if parts or self.zeros > 0:
+            parts.append(f"{self.zeros:.1%} zeros")
+        else:
+            parts.append("nothing finite" if self.infs or self.nans else "no value")
+        if self.infs or self.nans:
+            parts.append(f"{self.infs} inf, {self.nans} nan")
+        return f"{self.dtype} {list(self.shape)}: " + ", ".join(parts)
 
 
 def dense(value: Any) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from xamp.registry.registry import BACKEND_VARIABLE, HOST, REGISTRY
 __all__ = [
     "DEVICE_VARIABLE",
     "InUse",
+    "check",
     "device",
     "device_type",
     "distributed_backend",
@@ -167,28 +169,59 @@ def require_in_use(call: str, given: object) -> str:
 _Choice = tuple[str, int | None, Backend | None]
 
 
+def check(value: str, origin: str, otherwise: str) -> torch.device:
+    """Return the device that ``value`` names, a type with or without an index, if it can be used.
+
+    Args:
+        value: the name.
+        origin: who names it, for the error, such as ``"--device cuda"``.
+        otherwise: what else may be done, for the error.
+
+    Raises:
+        BackendUnavailable: it is unknown or cannot be used, or there is no device of that index.
+    """
+    kind, index, backend = _parsed(value, origin, otherwise)
+    return torch.device(kind) if index is None or kind == HOST else require_index(kind, index, backend, origin)
+
+
 def _requested() -> _Choice | None:
     """The device that ``XAMP_DEVICE`` asks for, checked; None where the variable is not set."""
     value = os.environ.get(DEVICE_VARIABLE, "").strip()
     if not value:
         return None
-    origin = f"{DEVICE_VARIABLE}={value} (environment variable)"
+    otherwise = f"Or unset {DEVICE_VARIABLE} for the best one that works."
+    return _parsed(value, f"{DEVICE_VARIABLE}={value} (environment variable)", otherwise)
+
+
+def _parsed(value: str, origin: str, otherwise: str) -> tuple[str, int | None, Backend]:
     spelled = _SPELLING.fullmatch(value)
     if spelled is None:
         raise BackendUnavailable(
-            f"{origin}: must be a device type, with or without an index, such as {HOST!r} or 'cuda:1'. {_choices()}"
+            f"{origin}: must be a device type, with or without an index, such as {HOST!r} or 'cuda:1'. {_choices()} "
+            f"{otherwise}"
         )
     kind, index = spelled[1], spelled[2]
     types = _types()
     if kind not in types:
-        close = difflib.get_close_matches(kind, types, n=1)
-        guess = f" Did you mean {close[0]!r}?" if close else ""
-        raise BackendUnavailable(f"{origin}: no registered backend serves device type {kind!r}.{guess} {_choices()}")
+        raise BackendUnavailable(
+            f"{origin}: no registered backend serves device type {kind!r}.{_guess(kind, types)} {_choices()} "
+            f"{otherwise}"
+        )
     try:
         backend = REGISTRY.best_for(kind)
     except BackendUnavailable as error:
-        raise BackendUnavailable(f"{origin}: {error}\n{_choices()}") from error.__cause__
+        raise BackendUnavailable(f"{origin}: {error}\n{_choices()} {otherwise}") from error.__cause__
     return kind, None if index is None else int(index), backend
+
+
+def _guess(kind: str, types: Sequence[str]) -> str:
+    """Return the type that is meant, for an error: two letters changed places, or one of four is another.
+
+    Of three letters one in three is too much: ``gpu`` is no misspelling of ``xpu``.
+    """
+    close = [each for each in types if sorted(each) == sorted(kind)]
+    close = close or difflib.get_close_matches(kind, types, n=1, cutoff=0.7)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _best() -> _Choice:
@@ -237,7 +270,4 @@ def _types() -> list[str]:
 
 def _choices() -> str:
     usable = sorted({kind for row in REGISTRY.reports() if row.usable for kind in row.device_types})
-    return (
-        f"Device types with a backend are {', '.join(_types())}; usable here: {', '.join(usable) or 'none'}. Or unset "
-        f"{DEVICE_VARIABLE} for the best one that works."
-    )
+    return f"Device types with a backend are {', '.join(_types())}; usable here: {', '.join(usable) or 'none'}."

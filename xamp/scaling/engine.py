@@ -52,7 +52,7 @@ class Engine:
         overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
-        moves_before_step: scales move on leaving ``scale_loss``; False for a GradScaler, where ``update()`` moves them.
+        moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         state_class: the class of the elements of :attr:`states`.
         masters: the masters of the session; ``masters_class`` is their class.
@@ -103,7 +103,6 @@ class Engine:
             self._watch.follow(models)
         self.masters = self.masters_class(self)
         self._alone = True  # on entering scale_loss, nothing was shared between processes
-        self._any_owed = False  # some scale moves by the check of another; see Gradients.owed
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
 
@@ -255,10 +254,19 @@ class Engine:
         for state in states:
             if entered is not None:
                 entered.append(state)
-            state.gradients.hidden = functools.partial(self._hidden, state) if shared else None
-            state.gradients.enter(scaler)
+            gradients = state.gradients
+            gradients.hidden = functools.partial(self._hidden, state) if shared else None
+            gradients.enter(scaler)
+            if gradients.used and self.policy.dynamic:
+                self._notice_cleared(scaler)
         if self.masters.pairs and not delay_unscale:
             self._move_early(states, scaler)
+
+    def _notice_cleared(self, scaler: LossScaler) -> None:
+        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step."""
+        reached = [s.gradients for s in self._states if s.gradients.used.get(scaler.index) is scaler.updates]
+        if reached and all(gradients.were_cleared() for gradients in reached):
+            scaler.end_window(stepped=False)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
@@ -324,15 +332,12 @@ class Engine:
     def leave(
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
-        """After a backward: unscale and check the gradients, then move the scale; or postpone all of this."""
+        """After a backward: unscale and check the gradients; or postpone this."""
         params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        why = None
-        if delay_unscale:
-            why = "delay_unscale=True postponed it"
-        elif params and self._wrappers.postponed(params):
-            why = "the wrapper's no_sync postponed its reduction"
-        if why is not None:
-            self._any_owed = True
+        if delay_unscale or (params and self._wrappers.postponed(params)):
+            why = (
+                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
+            )
             for state in states:
                 state.gradients.postpone(scaler, why)
             return
@@ -343,19 +348,25 @@ class Engine:
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_checks.is_settled:
             self._rank_checks.look()  # all ranks have written by now: see there
-        if self._any_owed and not delay_overflow_check:
-            self._move_owed(states, scaler, found_inf)
-        if not delay_overflow_check:
-            scaler.update(found_inf)
+        if scaler.has_own_flag and not delay_overflow_check:
+            self._note(states, scaler, found_inf)
 
-    def _move_owed(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Move the scales of backwards that were left scaled and are checked now, with that of ``scaler``."""
-        for index in dict.fromkeys(i for state in states for i in state.gradients.owed):
-            if index != scaler.index:
-                self._scalers[index].update(found_inf)
+    def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Note what a check found, for ``scaler`` and for the scales of backwards that were left scaled until now."""
+        if not self.policy.dynamic:
+            return
+        for index in dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)]):
+            found = self._scalers[index].found
+            torch.maximum(found, found_inf, out=found)
         for state in states:
             state.gradients.owed.clear()
-        self._any_owed = any(state.gradients.owed for state in self._states)
+
+    def move_scales(self, state: OptimizerState) -> None:
+        """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
+        for index, updates in state.gradients.used.items():
+            scaler = self._scalers[index]
+            if scaler.updates is updates:
+                scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""
@@ -389,7 +400,7 @@ class Engine:
         flags = self.memory.flags
         flags.zero_()
         for state in states:
-            state.gradients.unscale(scaler, state.flag, state.fresh)
+            state.gradients.unscale(scaler, state.flag, state.fresh, not throw_away)
         if shared:
             self._wrappers.agree(flags, shared, self.saturates)
         if throw_away:

@@ -50,10 +50,12 @@ class Gradients:
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: indices of the loss scales they had since the last step, as an ordered set (the values mean nothing).
+        used: the loss scales they had since the last step: the index of each, and its
+            :attr:`xamp.scaling.scale.LossScaler.updates` as the last check that counts for it found them; None where
+            none did. While the scale has the same, it has not moved by that check.
         count: how many parameters the groups hold.
-        owed: indices of the loss scales of backwards that are left scaled, which move by the check of a later one.
-        mixed: the next check also sees gradients that an earlier check has seen already.
+        owed: the loss scales of backwards that are left scaled, by index. They move by the check of a later one.
+        mixed: the next check also sees gradients by whose check the scale has moved already, or another scale will.
         hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
             wrapper shares the models.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
@@ -76,8 +78,8 @@ class Gradients:
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
         self.ready = False
-        self.used: dict[int, None] = {}
-        self.owed: dict[int, None] = {}
+        self.used: dict[int, object] = {}
+        self.owed: dict[int, LossScaler] = {}
         self.mixed = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self._scales = policy.scales
@@ -180,22 +182,35 @@ class Gradients:
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
             self._enter_lowered(scaler)
         existing = [g for p in self.plain for g in (p.grad,) if g is not None]
-        unreduced = [] if self.hidden is None else self._unreduced()
-        existing += unreduced
+        unreduced: list[torch.Tensor] = []
+        if self.hidden is not None:
+            unreduced = self._unreduced()
+            existing += unreduced
         if not existing:
             self._entry = NOTHING
         elif not self._scales:
             self._entry = Entry(existing)
-        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or (scaler.exact and self._in_fp32))):
+        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
-            self.mixed = True
+            self.mixed = self.used.get(scaler.index) is not scaler.updates
             self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
             self._entry = Entry(existing, stash, complete=False)
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
+
+    def _stay_exact(self, scaler: LossScaler) -> bool:
+        """Return whether existing gradients may be multiplied by the scale, and be checked once more.
+
+        Not where they had another scale. An overflow among them would hide one of this scale.
+        """
+        return scaler.exact and self._in_fp32 and all(index == scaler.index for index in self.used)
+
+    def were_cleared(self) -> bool:
+        """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""
+        return not self.ready or not (self.in_shards or any(p.grad is not None for p in self.stepped))
 
     def _unreduced(self) -> list[torch.Tensor]:
         """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
@@ -251,20 +266,24 @@ class Gradients:
 
     # ---------------------------------------------------------------- out of the scale
 
-    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> None:
+    def unscale(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool, counts: bool = True) -> None:
         """Unscale the gradients of the backward that just ended.
 
         Args:
             scaler: the scale that the gradients have.
             found_inf: fp32, one element, raised to 1.0 if a gradient is not finite; None: gradients are not checked.
             first: this is the first check since the last step, so gradients left from before it are checked too.
+            counts: the scale is to move by this check.
         """
         pending, self._pending = self._pending, None
         if pending is not None or self.forward_overflow is not None:
             self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
-        if self.owed:
-            self.used.update(self.owed)
-        self.used[scaler.index] = None
+        if counts:
+            self.used[scaler.index] = scaler.updates
+            if self.owed:
+                self.used.update({index: owed.updates for index, owed in self.owed.items()})
+        else:
+            self.used.setdefault(scaler.index)
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
             self._unscaler.run(grads, scaler, found_inf, self.plain)
@@ -319,7 +338,7 @@ class Gradients:
             foreach.add_(back)
             self.mixed = True
         self._pending = Pending(scaler, why, self._flag_so_far(scaler))
-        self.owed[scaler.index] = None
+        self.owed[scaler.index] = scaler
         self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:

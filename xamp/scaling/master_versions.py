@@ -19,8 +19,8 @@ class MasterVersions:
         gradients: the gradients of the optimizer, which know its masters.
 
     Attributes:
-        lent: compiled code got the masters to write into since the last step or eager forward, and nothing tells
-            whether it did.
+        lent: compiled code got the masters to write into since the last step or eager forward, or a step was
+            interrupted, and nothing tells whether they were written to.
     """
 
     def __init__(self, gradients: Gradients) -> None:
@@ -44,6 +44,16 @@ class MasterVersions:
             master._version != seen and not masters.agrees(master)
             for (_, master), seen in zip(self._gradients.pairs, self._seen, strict=True)
         )
+
+    def distrust(self) -> None:
+        """Called when a step was interrupted: let the model follow masters that a fused kernel may have moved.
+
+        Such a kernel gives them no new version.
+        """
+        moved = [master for _, master in self._gradients.pairs]
+        if moved:
+            torch.autograd.graph.increment_version(moved)
+            self.lent = followers.graphs.ask = True
 
     def lend(self) -> None:
         """Called when user code has had the masters one by one: let the model follow if it wrote into one."""

@@ -23,19 +23,21 @@ COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
 
 
+_NEVER = 2**31 - 1  # a growth interval that no run reaches: the largest int32, the growth tracker's dtype
+
 _is_compiling = torch.compiler.is_compiling
 clock = itertools.count(1).__next__
 """Returns a larger number each time: which of two events of this process was later."""
 
 
 class DeviceState:
-    """One fp32 tensor: the scales, their inverses, and two overflow flags for each optimizer.
+    """One fp32 tensor: the scales, their inverses, a flag for each, and two overflow flags for each optimizer.
 
     Attributes:
-        values: fp32, shape (2 * losses + 2 * optimizers,). The other attributes are views of it.
+        values: fp32, shape (3 * losses + 2 * optimizers,). The other attributes are views of it.
         scales, inverses: one element for each loss.
-        flags: one for each optimizer: whether the backward that just ended overflowed; scratch for
-            :meth:`LossScaler.update`.
+        found: one for each loss: whether a backward with this scale overflowed since the scale last moved.
+        flags: one for each optimizer: whether the backward that just ended overflowed; scratch.
         sticky: one for each optimizer: whether any backward since its last step overflowed.
         captures: see :meth:`xamp.contract.Backend.capture_check`.
     """
@@ -46,14 +48,15 @@ class DeviceState:
         self.captures = captures
         self.scales: torch.Tensor
         self.inverses: torch.Tensor
+        self.found: torch.Tensor
         self.flags: torch.Tensor
         self.sticky: torch.Tensor
-        self.values = torch.zeros(2 * losses + 2 * optimizers, dtype=torch.float32, device=device)
-        self.scales, self.inverses, self.flags, self.sticky = self.values.split(
-            [losses, losses, optimizers, optimizers]
+        self.values = torch.zeros(3 * losses + 2 * optimizers, dtype=torch.float32, device=device)
+        self.scales, self.inverses, self.found, self.flags, self.sticky = self.values.split(
+            [losses, losses, losses, optimizers, optimizers]
         )
         self._losses = losses
-        self._first_sticky = 2 * losses + optimizers
+        self._first_sticky = 3 * losses + optimizers
 
     def lower_flags(self) -> None:
         """Lower all flags."""
@@ -139,6 +142,9 @@ class LossScaler:
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale.
         updates: another object after each update of a dynamic scale that is done.
+        found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
+            loss and one optimizer, that is the optimizer's sticky flag, and costs nothing.
+        has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
         set_at: when it did, by :data:`clock`.
         version: another object after each update, also after one that failed. While it is the same, the scale has not
             moved.
@@ -167,6 +173,9 @@ class LossScaler:
         # a changed flag for a changed scale. ``.data`` shares the number, but has a version counter of its own.
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
+        self._own_found = state.found[self.index]
+        self._sticky = state.sticky[0] if len(state.scales) == len(state.sticky) == 1 else None
+        self._use_usual_flag()
         self._mark()
         self._losses = len(state.scales)
         self._captures = state.captures
@@ -235,11 +244,39 @@ class LossScaler:
             self._known_scale, self._safe_updates_of_known = scale, self.rules.moves_before_bound(scale)
         self._safe_updates = self._safe_updates_of_known
 
-    def update(self, found_inf: torch.Tensor) -> None:
+    def _use_usual_flag(self) -> None:
+        self.has_own_flag = self._sticky is None
+        self.found = self._own_found if self._sticky is None else self._sticky
+
+    def end_window(self, *, stepped: bool = True) -> None:
+        """Move the scale by what was found since it last moved.
+
+        Args:
+            stepped: a step ends the window. False: the gradients were cleared without one. The scale then backs off if
+                one of them overflowed, and counts no clean update; the sticky flag stays up for the step to come.
+        """
+        before = self.updates
+        try:
+            self.update(self.found, None if stepped else _NEVER)
+        finally:
+            if self.updates is not before:
+                self.lower_found()
+                if not stepped:
+                    self.growth_tracker.sub_(1).clamp_(min=0)
+                    self.found, self.has_own_flag = self._own_found, True
+
+    def lower_found(self) -> None:
+        """Forget what was found since the scale last moved."""
+        if self.has_own_flag:
+            self._own_found.zero_()
+            self._use_usual_flag()
+
+    def update(self, found_inf: torch.Tensor, interval: int | None = None) -> None:
         """Back off if ``found_inf`` is 1.0, else count a clean update and grow when due, within the bounds.
 
         Args:
             found_inf: fp32, one element, on the scale's device. The host does not read it.
+            interval: clean updates until the scale grows; None: as its rules say.
         """
         rules = self.rules
         if not rules.dynamic:
@@ -258,7 +295,7 @@ class LossScaler:
                 found_inf,
                 rules.growth_factor,
                 rules.backoff_factor,
-                rules.growth_interval,
+                rules.growth_interval if interval is None else interval,
             )
             if safe:
                 self._safe_updates = safe - 1
@@ -284,7 +321,7 @@ class CollapseWatch:
 
     Args:
         scalers: the loss scales.
-        moved_before_step: a scale moves when its backward is checked; False: after the step.
+        moved_before_step: a scale moves before the step that is recorded; False: after it.
     """
 
     def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:

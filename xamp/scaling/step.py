@@ -29,7 +29,7 @@ from xamp.scaling.scope import Scope
 from xamp.scaling.unprofiled import returned_from_step
 from xamp.scaling.warm import WarmState
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner", "has_stepped"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner"]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -41,6 +41,9 @@ class StepOwner(OutcomeOwner, Refuser, Protocol):
     """The part of :class:`xamp.scaling.engine.Engine` that an optimizer's state needs."""
 
     saturates: bool
+
+    def move_scales(self, state: OptimizerState) -> None:
+        """At a step of ``state``, move the scales of its backwards."""
 
     def pairs(self) -> Sequence[masters.Pair]:
         """Return all lowered parameters and their masters."""
@@ -161,7 +164,7 @@ class OptimizerState:
         self.find_parameters()
 
     def mask_flag(self) -> None:
-        """Lower the flag of this backward if the sticky flag is up and this check saw the same gradients again."""
+        """Lower the flag of this backward if the sticky flag is up and a scale moves by the same gradients already."""
         if self.gradients.mixed:
             self.flag.addcmul_(self.flag, self.sticky, value=-1)
 
@@ -215,7 +218,9 @@ class OptimizerState:
         self.refusals.stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             self.refusals.warn_of_no_gradient()
+            self._forget_window()
             result = base(*args, **kwargs)
+            self.outcomes.last = None
             if self.fused.skips_on_device and not _is_compiling():
                 self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
             return result
@@ -231,16 +236,27 @@ class OptimizerState:
             self.refusals.capture()
         return self._step_on_host(base, args, kwargs)
 
+    def _forget_window(self) -> None:
+        """End a window of which no gradient is left: none has an effect, and none was counted."""
+        self.engine.move_scales(self)
+        if not self.fresh:
+            self.sticky.zero_()
+            self.fresh = True
+        self.gradients.used.clear()
+
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not args and not kwargs:  # a closure would make gradients
-            self.refusals.warn_of_no_gradient()
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
+        if mark is None and not (args or kwargs):  # a closure would make gradients
+            self.refusals.warn_of_no_gradient()
+            if not self.gradients.in_shards:  # else other ranks have some
+                self.outcomes.last = None
+                return base()
         try:
             result = base(*args, **kwargs)
             self._finish(StepOutcome.APPLIED)
             return result
         except BaseException as error:
-            if has_stepped(mark, result, error) and self.engine.counts.applied == applied:
+            if self.has_stepped(mark, result, error) and self.engine.counts.applied == applied:
                 self._finish(StepOutcome.APPLIED)
             raise
 
@@ -254,7 +270,24 @@ class OptimizerState:
                 return param, param._version
         return None
 
+    def has_stepped(self, mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
+        """Return whether the optimizer had stepped when ``error`` was raised; else it may have, half-way.
+
+        Where nobody can tell, the model follows the masters before its next forward.
+
+        Args:
+            mark: what :meth:`_mark` returned before the step.
+            result: what the step has returned, or :data:`NOT_STEPPED`.
+            error: the exception.
+        """
+        moved = mark is not None and mark[0]._version != mark[1]
+        if result is not NOT_STEPPED or moved or returned_from_step(error):
+            return True
+        self.master_versions.distrust()
+        return False
+
     def _step_on_host(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.engine.move_scales(self)
         values = self._memory.values.tolist()  # the one wait for the device
         result, outcome = NOT_STEPPED, StepOutcome.APPLIED
         used: tuple[int, ...] = ()
@@ -271,13 +304,14 @@ class OptimizerState:
             self.outcomes.observe((used, clock()), values)
             return result
         except BaseException as error:
-            if self.outcomes.seen is not values and has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error) and self.outcomes.seen is not values:
                 self._finish(outcome)
                 self.outcomes.observe((used, clock()), values)
             raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self._optimizer()
+        self.engine.move_scales(self)
         mark, result, readable = self._mark(), NOT_STEPPED, None
         flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
@@ -292,7 +326,7 @@ class OptimizerState:
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
-            if has_stepped(mark, result, error):
+            if self.has_stepped(mark, result, error):
                 self._conclude(flag, readable)
             raise
 
@@ -320,8 +354,9 @@ class OptimizerState:
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
-        self.gradients.ready = False
-        self.gradients.used.clear()
+        gradients = self.gradients
+        gradients.ready = False
+        gradients.used.clear()
         if not checks:  # else when the host sees the flag
             if self.outcomes.replays.capturing():
                 self.outcomes.record(torch.zeros_like(self.sticky))
@@ -338,32 +373,28 @@ class OptimizerState:
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
+        self.gradients.used.clear()
+        for scaler in self.engine.scalers:
+            scaler.lower_found()
         if not self.fresh:
             self.sticky.zero_()
             self.fresh = True
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
-        return self.outcomes.kept(), self.sticky.clone(), self.fresh, self.gradients.ready
+        gradients = self.gradients
+        found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
+        return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, dict(gradients.used), found
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        outcomes, sticky, self.fresh, self.gradients.ready = kept
+        outcomes, sticky, self.fresh, self.gradients.ready, used, found = kept
+        self.gradients.used.update(used)
+        for scaler, scaler.has_own_flag, scaler.found, value in found:
+            scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
         self.sticky.copy_(sticky)
 
 
 # It counts, and a number that moves is compiled twice. What it calls is compiled.
 keep_eager(OptimizerState._finish, inner=False)
-
-
-def has_stepped(mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
-    """Return whether the optimizer had stepped when ``error`` was raised.
-
-    Args:
-        mark: what :meth:`OptimizerState._mark` returned before the step.
-        result: what the step has returned, or :data:`NOT_STEPPED`.
-        error: the exception.
-    """
-    moved = mark is not None and mark[0]._version != mark[1]
-    return result is not NOT_STEPPED or moved or returned_from_step(error)

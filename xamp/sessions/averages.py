@@ -17,9 +17,8 @@ from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
-from xamp.scaling import distributed, fsdp, masters
-from xamp.scaling.outcomes import StepOutcome
-from xamp.sessions.session import session
+from xamp.scaling import distributed, foreach, fsdp, masters
+from xamp.sessions.last_outcome import was_skipped
 from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Average", "ema"]
@@ -33,7 +32,7 @@ def ema(
     decay: float | Callable[[int], float],
     *,
     buffers: str = "copy",
-    applied_only: object = False,
+    applied_only: object = None,
 ) -> Average:
     """Make an exponential moving average of the weights of ``model``, which starts at the weights as they are.
 
@@ -55,9 +54,11 @@ def ema(
             such as ``lambda n: min(0.999, (1 + n) / (10 + n))`` for a warm-up.
         buffers: ``"copy"``: an update copies the persistent buffers, as batch norm's statistics. ``"average"``:
             averages the floating ones and copies the others. ``"leave"``: the model keeps its own.
-        applied_only: True: an update after a step that was skipped does nothing, by the outcome that the model's
-            session has; or the GradScaler or optimizer whose outcome counts. This may wait for the device. False: each
-            update counts. After a skipped step it moves the average once more towards weights that did not change.
+        applied_only: whose outcome says that a step was skipped, after which an update does nothing. None: the
+            optimizers of the model, where a session manages it. A GradScaler or an optimizer: its outcome. True: as
+            None, and a model without a session is an error. False: each update counts; after a skipped step it moves
+            the average once more towards weights that did not change. No update waits for the device, unless ``decay``
+            is a function.
 
     Raises:
         PolicyError: an argument cannot be right.
@@ -69,7 +70,6 @@ class Average:
     """An average of the weights of a model; see :func:`ema`.
 
     Attributes:
-        updates: the number of updates so far.
         weights: the average by qualified name of the parameter or buffer, fp32 or fp64; of buffers that are copied,
             the copy. Of a sharded parameter it is this rank's shard.
     """
@@ -88,8 +88,17 @@ class Average:
         self._buffers = buffers
         self._applied_only = applied_only
         self._swapped = False
-        self.updates = 0
+        self._updates = 0
+        self._without_effect: torch.Tensor | None = None  # how many of these came after a step that the device skipped
         self.weights = {name: source.clone() for name, (_, source) in self._sources().items()}
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far, but for those that did nothing. Reading it may wait for the device."""
+        if self._without_effect is not None:
+            self._updates -= int(self._without_effect)
+            self._without_effect = None
+        return self._updates
 
     # ---------------------------------------------------------------- what is averaged
 
@@ -138,6 +147,7 @@ class Average:
     def update(self) -> None:
         """Move the average towards the weights as they are now. Call it after ``optimizer.step()``.
 
+        After a step that was skipped it does nothing: see ``applied_only`` of :func:`ema`.
         Parameters that came since the last update start with their own values; those that are gone are dropped.
 
         Raises:
@@ -145,23 +155,31 @@ class Average:
             PolicyError: ``decay`` was a function, and what it returned is no number from 0 to 1.
         """
         self._refuse_swapped("average.update()")
-        if self._applied_only is not False and _outcome_of(self._applied_only, self._given) is StepOutcome.SKIPPED:
+        params = dict(self._model.named_parameters())
+        skipped: bool | torch.Tensor = False
+        if self._applied_only is not False:
+            skipped = was_skipped(self._applied_only, self._given, list(params.values()))
+        if skipped is True:
             return
         decay = _checked_decay(self._decay(self.updates) if callable(self._decay) else self._decay)
         before = self.weights
         sources = self._fitting("average.update()")
-        params = {name for name, _ in self._model.named_parameters()}
         moving: list[tuple[torch.Tensor, torch.Tensor]] = []
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (_, source) in sources.items():
             averages = source.is_floating_point() or source.is_complex()
             averages = averages and (name in params or self._buffers == "average") and name in before
             (moving if averages else copied).append((self.weights[name], source))
-        if moving:
-            _move(moving, 1.0 - decay)
-        for average, source in copied:
-            average.copy_(source)
-        self.updates += 1
+        if isinstance(skipped, torch.Tensor):
+            _move_by_flag(moving, copied, 1.0 - decay, skipped)
+            before_this = self._without_effect
+            self._without_effect = skipped.clone() if before_this is None else before_this + skipped
+        else:
+            if moving:
+                _move(moving, 1.0 - decay)
+            for average, source in copied:
+                average.copy_(source)
+        self._updates += 1
 
     # ---------------------------------------------------------------- its use
 
@@ -257,7 +275,7 @@ class Average:
             name: saved[name].to(device=source.device, dtype=source.dtype, copy=True)
             for name, (_, source) in sources.items()
         }
-        self.updates = updates
+        self._updates, self._without_effect = updates, None
 
     def _refuse_swapped(self, call: str) -> None:
         if self._swapped:
@@ -303,6 +321,20 @@ def _move(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weight: float) -> 
             average.lerp_(source, weight)
 
 
+def _move_by_flag(
+    moving: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    copied: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    weight: float,
+    skipped: torch.Tensor,
+) -> None:
+    """Move the averages, and copy what is copied, unless the flag ``skipped`` is 1.0. The host does not read it."""
+    steps = [source - average for average, source in moving]
+    foreach.multiply_(steps, (1.0 - skipped) * weight)
+    foreach.add_((average, step) for (average, _), step in zip(moving, steps, strict=True))
+    for average, source in copied:
+        average.copy_(torch.where(skipped.to(source.device).bool(), average, source))
+
+
 def _checked_decay(decay: object) -> float:
     if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0.0 <= decay <= 1.0:
         raise PolicyError(
@@ -310,15 +342,6 @@ def _checked_decay(decay: object) -> float:
             "updates so far. 0.999 keeps 99.9 % of the average at each update."
         )
     return float(decay)
-
-
-def _outcome_of(source: Any, model: nn.Module) -> object:
-    """Return the outcome of the last step; SKIPPED for several optimizers where each of them skipped."""
-    told = source if hasattr(source, "last_step") else session(model if source is True else source)
-    outcome = told.last_step
-    outcomes = list(outcome.values()) if isinstance(outcome, dict) else [outcome]
-    skipped = bool(outcomes) and all(one is StepOutcome.SKIPPED for one in outcomes)
-    return StepOutcome.SKIPPED if skipped else StepOutcome.APPLIED
 
 
 def _misfit(why: str) -> CheckpointError:

@@ -179,7 +179,10 @@ class GradScaler:
             )
         try:
             step = bound_step(optimizer.step)
-            return use.state.step(step, args, kwargs) if use.checked else step(*args, **kwargs)
+            if use.checked:
+                return use.state.step(step, args, kwargs)
+            use.state.outcomes.last = None
+            return step(*args, **kwargs)
         finally:
             if not use.state.gradients.ready:  # still ready: the optimizer raised before the step was over
                 use.stage = Stage.STEPPED
@@ -216,9 +219,10 @@ class GradScaler:
 
     @property
     def last_step(self) -> Any:
-        """Outcome of the last ``step``: a StepOutcome, or None before the first. May wait for the device.
+        """Outcome of the last ``step``: a StepOutcome. May wait for the device.
 
-        With several optimizers: a dict of these by optimizer.
+        None before the first step, and after one that found no gradient. With several optimizers: a dict of these by
+        optimizer.
         """
         return None if self._engine is None else self._engine.last_step()
 

@@ -163,7 +163,8 @@ def initialize(
         init_scale: the dynamic scale at the start.
         growth_factor: the scale is multiplied by it after ``growth_interval`` clean updates in a row.
         backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: the number of clean updates in a row after which the scale grows.
+        growth_interval: the number of clean updates in a row after which the scale grows. A step is one update, however
+            many micro-batches it has.
         min_loss_scale: the floor of the dynamic scale. None: the default.
         max_loss_scale: the ceiling of the dynamic scale. None: the default.
         on_static_overflow: what to do with an overflow under a static scale. ``"skip"``: check the gradients, and skip

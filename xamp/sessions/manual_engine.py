@@ -187,6 +187,9 @@ class ManualEngine(Engine):
             found += distributed.groups_of_meshes(params)
         return widest(found) if found else ()
 
+    def move_scales(self, state: OptimizerState) -> None:
+        """Do nothing: the scale moves after the step, in :meth:`move`."""
+
     def move(self) -> None:
         """Back off or grow the scale by the sticky flags of all optimizers, once until :meth:`finish` is done."""
         if self.scaler.updates is self._finished_updates:

@@ -37,9 +37,9 @@ def scale_loss(
             scaled.backward()
 
     At the end of the ``with`` block xamp unscales the gradients of ``optimizers`` (at O2 and O5 they are then in the
-    masters' ``.grad``), checks them for inf and nan, and updates the loss scale once. All of this runs on the device.
-    Where a wrapper postpones its reduction of the gradients (``no_sync``), all of this waits for the first
-    ``scale_loss`` whose backward reduces.
+    masters' ``.grad``) and checks them for inf and nan. The loss scale moves at the next ``optimizer.step()``, once for
+    all micro-batches of the step. All of this runs on the device. Where a wrapper postpones its reduction of the
+    gradients (``no_sync``), unscaling and check wait for the first ``scale_loss`` whose backward reduces.
 
     A stage of a pipeline, where the schedule runs backward and only the last stage has a loss, gives a one:
     ``torch.ones((), device=device)``. The result is the loss scale, by which the last stage multiplies its losses.
@@ -52,7 +52,7 @@ def scale_loss(
             is compiled.
         delay_unscale: leave the gradients scaled; a later ``scale_loss`` unscales them together with its own.
         delay_overflow_check: unscale the gradients, but ignore an overflow of this backward: neither skip the step nor
-            move the scale.
+            move the scale by it.
 
     Returns:
         A context manager that yields the scaled loss, fp32.

@@ -101,9 +101,10 @@ class Session:
 
     @property
     def last_step(self) -> LastStep:
-        """Outcome of the last ``step()``: a StepOutcome, or None before the first. May wait for the device.
+        """Outcome of the last ``step()``: a StepOutcome. May wait for the device.
 
-        For the session of a model with several optimizers: a dict of these by optimizer.
+        None before the first step, and after one that found no gradient, which counts neither as applied nor as
+        skipped. For the session of a model with several optimizers: a dict of these by optimizer.
         """
         state = state_of(self._seen_from())
         outcome: LastStep = self.engine.last_step() if state is None else state.outcomes.known()

@@ -9,6 +9,7 @@ import xamp
 from xamp.errors import StateError
 from xamp.policy import LEVELS, levels_where
 from xamp.testing.exact import (
+    Dot,
     Pair,
     assert_follows,
     assert_same,
@@ -18,6 +19,7 @@ from xamp.testing.exact import (
     picture,
     plain_iterate,
     run_backward,
+    sgd,
     start,
 )
 from xamp.testing.forms import FEW, SETTINGS, Form, begin
@@ -52,9 +54,9 @@ class Losses(Tier):
 
     @each_setting
     @few_forms
-    @pytest.mark.parametrize("spoilt", [0, 1, 3])
-    def test_overflow_in_a_micro_batch(self, lane: Lane, setting: str, form: Form, spoilt: int) -> None:
-        """An overflow in one of four micro-batches skips all four, halves the scale once, and spares the next four."""
+    @pytest.mark.parametrize("spoilt", [(0,), (1,), (3,), (0, 1, 2, 3)], ids=["0", "1", "3", "all"])
+    def test_overflow_in_a_micro_batch(self, lane: Lane, setting: str, form: Form, spoilt: tuple[int, ...]) -> None:
+        """Overflows in some of four micro-batches skip all four, halve the scale once, and spare the next four."""
         pair = begin(lane, setting, form, init_scale=SCALE)
         batches = inputs(9, lane)
         iterate(pair.model, pair.optimizer, batches[0])
@@ -62,11 +64,10 @@ class Losses(Tier):
         still = picture(pair.model, pair.optimizer)
         pair.optimizer.zero_grad()
         for count, x in enumerate(batches[1:5]):
-            spoil = [pair.model.first.weight] if count == spoilt else []
+            spoil = [pair.model.first.weight] if count in spoilt else []
             run_backward(pair.model(x), pair.optimizer, lane, spoil)
-            assert xamp.loss_scale(pair.optimizer) == (SCALE if count < spoilt else SCALE / 2)
         pair.optimizer.step()
-        assert outcome(pair.optimizer) == "SKIPPED"
+        assert (outcome(pair.optimizer), xamp.loss_scale(pair.optimizer)) == ("SKIPPED", SCALE / 2)
         assert_same(picture(pair.model, pair.optimizer), still)
         pair.optimizer.zero_grad()
         for x in batches[5:]:
@@ -77,16 +78,35 @@ class Losses(Tier):
         assert_follows(pair)
 
     @each_setting
-    def test_scale_moves_between_backwards(self, lane: Lane, setting: str) -> None:
-        """Gradients add up exactly although the scale doubles after each backward."""
-        pair = begin(lane, setting, FEW[0], init_scale=8.0, growth_interval=1)
-        batches = inputs(5, lane)
-        for x in batches:
+    @few_forms
+    def test_scale_moves_between_backwards(self, lane: Lane, setting: str, form: Form) -> None:
+        """Gradients that nobody clears add up exactly although the scale doubles with each step."""
+        pair = begin(lane, setting, form, init_scale=8.0, growth_interval=1)
+        for x in inputs(5, lane):
             run_backward(pair.model(x), pair.optimizer)
+            pair.optimizer.step()
+            pair.plain_model(x).backward()
+            pair.plain_optimizer.step()
         assert xamp.loss_scale(pair.optimizer) == 8.0 * 2**5
-        pair.optimizer.step()
-        plain_iterate(pair.plain_model, pair.plain_optimizer, *batches)
         assert_follows(pair)
+
+    @scaled
+    def test_optimizers_that_step_at_different_moments(self, lane: Lane, level: str) -> None:
+        """One steps after each backward, the other after two, which keeps an inf: it lowers their scale once."""
+        lane.need(level)
+        models = [Dot().to(lane.device), Dot().to(lane.device)]
+        often, seldom = optimizers = [sgd(model.parameters()) for model in models]
+        xamp.initialize(models, optimizers, level=level, init_scale=SCALE, growth_interval=3, verbosity=0)
+        found = []
+        for count, x in enumerate(inputs(4, lane)):
+            spoil = [models[1].first.weight] if count == 0 else []
+            run_backward(models[0](x) + models[1](x), optimizers, lane, spoil)
+            for optimizer in optimizers[: 1 + count % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(xamp.loss_scale(often))
+            assert count != 1 or outcome(seldom) == "SKIPPED"
+        assert (found, outcome(seldom)) == ([SCALE / 2, SCALE / 2, SCALE / 2, SCALE], "APPLIED")
 
     @each_setting
     def test_delay_unscale(self, lane: Lane, setting: str) -> None:

@@ -126,6 +126,43 @@ def test_the_decorator_may_stand_outside_of_staticmethod() -> None:
     assert x.grad.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("cast_inputs", CASTS)
+@pytest.mark.parametrize("whose", ["xamp", "torch's forward"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_class_methods_are_taken_as_torchs_are(
+    dtype: torch.dtype | None, whose: str, cast_inputs: torch.dtype | None
+) -> None:
+    """Then the class is the first argument, and the context the second."""
+
+    def made(decorators: Decorators) -> Any:
+        fwd, bwd = decorators
+
+        class Product(torch.autograd.Function):
+            ran: list[tuple[bool, torch.dtype]] = []
+
+            @classmethod
+            @fwd
+            def forward(cls, ctx: Any, x: torch.Tensor, more: Any = None) -> Any:
+                ctx.save_for_backward(x, more["weight"])
+                return x @ more["weight"]
+
+            @classmethod
+            @bwd
+            def backward(cls, ctx: Any, grad: torch.Tensor) -> Any:
+                _, weight = ctx.saved_tensors
+                cls.ran.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+                return grad @ weight.t(), None
+
+        return Product
+
+    theirs, own = torchs("cpu", cast_inputs), xamps("cpu", cast_inputs)
+    mine, other = made((own if whose == "xamp" else theirs)[:1] + own[1:]), made(theirs)
+    for a, b in zip(run(mine, "cpu", dtype), run(other, "cpu", dtype), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    assert mine.ran == other.ran
+
+
 class WithSetup(torch.autograd.Function):
     """The style without a context in forward, which torch's custom_bwd does not take."""
 

@@ -22,7 +22,9 @@ def wave(step: int, seed: float) -> float:
     return 1.0 + 0.1 * ((step * 7919 + 13) % 17) / 17 + seed
 
 
-def write(path: Path, change: Callable[[str, str, int, float], float], steps: int = 30, seed: float = 0.0) -> Path:
+def write(
+    path: Path, change: Callable[[str, str, int, float], float], steps: int = 30, seed: float = 0.0, every: int = 1
+) -> Path:
     """Write a trace of two modules; ``change`` gets kind, module, step and number."""
     header = {"what": "xamp trace", "schema": 1, "torch": "2", "xamp": "0", "device": "cpu", "dtype": "float16"}
     content = frame("H", json.dumps({**header, "level": "O1", "note": "<b>&"}).encode())
@@ -33,8 +35,11 @@ def write(path: Path, change: Callable[[str, str, int, float], float], steps: in
         for module in MODULES:
             numbers += [change("activation", module, step, value), 3.0, 0.0]
         for module in MODULES:
-            numbers += [change("gradient", module, step, value), 5.0, change("update", module, step, value / 100)]
-        content += sample_frame(step, numbers) + rows_frame(step, [change("loss", "", step, value), 1024.0, 0.0, value])
+            numbers += [change("gradient", module, step, value), change("weights", module, step, 5.0)]
+            numbers.append(change("update", module, step, value / 100))
+        content += sample_frame(step, numbers) if step % every == 0 else b""
+        row = [change("loss", "", step, value), 1024.0, change("skipped", "", step, 0.0), value]
+        content += rows_frame(step, row)
     path.write_bytes(content + frame("E", b""))
     return path
 
@@ -92,6 +97,113 @@ def test_a_third_run_says_what_noise_is(tmp_path: Path) -> None:
     assert not compare(*map(read, (a, b, quiet))).same
 
 
+# ---------------------------------------------------------------- numbers that cannot be compared
+
+NAN = float("nan")
+
+
+def from_batch(kind: str, module: str, step: int, value: float) -> float:
+    """A batch of step 9 holds nan, and the step takes it into the weights."""
+    return NAN if kind != "skipped" and step >= 9 + (kind == "weights") else value
+
+
+def from_update(kind: str, module: str, step: int, value: float) -> float:
+    """The update of step 8 makes the weights of the second module nan."""
+    if kind == "update" and (module, step) == ("second", 8):
+        return NAN
+    return NAN if step >= 9 and kind != "skipped" and (module != "first" or kind in ("gradient", "update")) else value
+
+
+def between(kind: str, module: str, step: int, value: float) -> float:
+    return NAN if step >= 13 and kind != "skipped" else value
+
+
+def at_once(kind: str, module: str, step: int, value: float) -> float:
+    return NAN if kind != "skipped" and step >= (kind == "weights") else value
+
+
+def skipped(kind: str, module: str, step: int, value: float) -> float:
+    """Step 4 overflows, is skipped, and all goes on."""
+    return value if step != 4 or kind == "weights" else 1.0 if kind == "skipped" else 0.0 if kind == "update" else NAN
+
+
+def masks(kind: str, module: str, step: int, value: float) -> float:
+    """The first module returns -inf where it masks."""
+    return float("inf") if kind == "activation" and module == "first" else value
+
+
+TURNED = {
+    "batch": (
+        from_batch,
+        1,
+        9,
+        (9, "activation", "first"),
+        "The update of step 9 took it into the weights of first, s",
+    ),
+    "update": (from_update, 1, 9, (9, "weights", "second"), "The update of step 8, in second, brought it into the"),
+    "between": (between, 10, 13, (20, "weights", "first"), "An update after step 10 brought it into the weights of f"),
+    "at once": (at_once, 1, 0, (0, "activation", "first"), "The weights were finite before step 0, so it came in ther"),
+}
+
+
+@pytest.mark.parametrize("case", TURNED)
+def test_runs_that_both_turn_to_nan_are_not_the_same(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, every, step, (seen, kind, module), origin = TURNED[case]
+    a, b = write(tmp_path / "a", change, every=every), write(tmp_path / "b", change, seed=1e-4, every=every)
+    page = tmp_path / "page.html"
+    assert main(["compare", str(a), str(b), "--json", "-", "--html", str(page), "--png", str(tmp_path / "p.png")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["same"], found["step"], found["partings"]) == (False, None, [])
+    turned = found["turned"]
+    assert [turned[name] for name in ("step", "seen", "kind", "module")] == [step, seen, kind, module]
+    assert origin in turned["origin"]
+    assert f"agree within noise over the {step} steps before" in found["meaning"]
+    assert f"Run step {step} in xamp.debug.find_nonfinite" in found["meaning"]
+    assert any("numbers could not be compared: neither run's is finite" in note for note in found["notes"])
+    text = page.read_text(encoding="utf-8")
+    assert f"Both have inf or nan from step {step} on" in text
+    assert "neither is finite" in text
+    assert main(["compare", str(a), str(b)]) == 1
+    assert f"Both have inf or nan from step {step} on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("change", "count"), [(skipped, 3), (masks, 30)], ids=["skipped", "masks"])
+def test_nan_that_passes_or_is_meant_is_counted(
+    change: Callable[[str, str, int, float], float], count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = write(tmp_path / "a", change), write(tmp_path / "b", change, seed=1e-4)
+    assert main(["compare", str(a), str(b)]) == 0
+    text = capsys.readouterr().out
+    assert "agree within noise over 30 steps" in text
+    assert re.search(rf"note: {count} of \d+ numbers could not be compared", text)
+
+
+def test_of_one_run_that_turns_it_is_said_what_brought_it(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", same), write(tmp_path / "b", from_update, seed=1e-4)
+    found = compare(read(a), read(b))
+    assert found.turned is None
+    assert found.first is not None
+    assert found.first.step == 8  # the update
+    assert found.meaning().startswith("Only run B has inf or nan there")
+    late = compare(read(write(tmp_path / "c", same, every=10)), read(write(tmp_path / "d", between, every=10)))
+    assert late.first is not None
+    assert (late.first.step, late.module, late.heading) == (13, None, "They part at step 13")
+    assert "An update after step 10 brought it into the weights" in late.meaning()
+    assert "smaller `every`" in late.meaning()
+
+
+def test_no_noise_is_taken_from_a_run_that_is_nan(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", same), write(tmp_path / "b", FAULTS["update"][0])
+    third = write(tmp_path / "c", from_batch, seed=1e-4)
+    found = compare(read(a), read(b), read(third))
+    assert found.first is not None
+    assert (found.first.step, found.first.key.kind) == (9, "update")
+    assert any("third run" in note and "from step 9 on" in note for note in found.notes)
+    assert compare(read(a), read(write(tmp_path / "d", same, seed=1e-4)), read(third)).same
+
+
 class Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +235,7 @@ def test_page_picture_and_json(tmp_path: Path) -> None:
     assert (page.open, page.links, page.plots) == ([], [], 7)
     assert "prefers-color-scheme:dark" in text
     assert "&lt;b&gt;&amp;" in text
-    assert re.search(r"They part at step 9, in first", text)
+    assert re.search(r"They part at step 9, module first", text)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert json.loads(files["json"].read_text())["factor"] == pytest.approx(3.0)
     healthy = tmp_path / "healthy.html"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -98,15 +99,19 @@ def test_the_file_for_ci_services(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "code", "message"),
     [
         (["--junit", "no/such/folder/results.xml"], 2, "no/such/folder/results.xml: there is no such folder"),
-        (["--require", "speed"], 2, "require='speed': there is no such capability. There are O0, O1"),
-        (["--backend", "nope"], 2, "backend='nope': no backend of that name is registered"),
+        (["--require", "speed"], 2, "--require speed: there is no such capability. There are O0, O1"),
+        (["--backend", "nope"], 2, "--backend nope: no backend of that name is registered. Registered are"),
         (["--device", "abc"], 2, "no backend is registered for device type 'abc'"),
-        (["--device", "cpu:x"], 2, "device='cpu:x': Invalid device string"),
-        (["--device", "cpu", "--device", "cpu:7"], 1, "device='cpu:7': there is 1 of this type"),
-        (["--device", "abc", "--backend", "cpu"], 2, "this backend serves cpu, not 'abc'"),
+        (["--device", "cpu:x"], 2, "--device cpu:x: Invalid device string"),
+        (["--device", "cpu", "--device", "cpu:7"], 1, "--device cpu:7: there is 1 of this type"),
+        (
+            ["--device", "abc", "--backend", "cpu"],
+            2,
+            "--backend cpu: this backend serves cpu, not 'abc'. Choose another one, or leave --backend out.",
+        ),
         (["--json", "no/such/folder/results.json"], 2, "no/such/folder/results.json: there is no such folder"),
-        (["--ledger", "none.json"], 2, "ledger 'none.json': cannot be read"),
-        (["--clause", "probe.none"], 2, "no clause is called probe.none"),
+        (["--ledger", "none.json"], 2, "--ledger none.json: cannot be read"),
+        (["--clause", "probe.none"], 2, "--clause 'probe.none': no clause is called probe.none"),
         (["--clause", "probe.seed", "--clause", "none.*"], 2, r"no clause is called none.*"),
     ],
 )
@@ -114,6 +119,7 @@ def test_wrong_use(words: list[str], code: int, message: str, capsys: pytest.Cap
     assert main(["conformance", *words]) == code
     out, err = capsys.readouterr()
     assert message in err
+    assert not re.search(r"\w\(|\w=['\"]", err), "it speaks of a call in Python"
     assert not out
 
 

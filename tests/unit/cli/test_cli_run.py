@@ -28,3 +28,14 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--device", "--pretend-cuda", "--prefer", "-m MODULE"):
         assert option in said
     assert main(["run", "--prefer", "mine", "x.py"]) == 2
+
+
+@pytest.mark.parametrize("device", ["gpu", "the gpu", "cpu:"])
+def test_a_device_that_is_not_there_is_the_options_fault(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No variable was set, so none is blamed, and none is to be unset."""
+    assert main(["run", "--device", device, "x.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"xamp run: --device {device}: ")
+    assert "Or leave it out" in said
+    assert "XAMP_DEVICE" not in said
+    assert "xpu'?" not in said

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 from xamp.debug import Finding, find_nonfinite
+from xamp.debug.ranges import range_of
 from xamp.errors import PolicyError, StateError
 
 
@@ -274,3 +275,17 @@ def test_a_collapse_names_the_parameters_and_how_to_find_the_operator() -> None:
         train()
     assert "not finite: first.weight, first.bias. " in str(raised.value)
     assert "with xamp.debug.find_nonfinite(model, optimizer) as found" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([torch.inf, -torch.inf, torch.nan], "nothing finite, 2 inf, 1 nan"),
+        ([0.0, torch.inf], "50.0% zeros, 1 inf, 0 nan"),
+        ([0.0, 0.0], "100.0% zeros"),
+        ([], "no value"),
+        ([2.0, -4.0, 0.0, torch.nan], "|x| from 2 to 4, 25.0% zeros, 0 inf, 1 nan"),
+    ],
+)
+def test_a_range_says_what_there_is(values: list[float], text: str) -> None:
+    assert str(range_of(torch.tensor(values))) == f"float32 [{len(values)}]: {text}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 import threading
 from pathlib import Path
@@ -176,3 +177,84 @@ def test_wrong_arguments() -> None:
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(PolicyError, match=r"cannot be copied by copy\.deepcopy: TypeError"):
         profile(model, x)
+
+
+# ---------------------------------------------------------------- modules that are at fault together
+
+
+class Overflows(nn.Module):
+    """Too large for fp16 in between; with a layer inside that is not at fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (self.layer(x) * 0 + torch.exp(40.0 * x.abs().clamp(0.5, 1.0))).log() / 40.0
+        return found
+
+
+class Backward(nn.Module):
+    """Finite, but in fp16 its gradient is not, whatever the loss scale: the power's derivative is 65000."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.abs() * 0 + 6e-8).pow(0.25) + x
+
+
+class Parallel(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(sum((part(x) for part in self.parts), torch.zeros(())))
+        return found
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+TOGETHER: dict[str, tuple[Any, list[str]]] = {
+    "one after the other": (lambda: nn.Sequential(linear(), Overflows(), linear(), Overflows(), linear()), ["1", "3"]),
+    "three": (
+        lambda: nn.Sequential(linear(), Overflows(), *(linear() for _ in range(8)), Overflows(), linear(), Overflows()),
+        ["1", "10", "12"],
+    ),
+    "side by side": (lambda: Parallel(Overflows(), linear(), Overflows()), ["parts.0", "parts.2"]),
+    "in backward": (lambda: nn.Sequential(linear(), Backward(), linear(), Backward(), linear()), ["1", "3"]),
+    "forward and backward": (lambda: nn.Sequential(linear(), Overflows(), linear(), Backward(), linear()), ["1", "3"]),
+}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize(("make", "culprits"), TOGETHER.values(), ids=TOGETHER)
+def test_modules_that_are_at_fault_together_are_found(make: Any, culprits: list[str], level: str) -> None:
+    """With what is advised output and gradients are finite, and without any of it they are not."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 16)
+    found = profile(model, x, level)
+    assert sorted(found.keep_fp32) == sorted(culprits)
+    assert found.advice[0].gain > 0.9
+    assert f"keep_fp32={found.keep_fp32}" in found.table()
+    for left in (None, *culprits):
+        kept = [name for name in found.keep_fp32 if name != left]
+        again = profile(model, x, level, keep_fp32=kept, tries=0)
+        assert (math.isfinite(again.output_error) and math.isfinite(again.gradient_error)) == (left is None), left
+    told = json.loads(found.to_json())
+    assert told["advice"][0]["modules"] == found.keep_fp32
+
+
+def test_what_no_loss_scale_cures_is_said() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16)
+    forward = profile(nn.Sequential(linear(), Overflows()), x, "O2", tries=0)
+    backward = profile(nn.Sequential(linear(), Backward()), x, "O2", tries=0)
+    static = profile(nn.Sequential(linear(), Backward()), x, "O3", tries=0)
+    fine = profile(nn.Sequential(linear(), linear()), x, "O2", tries=0)
+    assert "The forward gives inf or nan, which no loss scale changes." in forward.table()
+    assert "No loss scale helps: at 1, the smallest, gradients are still inf or nan." in backward.table()
+    told = [json.loads(each.to_json())["no_scale_helps"] for each in (forward, backward, static, fine)]
+    assert told == [True, True, False, False]
+    assert "No loss scale" not in static.table() + fine.table()

@@ -191,6 +191,12 @@ def test_an_index_goes_before_that_of_the_variable(
         ("meta:", r"must be a device type, with or without an index"),
         ("meta:-1", r"must be a device type, with or without an index"),
         ("metta", r"no registered backend serves device type 'metta'\. Did you mean 'meta'\?"),
+        ("mtea", r"no registered backend serves device type 'mtea'\. Did you mean 'meta'\?"),
+        ("spm", r"no registered backend serves device type 'spm'\. Did you mean 'mps'\?"),
+        (
+            "ups",
+            r"no registered backend serves device type 'ups'\. Device types with",
+        ),  # one of three letters is too much
         ("zzz", r"no registered backend serves device type 'zzz'\. Device types with"),
         ("mps", r"no backend for device type 'mps' can be used:\nmps: no card in the slot\nput one in"),
     ],

@@ -64,23 +64,6 @@ def test_any_number_of_micro_batches_add_up(lane: Lane, level: str, scale: dict[
 
 
 @each_level
-@pytest.mark.parametrize("factors", [(2.0, 0.5), (3.0, 0.25)], ids=str)
-def test_they_add_up_while_the_scale_grows(lane: Lane, level: str, factors: tuple[float, float]) -> None:
-    growth, backoff = factors
-    model, optimizer, reference, plain = start(
-        lane, level, init_scale=8.0, growth_interval=1, growth_factor=growth, backoff_factor=backoff
-    )
-    batches = inputs(6, lane)
-    for x in batches:
-        run_backward(model(x), optimizer)
-    assert xamp.loss_scale(optimizer) == 8.0 * growth**6
-    optimizer.step()
-    plain_iterate(reference, plain, *batches)
-    rough = 1e-6 if growth == 2.0 or level == "O1" else 2e-3
-    assert_follows(optimizer, reference, rtol=rough, atol=rough)
-
-
-@each_level
 @pytest.mark.parametrize("scale", [256.0, 1000.0])
 def test_they_add_up_when_another_optimizer_backs_the_scale_off(lane: Lane, level: str, scale: float) -> None:
     models = [Dot().to(lane.device), Dot().to(lane.device)]
@@ -91,10 +74,10 @@ def test_they_add_up_when_another_optimizer_backs_the_scale_off(lane: Lane, leve
     first, second, third = inputs(3, lane)
     run_backward(models[0](first), mine)
     run_backward(models[1](second), other, lane, [models[1].a])
+    other.step()
     assert xamp.loss_scale(mine) == scale / 2
     run_backward(models[0](third), mine)
     mine.step()
-    other.step()
     plain_iterate(reference, plain, first, third)
     assert (outcome(mine), outcome(other)) == ("APPLIED", "SKIPPED")
     rough = 1e-6 if scale == 256.0 or level == "O1" else 2e-3
@@ -128,9 +111,8 @@ def test_delay_unscale_adds_up_across_scales_of_several_losses(lane: Lane, level
     run_backward(model(batches[3]), optimizer, loss_id=2)
     run_backward(model(batches[4]), optimizer, loss_id=0, delay_unscale=True)
     run_backward(model(batches[5]), optimizer, loss_id=1)
-    # A scale moves with each check that its gradients are in: the first in all three, the second in two.
-    assert [xamp.loss_scale(optimizer, i) for i in range(3)] == [512.0, 256.0, 128.0]
     optimizer.step()
+    assert [xamp.loss_scale(optimizer, i) for i in range(3)] == [128.0, 128.0, 128.0]
     plain_iterate(reference, plain, *batches)
     assert_follows(optimizer, reference)
 
@@ -162,7 +144,7 @@ def test_losses_with_own_scales_add_up(lane: Lane, level: str) -> None:
             run_backward(model(x), optimizer, loss_id=loss_id)
         optimizer.step()
         plain_iterate(reference, plain, *some)
-    assert [xamp.loss_scale(optimizer, i) for i in range(2)] == [512.0, 128.0]
+    assert [xamp.loss_scale(optimizer, i) for i in range(2)] == [128.0, 128.0]
     assert_follows(optimizer, reference)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -380,3 +381,51 @@ def test_a_close_without_memory_leaves_a_session_that_goes_on() -> None:
     for param, value in zip(model.parameters(), before, strict=True):
         assert param.dtype == torch.float32
         assert torch.equal(param, value.float())
+
+
+# --- in the middle of a step
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["", "after a load"])
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_follows_a_step_that_was_interrupted_after_it_moved_the_masters(
+    level: str, fused: Any, loaded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fused kernels leave no trace that they have run. Nobody is blamed later for what the step itself did."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0, fused=fused)
+    module = sys.modules["torch.optim.adam"]
+    real: Any = module.adam  # type: ignore[attr-defined]
+
+    def interrupted_at_its_end(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    if loaded:
+        state = xamp.state_dict(optimizer)
+        xamp.load_state_dict(state, optimizer)
+        backward(model, optimizer)
+    before = [master.detach().clone() for master in xamp.master_params(optimizer)]
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "adam", interrupted_at_its_end)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    masters = list(xamp.master_params(optimizer))
+    assert not any(map(torch.equal, before, masters))
+    with torch.no_grad():
+        model(X)
+    assert all(torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters, strict=True))
+    for _ in range(20):
+        optimizer.zero_grad()
+        backward(model, optimizer)
+        optimizer.step()
+    assert not caplog.records

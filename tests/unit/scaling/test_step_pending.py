@@ -61,6 +61,9 @@ def skipped(optimizer: Any) -> int:
     return int(xamp.session(optimizer).stats.skipped)
 
 
+CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+
+
 class Once(TorchDispatchMode):
     """Raises KeyboardInterrupt at the n-th call of one aten operator, before it or after it."""
 
@@ -95,6 +98,7 @@ def test_pending_gradients_keep_the_scale_that_they_have(level: str) -> None:
         for overflow in (True, False):
             second.zero_grad()
             backward(other, second, overflow=overflow)
+            second.step()
         if count == 0:
             backward(model, optimizer, 2 * ONES, delay_unscale=True)
     assert xamp.loss_scale(optimizer) == 16.0
@@ -124,6 +128,7 @@ def test_an_update_after_a_load_stays_within_the_bounds() -> None:
     state["scalers"][0]["scale"] = 2.0**20
     xamp.load_state_dict(state, optimizer)
     backward(model, optimizer)
+    optimizer.step()
     assert xamp.loss_scale(optimizer) == 2.0**20
 
 
@@ -155,6 +160,11 @@ def test_what_was_accumulated_keeps_every_digit(way: str) -> None:
         state = xamp.state_dict(optimizer)
         state["scalers"][0]["scale"] = 1000.0
         xamp.load_state_dict(state, optimizer)
+    if way == "growth":
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert xamp.loss_scale(optimizer) == 192.0
     backward(model, optimizer, FINE)
     before = gradients(optimizer).clone()
     for _ in range(4):
@@ -176,8 +186,8 @@ def test_an_inf_that_was_put_aside_is_found_once() -> None:
     model, optimizer = start("O1", init_scale=1000.0)
     backward(model, optimizer, overflow=True)
     backward(model, optimizer)
-    assert xamp.loss_scale(optimizer) == 500.0
     optimizer.step()
+    assert xamp.loss_scale(optimizer) == 500.0
     assert skipped(optimizer) == 1
 
 
@@ -186,6 +196,7 @@ def test_an_inf_that_was_put_aside_and_postponed_is_found_once() -> None:
     backward(model, optimizer, overflow=True)
     backward(model, optimizer, delay_unscale=True)
     backward(model, optimizer)
+    optimizer.step()
     assert xamp.loss_scale(optimizer) == 500.0
 
 
@@ -209,6 +220,7 @@ def test_gradients_that_were_cleared_are_not_taken_for_mixed() -> None:
     for _ in range(2):
         optimizer.zero_grad()
         backward(model, optimizer, overflow=True)
+    optimizer.step()
     assert xamp.loss_scale(optimizer) == 16.0
 
 
@@ -219,6 +231,7 @@ def test_pending_gradients_that_were_cleared_are_not_taken_for_mixed() -> None:
     for param in model.parameters():
         param.grad = None
     backward(model, optimizer, overflow=True)
+    optimizer.step()
     assert xamp.loss_scale(optimizer) == 16.0
 
 
@@ -398,6 +411,7 @@ def test_an_entry_that_is_interrupted_leaves_the_gradients_or_none(
 ) -> None:
     """Ctrl-C comes when the gradients are multiplied or zeroed already."""
     model, optimizer = start("O1", init_scale=scale, num_losses=2)
+    loss_id = 1 if pending else 0  # those of another loss would be put aside
     backward(model, optimizer, FINE, delay_unscale=pending)
     before, loss = gradients_now(model), model(ONES)
     real, times = getattr(foreach, "multiply_" if pending else name), itertools.count()
@@ -410,7 +424,7 @@ def test_an_entry_that_is_interrupted_leaves_the_gradients_or_none(
     with monkeypatch.context() as patched:
         patched.setattr(foreach, "multiply_" if pending else name, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            xamp.scale_loss(loss, optimizer, loss_id=1).__enter__()
+            xamp.scale_loss(loss, optimizer, loss_id=loss_id).__enter__()
     kept = gradients_now(model)
     if pending:
         assert kept is None, "nobody can tell which of them have which scale"
@@ -447,19 +461,31 @@ def test_an_interrupt_while_gradients_move_into_masters_leaves_none(
     assert torch.equal(gradients(optimizer), 2 * ONES)
 
 
-def test_an_interrupt_after_the_scale_has_moved_leaves_a_whole_backward() -> None:
-    """It comes when the kernel has run, at the operator that keeps the scale within its bounds."""
-    model, optimizer = start("O1", init_scale=2.0**24, growth_interval=1)
-    with pytest.raises(KeyboardInterrupt), Once("clamp_"):
-        backward(model, optimizer)
-    assert torch.equal(gradients(optimizer), ONES)
-    assert xamp.loss_scale(optimizer) == 2.0**24
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("operator", ["_amp_update_scale_", "clamp_"])
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_an_interrupt_while_the_scale_moves_moves_it_once(
+    operator: str, overflow: bool, num_losses: int, fused: Any
+) -> None:
+    """It comes before the kernel has run, or after it, at the operator that keeps the scale within its bounds."""
+    model, optimizer = start("O1", init_scale=2.0**20, growth_interval=1, fused=fused, num_losses=num_losses)
+    backward(model, optimizer, overflow=overflow)
+    with pytest.raises(KeyboardInterrupt), Once(operator):
+        optimizer.step()
+    if not overflow:
+        assert torch.equal(gradients(optimizer), ONES)
     optimizer.step()
-    assert xamp.session(optimizer).stats.applied == 1
+    assert xamp.loss_scale(optimizer) == (2.0**19 if overflow else 2.0**21)
+    assert xamp.session(optimizer).stats.applied == (not overflow)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert xamp.loss_scale(optimizer) == (2.0**20 if overflow else 2.0**22)
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_an_interrupt_before_the_scale_has_moved_forgets_the_backward(overflow: bool) -> None:
+def test_an_interrupt_before_the_check_is_done_forgets_the_backward(overflow: bool) -> None:
     """Also its overflow; and the session goes on while somebody still holds the block."""
     model, optimizer = start("O1")
     block = xamp.scale_loss(model(ONES), optimizer)
@@ -467,7 +493,7 @@ def test_an_interrupt_before_the_scale_has_moved_forgets_the_backward(overflow: 
         scaled.backward()
         if overflow:
             model.a.grad[0] = torch.inf
-        interrupt: Any = Once("_amp_update_scale_")
+        interrupt: Any = Once(CHECK, after=True)
         interrupt.__enter__()
     interrupt.__exit__(None, None, None)
     assert all(p.grad is None for p in model.parameters())
@@ -484,7 +510,7 @@ def test_after_a_forgotten_backward_the_next_is_the_first() -> None:
     model, optimizer = start("O1", fused=False, init_scale=1000.0)  # no power of two: they are put aside
     with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(ONES), optimizer) as scaled:  # noqa: PT012
         scaled.backward()
-        interrupt: Any = Once("_amp_update_scale_")
+        interrupt: Any = Once(CHECK, after=True)
         interrupt.__enter__()
     interrupt.__exit__(None, None, None)
     for param in model.parameters():
@@ -522,6 +548,23 @@ def test_a_step_is_refused_after_ranks_have_parted() -> None:
     xamp.session(optimizer).engine.refusal = "the ranks have parted"
     with pytest.raises(StateError, match=r"optimizer\.step\(\): the ranks have parted"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, "auto"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_step_that_found_no_gradient_has_no_outcome(level: str, fused: Any) -> None:
+    model, optimizer = start(level, fused=fused)
+    for overflow in (False, level in ("O1", "O2")):
+        backward(model, optimizer, overflow=overflow)
+        optimizer.step()
+        known = "SKIPPED" if overflow else "APPLIED"
+        stats = repr(xamp.session(optimizer).stats)
+        assert xamp.session(optimizer).last_step.name == known  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        optimizer.step()
+        assert xamp.session(optimizer).last_step is None
+        assert repr(xamp.session(optimizer).stats) == stats
+        assert xamp.session(model).metrics()["last_step_skipped"] == 0
 
 
 def test_a_step_without_any_gradient_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

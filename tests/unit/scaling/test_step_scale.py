@@ -90,14 +90,19 @@ def test_the_start_lies_within_the_bounds(
     assert xamp.loss_scale(optimizer) == start_at
 
 
-def test_each_scale_loss_is_one_update(lane: Lane) -> None:
-    model, optimizer = start(lane, "O1", init_scale=64.0, growth_interval=4)
-    for x in inputs(3, lane):
-        run_backward(model(x), optimizer)
-    assert xamp.loss_scale(optimizer) == 64.0
-    run_backward(model(inputs(1, lane)[0]), optimizer)
-    assert xamp.loss_scale(optimizer) == 128.0
-    optimizer.step()
+@scaled_levels
+@both_forms
+def test_a_window_is_one_update(lane: Lane, level: str, fused: str | bool) -> None:
+    """From one step to the next, however many micro-batches there are and however many of them overflow."""
+    model, optimizer = start(lane, level, init_scale=64.0, growth_interval=2, fused=fused)
+    found = []
+    for window in ["...", ".....", "x..", "xxxx", "...", ".x.x", ".", "........"]:
+        optimizer.zero_grad()
+        for kind, x in zip(window, inputs(len(window), lane), strict=True):
+            run_backward(model(x), optimizer, lane, [model.a] if kind == "x" else ())
+        optimizer.step()
+        found.append(xamp.loss_scale(optimizer))
+    assert found == [64, 128, 64, 32, 32, 16, 16, 32]
 
 
 @pytest.mark.parametrize("level", SCALED)

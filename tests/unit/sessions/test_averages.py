@@ -20,6 +20,8 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.errors import CheckpointError, PolicyError, StateError
+from xamp.sessions import averages
+from xamp.sessions.last_outcome import was_skipped
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 all_levels = pytest.mark.parametrize("level", LEVELS)
@@ -269,8 +271,8 @@ def test_a_schedule_is_asked_for_each_update(lane: Lane) -> None:
     assert float(average.weights["weight"]) == 4.0
 
 
-@pytest.mark.parametrize("applied_only", [False, True])
-def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool, lane: Lane) -> None:
+@pytest.mark.parametrize("applied_only", [None, False, True])
+def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool | None, lane: Lane) -> None:
     model = net(lane)
     optimizer: Any = sgd(model)
     xamp.initialize(model, optimizer, init_scale=64.0, **at("O1"))
@@ -283,7 +285,53 @@ def test_what_an_update_after_a_skipped_step_does_is_a_choice(applied_only: bool
     average.update()
     assert xamp.session(optimizer).stats.skipped == 1
     moved = not torch.equal(before["first.weight"], average.weights["first.weight"])
-    assert (moved, average.updates) == (not applied_only, 1 if applied_only else 2)
+    assert (moved, average.updates) == ((True, 2) if applied_only is False else (False, 1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("buffers", ["copy", "average"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_by_default_skipped_steps_are_left_out(
+    level: str, buffers: str, on_device: bool, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the outcome is a flag that the host does not read."""
+    needs_values(lane)
+    if on_device:
+
+        def flag(*args: Any) -> torch.Tensor:
+            return torch.tensor(float(was_skipped(*args)), device=lane.device)
+
+        monkeypatch.setattr(averages, "was_skipped", flag)
+    model = net(lane)
+    optimizer: Any = sgd(model)
+    xamp.initialize(model, optimizer, init_scale=64.0, **at(level))
+    average = xamp.ema(model, DECAY, buffers=buffers)
+    wanted = exact(model)
+    for index in range(6):
+        step(model, optimizer, batch(index, lane), overflow=index in (0, 3))
+        average.update()
+        if index not in (0, 3):
+            now = exact(model)
+            before = {name: value for name, value in wanted.items() if "running" in name}
+            by_hand(wanted, now, DECAY)
+            if buffers == "average":
+                wanted.update({name: DECAY * b.double() + (1 - DECAY) * now[name] for name, b in before.items()})
+    assert_close(average.weights, wanted)
+    assert average.updates == average.state_dict()["updates"] == 4
+
+
+def test_only_the_optimizers_of_the_model_count(lane: Lane) -> None:
+    """Of two models in a session, of which one skips; and a model that nothing manages."""
+    needs_values(lane)
+    models, plain = [net(lane), net(lane)], net(lane)
+    optimizers: Any = [sgd(model) for model in models]
+    xamp.initialize(models, optimizers, init_scale=64.0, **at("O1"))
+    averages_ = [xamp.ema(model, DECAY) for model in (*models, plain)]
+    for model, optimizer, overflow in zip(models, optimizers, (True, False), strict=True):
+        step(model, optimizer, batch(0, lane), overflow=overflow)
+    for average in averages_:
+        average.update()
+    assert [average.updates for average in averages_] == [0, 1, 1]
 
 
 def test_a_grad_scaler_can_tell_what_was_applied(lane: Lane) -> None:
