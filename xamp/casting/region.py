@@ -18,7 +18,9 @@ from torch import nn
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
 from xamp.casting.explain import explain_forward
-from xamp.casting.inputs import cast_some
+from xamp.casting.inputs import Lender
+from xamp.casting.left import Unseen
+from xamp.casting.loans import take_back, take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
@@ -139,30 +141,34 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     is_traced, compiler, is_enabled = torch.compiler.is_dynamo_compiling, compiler_attributes, is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     cast, apart, lowers = region.cast, region.apart, region.lowers
-    spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
     run_traced = own_code(active.run_traced)
 
-    positional, named, results = Caster(into, cast), Caster(into, cast), Caster(out_of, cast)
+    lender = None if into is None else Lender(function, into, cast, region.spared)
+    lend, lend_traced = (None, None) if lender is None else (lender.lend, lender.lend_traced)
+    unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
+    results = Caster(out_of, cast, unseen)
     ddp = ddp_attributes
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
-        if spare is None and into is not None:
-            args, kwargs = cast(args, into), cast(kwargs, into)
+        lent = None
+        if lend_traced is not None:
+            args, kwargs, lent = lend_traced(args, kwargs)
         if notes and active_ddp() is not None:
             note_wrapper_while_tracing(id(active_ddp()))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = run_traced(mark, function, self, *args, **kwargs)
         else:
             result = function(self, *args, **kwargs)
+        if lent is not None:
+            take_back_traced(lent)
         return result if out_of is None else cast(result, out_of)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if spare is not None:
-            args, kwargs = spare(args, kwargs)
         if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more
             return traced(self, args, kwargs)
-        if into is not None and spare is None:
-            args, kwargs = positional.cast(args), named.cast(kwargs)
+        lent = None
+        if lend is not None:
+            args, kwargs, lent = lend(args, kwargs)
         if notes and ddp[ACTIVE_DDP] is not None:
             note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
@@ -172,6 +178,9 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
+            finally:
+                if lent is not None:
+                    take_back(lent)
         entered = None
         try:
             entered = enter(mark, number())
@@ -183,6 +192,8 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         finally:
             if entered is not None:
                 leave(entered)
+            if lent is not None:
+                take_back(lent)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

@@ -1,23 +1,27 @@
 """The casts of :func:`xamp.ground.containers.cast_floats` to one dtype, with a function made for each type it meets.
 
 ``cast_floats`` asks what a value is each time. Here the question is asked once for each type, which saves 1 to 10 us
-for each forward that returns a container. The compiler cannot trace this; it traces ``cast_floats``.
+for each forward that returns a container. What is rare (subclasses, attributes, a container in itself) goes the way of
+:mod:`xamp.ground.walk`. The compiler cannot trace this; it traces ``cast_floats``.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xamp.ground.containers import ATOMS, CASTABLE, cast_floats
+from xamp.ground.containers import ATOMS, CASTABLE, cast_floats, leaf_of
+from xamp.ground.forms import form_of
+from xamp.ground.walk import ATOM_KINDS, OPEN, Walk, WithinItself
 
 __all__ = ["TO", "Caster"]
 
 _Cast = Callable[[Any], Any]
+_CastItem = Callable[[Any, dict[int, Any]], Any]
+"""Casts an item of a container; the dict has what earlier items came to, by their ids."""
 
 _MOST_TYPES = 128
 """A forward may make a class at each call, so no more types than these are remembered."""
@@ -29,8 +33,7 @@ TO: dict[torch.dtype, _Cast] = {
 }
 """The method that casts to each dtype; each is 0.4 us faster than ``Tensor.to``."""
 
-_OF_COPIES = ("__copy__", "__setstate__", "__reduce__", "__reduce_ex__", "__getstate__", "__new__", "__slots__")
-
+_OF_COPIES = ("__copy__", "__new__", "__slots__")
 
 class Caster:
     """Casts values to one dtype.
@@ -38,74 +41,99 @@ class Caster:
     Args:
         dtype: the dtype; None leaves values as they are.
         cast: what to do, for a value and the dtype. Only ``cast_floats`` is made anew for each type.
+        left: called with an object that is not looked into, or cannot be copied.
 
     Attributes:
         cast: does it for one value. It is the function for the type of the value that came last: a forward mostly
             returns one type. It gives a value of another type to the function for that, which then takes its place.
     """
 
-    __slots__ = ("_by_type", "_dtype", "cast")
+    __slots__ = ("_by_type", "_dtype", "_leaf", "_left", "cast")
 
-    def __init__(self, dtype: torch.dtype | None, cast: Callable[[Any, torch.dtype], Any] = cast_floats) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        cast: Callable[[Any, torch.dtype], Any] = cast_floats,
+        left: Callable[[Any], object] = lambda value: None,
+    ) -> None:
         self._dtype = dtype
-        self._by_type: dict[type, _Cast] = {}
+        self._left = left
+        self._by_type: dict[type, Callable[..., Any]] = {}
         self.cast: _Cast = self._cast_other
+        self._leaf = None if dtype is None else leaf_of(cast, dtype)
         if dtype is None:
             self.cast = lambda value: value
-        elif cast is not cast_floats:
+        elif self._leaf is None:
             self.cast = lambda value: cast(value, dtype)
+        elif cast is not cast_floats:
+            self.cast = self._cast_any
 
     def _cast_other(self, value: Any) -> Any:
         """Cast a value of another type than the one that came last."""
         self.cast = found = self._of(type(value))
         return found(value)
 
-    def _cast_item(self, value: Any) -> Any:
-        """Cast an item of a container."""
-        return self._of(type(value))(value)
+    def _cast_item(self, value: Any, seen: dict[int, Any]) -> Any:
+        """Cast an item of a container that is neither a plain tensor nor of a type that holds none."""
+        key = id(value)
+        found = seen.get(key)
+        if found is None:
+            seen[key] = OPEN
+            found = seen[key] = self._of(type(value))(value, seen)
+        elif found is OPEN:
+            raise WithinItself
+        return found
 
-    def _of(self, kind: type) -> _Cast:
+    def _cast_any(self, value: Any, seen: dict[int, Any] | None = None) -> Any:
+        """Cast a value of any type."""
+        assert self._leaf is not None, "else values are left as they are"
+        walk = Walk(self._leaf, seen)
+        found = walk.run(value)
+        if seen is not None:
+            seen[id(walk.seen)] = walk.seen  # the ids in it stay theirs
+        for each in walk.left:
+            self._left(each)
+        return found
+
+    def _of(self, kind: type) -> Callable[..., Any]:
         """Return the function that casts values of exactly the type ``kind``."""
         found = self._by_type.get(kind)
         if found is None:
             if len(self._by_type) >= _MOST_TYPES:
                 self._by_type.clear()
-            assert self._dtype is not None, "else values are left as they are"
-            found = self._by_type[kind] = _cast_of(kind, self._dtype, self._cast_item, self._cast_other)
+            found = self._by_type[kind] = self._make(kind)
         return found
 
+    def _make(self, kind: type) -> Callable[..., Any]:
+        """Return a function that casts values of exactly the type ``kind``, and gives all others to ``_cast_other``."""
+        assert self._dtype is not None, "else values are left as they are"
+        other, item, in_general = self._cast_other, self._cast_item, self._cast_any
+        if kind is torch.Tensor:
+            return _of_tensor(self._dtype, other)
+        if issubclass(kind, ATOMS):
+            return lambda value, seen=None: value if type(value) is kind else other(value)
+        if kind is list or kind is tuple or _is_named_tuple(kind):
+            return _of_sequence(kind, self._dtype, item, other, in_general)
+        if kind is dict:
+            return _of_dict(self._dtype, item, other, in_general)
+        if _is_plain_dataclass(kind):
+            return _of_dataclass(kind, self._dtype, item, other, in_general)
+        return lambda value, seen=None: in_general(value, seen) if type(value) is kind else other(value)
 
-def _of_tensors(dtype: torch.dtype) -> tuple[type[torch.Tensor], torch.dtype, torch.dtype, _Cast]:
-    """Return the type of a plain tensor, the two dtypes that are cast to ``dtype``, and what casts.
+
+def _of_tensors(dtype: torch.dtype) -> tuple[type[torch.Tensor], torch.dtype, torch.dtype, _Cast, frozenset[type]]:
+    """Return the type of a plain tensor, the two dtypes that are cast to ``dtype``, what casts, and types without tensors.
 
     The function of each container compares these with its items itself: a call of ``cast`` for each takes 0.2 us.
     """
     first, second = CASTABLE - {dtype}
-    return torch.Tensor, first, second, TO[dtype]
+    return torch.Tensor, first, second, TO[dtype], ATOM_KINDS
 
 
-def _cast_of(kind: type, dtype: torch.dtype, cast: _Cast, other: _Cast) -> _Cast:
-    """Return a function that casts values of exactly the type ``kind``, and gives all others to ``other``.
+def _of_tensor(dtype: torch.dtype, other: _Cast) -> Callable[..., Any]:
+    tensor, first, second, to, _ = _of_tensors(dtype)
 
-    ``cast`` casts what is in them.
-    """
-    if kind is torch.Tensor:
-        return _of_tensor(dtype, other)
-    if issubclass(kind, ATOMS):
-        return lambda value: value if type(value) is kind else other(value)
-    if kind is list or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make")):
-        return _of_sequence(kind, dtype, cast, other)
-    if kind is dict:
-        return _of_dict(dtype, cast, other)
-    if not issubclass(kind, (torch.Tensor, tuple, list, dict, collections.UserDict)) and _is_plain_dataclass(kind):
-        return _of_dataclass(kind, dtype, cast, other)
-    return lambda value: cast_floats(value, dtype) if type(value) is kind else other(value)
-
-
-def _of_tensor(dtype: torch.dtype, other: _Cast) -> _Cast:
-    tensor, first, second, to = _of_tensors(dtype)
-
-    def cast_tensor(value: Any) -> Any:
+    def cast_tensor(value: Any, seen: dict[int, Any] | None = None) -> Any:
         if type(value) is not tensor:
             return other(value)
         given = value.dtype
@@ -114,51 +142,74 @@ def _of_tensor(dtype: torch.dtype, other: _Cast) -> _Cast:
     return cast_tensor
 
 
-def _of_sequence(kind: Any, dtype: torch.dtype, cast: _Cast, other: _Cast) -> _Cast:
-    tensor, first, second, to = _of_tensors(dtype)
+def _is_named_tuple(kind: type) -> bool:
+    """Whether ``kind`` is a named tuple whose values have nothing but their fields."""
+    return issubclass(kind, tuple) and hasattr(kind, "_make") and not kind.__dictoffset__
+
+
+def _of_sequence(kind: Any, dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
+    tensor, first, second, to, atoms = _of_tensors(dtype)
     make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
 
-    def cast_sequence(value: Any) -> Any:
-        if type(value) is not kind:
-            return other(value)
+    def cast_sequence(value: Any, seen: dict[int, Any] | None = None) -> Any:
+        outermost = seen is None
+        if seen is None:
+            if type(value) is not kind:
+                return other(value)
+            seen = {id(value): OPEN}
         items, same = [], True
-        for item in value:
-            if type(item) is tensor:
-                given = item.dtype
-                if given is first or given is second:
-                    item, same = to(item), False
-            elif (new := cast(item)) is not item:
-                item, same = new, False
-            items.append(item)
+        try:
+            for item in value:
+                if type(item) is tensor:
+                    given = item.dtype
+                    if given is first or given is second:
+                        key, same = id(item), False
+                        item = seen[key] if key in seen else seen.setdefault(key, to(item))
+                elif type(item) not in atoms and (new := cast(item, seen)) is not item:
+                    item, same = new, False
+                items.append(item)
+        except WithinItself:
+            if outermost:
+                return in_general(value)
+            raise
         return value if same else make(items)
 
     return cast_sequence
 
 
-def _of_dict(dtype: torch.dtype, cast: _Cast, other: _Cast) -> _Cast:
-    tensor, first, second, to = _of_tensors(dtype)
+def _of_dict(dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
+    tensor, first, second, to, atoms = _of_tensors(dtype)
 
-    def cast_dict(value: Any) -> Any:
-        if type(value) is not dict:
-            return other(value)
+    def cast_dict(value: Any, seen: dict[int, Any] | None = None) -> Any:
+        outermost = seen is None
+        if seen is None:
+            if type(value) is not dict:
+                return other(value)
+            seen = {id(value): OPEN}
         made, same = {}, True
-        for key in value:  # 0.8 us less than over items(), which makes a tuple for each
-            item = value[key]
-            if type(item) is tensor:
-                given = item.dtype
-                if given is first or given is second:
-                    item, same = to(item), False
-            elif (new := cast(item)) is not item:
-                item, same = new, False
-            made[key] = item
+        try:
+            for key in value:  # 0.8 us less than over items(), which makes a tuple for each
+                item = value[key]
+                if type(item) is tensor:
+                    given = item.dtype
+                    if given is first or given is second:
+                        at, same = id(item), False
+                        item = seen[at] if at in seen else seen.setdefault(at, to(item))
+                elif type(item) not in atoms and (new := cast(item, seen)) is not item:
+                    item, same = new, False
+                made[key] = item
+        except WithinItself:
+            if outermost:
+                return in_general(value)
+            raise
         return value if same else made
 
     return cast_dict
 
 
 def _is_plain_dataclass(kind: type) -> bool:
-    """Whether objects of ``kind`` keep all their values in ``__dict__``, and copies are made as Python makes them."""
-    if not dataclasses.is_dataclass(kind) or not dataclasses.fields(kind):
+    """Whether ``kind`` is a dataclass whose values are in ``__dict__``, and copies are made as Python makes them."""
+    if form_of(kind) != "object" or not dataclasses.is_dataclass(kind) or not dataclasses.fields(kind):
         return False
     own = [each for each in kind.__mro__ if each is not object]
     if any(name in vars(each) for each in own for name in _OF_COPIES):
@@ -168,14 +219,18 @@ def _is_plain_dataclass(kind: type) -> bool:
 
 
 _FIELD = """
-    if type(old_{name}) is tensor:
-        given = old_{name}.dtype
-        new_{name} = to(old_{name}) if given is first or given is second else old_{name}
-    else:
-        new_{name} = cast(old_{name})"""
+        if type(old_{name}) is tensor:
+            given = old_{name}.dtype
+            if given is first or given is second:
+                key = id(old_{name})
+                new_{name} = seen[key] if key in seen else seen.setdefault(key, to(old_{name}))
+            else:
+                new_{name} = old_{name}
+        else:
+            new_{name} = old_{name} if type(old_{name}) in atoms else cast(old_{name}, seen)"""
 
 
-def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast, other: _Cast) -> _Cast:
+def _of_dataclass(kind: type, dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
     """Return a function that is written for the fields of ``kind``, as ``dataclasses`` writes an ``__init__``.
 
     It takes 1 to 2 us less than a loop over their names. The copy is made without ``__init__`` and
@@ -186,27 +241,34 @@ def _of_dataclass(kind: type, dtype: torch.dtype, cast: _Cast, other: _Cast) -> 
     # Python makes no dict for an object whose values are assigned so. A frozen one refuses that.
     put = "made.{0} = new_{0}" if setter is object.__setattr__ else "set_attribute(made, {0!r}, new_{0})"
     source = f"""
-def cast_dataclass(value):
-    if type(value) is not kind:
-        return other(value)
+def cast_dataclass(value, seen=None):
+    outermost = seen is None
+    if outermost:
+        if type(value) is not kind:
+            return other(value)
+        seen = {{id(value): OPEN}}
     fields = value.__dict__
     if len(fields) != {len(names)}:  # it has other values too, or a field is only in the class
-        return in_general(value)
+        return in_general(value, None if outermost else seen)
     try:
         {"; ".join(f"old_{name} = fields[{name!r}]" for name in names)}
     except KeyError:
-        return in_general(value)
-    {"".join(_FIELD.format(name=name) for name in names)}
+        return in_general(value, None if outermost else seen)
+    try:{"".join(_FIELD.format(name=name) for name in names)}
+    except WithinItself:
+        if outermost:
+            return in_general(value)
+        raise
     if {" and ".join(f"new_{name} is old_{name}" for name in names)}:
         return value
     made = new_object(kind)
     {"; ".join(put.format(name) for name in names)}
     return made
 """
-    tensor, first, second, to = _of_tensors(dtype)
+    tensor, first, second, to, atoms = _of_tensors(dtype)
     known: dict[str, Any] = {"tensor": tensor, "first": first, "second": second, "to": to, "cast": cast, "other": other}
-    known.update(kind=kind, new_object=object.__new__, set_attribute=object.__setattr__)
-    known.update(in_general=lambda value: cast_floats(value, dtype))
+    known.update(kind=kind, new_object=object.__new__, set_attribute=object.__setattr__, atoms=atoms)
+    known.update(in_general=in_general, OPEN=OPEN, WithinItself=WithinItself)
     exec(compile(source, f"<casts of {kind.__qualname__}>", "exec"), known)
-    made: _Cast = known["cast_dataclass"]
+    made: Callable[..., Any] = known["cast_dataclass"]
     return made
