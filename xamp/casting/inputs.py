@@ -12,6 +12,7 @@ from xamp.casting.left import say_uncopied
 from xamp.casting.loans import Loan, prepare_traced
 from xamp.errors import PolicyError
 from xamp.ground.caster import TO
+from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import CASTABLE, cast_floats, leaf_of, sparing
 from xamp.ground.traced_walk import TracedWalk
 from xamp.ground.walk import ATOM_KINDS, Leaf, Walk
@@ -65,6 +66,8 @@ class Lender:
             return self._lend_noted(args, kwargs)
         with torch.inference_mode(mode=False), torch.no_grad():  # inference tensors have no versions
             return self._lend_noted(args, kwargs)
+
+    keep_eager(_lend_all)
 
     def _lend_noted(self, args: Any, kwargs: Any) -> _Lent:
         walk, ends, spares = Walk(self._leaf, notes_copies=True), [], self._spares
@@ -136,7 +139,7 @@ def _lend_tensors(dtype: torch.dtype, lend_all: Callable[[Any, Any], _Lent]) -> 
             kwargs = named
         return given, kwargs, lent or None
 
-    return lend
+    return keep_eager(lend)
 
 
 def _lend_traced(leaf: Leaf, spares: Callable[[Any], bool]) -> Callable[[Any, Any], _Lent]:

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import Form, attributes_of, drop_attribute, items_of, set_attribute
 from xamp.ground.log import say
-from xamp.ground.traced_walk import TracedCopy, TracedWalk, put_items, stored_in, write_attribute
+from xamp.ground.traced_walk import TracedCopy, TracedWalk, put_items, same, stored_in, write_attribute
 from xamp.ground.walk import INSIDE, Copied, Walk
 
 __all__ = ["Lent", "Loan", "prepare_traced", "take_back", "take_back_traced"]
@@ -192,6 +193,10 @@ def _write_in_graph(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old
 
 
+keep_eager(take_back)
+keep_eager(_write_in_graph)
+
+
 def prepare_traced() -> None:
     """Tell the compiler not to look into what needs the versions of tensors."""
     import torch.compiler
@@ -219,9 +224,10 @@ def _home(value: Any, walk: TracedWalk) -> Any:
                 if new is item:
                     return old
             return item
-        for each in walk.copied:
-            if each.new is item:
-                return each.old
+        if not isinstance(item, tuple):
+            for each in walk.copied:
+                if each.new is item:
+                    return each.old
         return INSIDE
 
     return TracedWalk(leaf).run(value)
@@ -230,17 +236,13 @@ def _home(value: Any, walk: TracedWalk) -> Any:
 def _take_back_copy(each: TracedCopy, walk: TracedWalk) -> None:
     old, new, before = each.old, each.new, each.items
     if each.form == "list":
-        same = len(new) == len(before)
-        if same:
-            for at, item in enumerate(new):
-                same = same and item is before[at]
-        if not same:
+        if not same(tuple(new), tuple(before)):
             old[:] = [_home(item, walk) for item in new]
     elif each.form == "dict":
         for key in before:
             if key not in new:
                 old.pop(key)
-        put_items(old, {k: _home(v, walk) for k, v in new.items() if k not in before or before[k] is not v})
+        put_items(old, {k: _home(v, walk) for k, v in new.items() if k not in before or not same(before[k], v)})
         if list(old.keys()) != list(new.keys()):
             for key in list(new.keys()):
                 put_items(old, {key: old.pop(key)})
@@ -249,5 +251,5 @@ def _take_back_copy(each: TracedCopy, walk: TracedWalk) -> None:
         if name not in after:
             delattr(old, name)
     for name, item in after.items():
-        if name not in each.attributes or each.attributes[name] is not item:
+        if name not in each.attributes or not same(each.attributes[name], item):
             write_attribute(old, name, _home(item, walk))

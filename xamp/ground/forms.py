@@ -24,6 +24,7 @@ __all__ = [
     "fields_of",
     "fill",
     "form_of",
+    "has_dict",
     "holds_itself",
     "items_of",
     "known_form",
@@ -75,7 +76,12 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(slots)
 
 
-for _constant in (form_of, fields_of, slots_of):  # the compiler runs them while it traces
+def has_dict(kind: type) -> bool:
+    """Return whether values of the type ``kind`` have a ``__dict__``."""
+    return kind.__dictoffset__ != 0
+
+
+for _constant in (form_of, fields_of, slots_of, has_dict):  # the compiler runs them while it traces
     _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

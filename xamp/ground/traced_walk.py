@@ -1,6 +1,7 @@
 """The pass of :mod:`xamp.ground.walk` in a form that the compiler traces in every release of torch that xamp takes.
 
-The compiler knows no ids of containers, so what was copied is looked up in a list. It writes into lists by their own
+The compiler knows no ids of containers, so what was copied is looked up in a list, and no tuple, which it cannot tell
+from another one. It writes into lists by their own
 methods, makes an ``OrderedDict`` by its constructor, and, before torch 2.13, lists no attributes: there, attributes of a
 dataclass that are no fields are not in the copy.
 """
@@ -12,11 +13,11 @@ from typing import Any
 
 import torch
 
-from xamp.ground.forms import ATOMS, fields_of, form_of, slots_of
+from xamp.ground.forms import ATOMS, fields_of, form_of, has_dict, slots_of
 from xamp.ground.torch_features import traces_attributes
 from xamp.ground.walk import INSIDE, Leaf, refuse_proxy
 
-__all__ = ["TracedCopy", "TracedWalk", "put_items", "stored_in", "write_attribute"]
+__all__ = ["TracedCopy", "TracedWalk", "put_items", "same", "stored_in", "write_attribute"]
 
 
 class TracedCopy:
@@ -68,9 +69,10 @@ class TracedWalk:
         if form == "":
             refuse_proxy(value)
             return value, False
-        for each in self.copied:
-            if each.old is value:
-                return each.new, True
+        if form not in ("tuple", "struct"):
+            for each in self.copied:
+                if each.old is value:
+                    return each.new, True
         return self._look_inside(value, form)
 
     def _look_inside(self, value: Any, form: str) -> tuple[Any, bool]:
@@ -98,8 +100,23 @@ class TracedWalk:
         made = _made(value, form, items, stored)
         for name, item in attributes.items():
             write_attribute(made, name, item)
-        self.copied.append(TracedCopy(value, made, form, items, {**stored, **attributes}))
+        if form not in ("tuple", "struct"):
+            self.copied.append(TracedCopy(value, made, form, items, {**stored, **attributes}))
         return made, True
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values are one object, as far as the compiler can tell: it cannot of tuples and numbers."""
+    if isinstance(one, ATOMS):
+        return isinstance(other, ATOMS) and bool(one == other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        if len(one) != len(other):
+            return False
+        equal = True
+        for at, item in enumerate(one):
+            equal = equal and same(item, other[at])
+        return equal
+    return one is other
 
 
 def stored_in(value: Any, form: str) -> dict[str, Any]:
@@ -116,7 +133,7 @@ def stored_in(value: Any, form: str) -> dict[str, Any]:
             found[name] = getattr(value, name)
     if kind is collections.UserDict or kind is collections.UserList:
         found["data"] = value.data
-    elif traces_attributes() and hasattr(value, "__dict__") and value.__dict__ is not value:
+    elif traces_attributes() and has_dict(kind) and value.__dict__ is not value:
         for name, item in value.__dict__.items():
             found[name] = item
     return found
@@ -167,7 +184,7 @@ def _made(value: Any, form: str, items: Any, stored: dict[str, Any]) -> Any:
         put_items(made, items)
     else:
         made = object.__new__(kind)
-    if hasattr(value, "__dict__") and value.__dict__ is value:
+    if has_dict(kind) and form == "dict" and value.__dict__ is value:
         made.__dict__ = made
     for name, item in stored.items():
         write_attribute(made, name, item)

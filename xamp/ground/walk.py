@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from xamp.errors import StateError
+from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import (
     ATOMS,
     Form,
@@ -99,6 +100,8 @@ class Walk:
         """
         found = self.of(value)
         return found if self.changed else value
+
+    keep_eager(run)
 
     def of(self, value: Any) -> Any:
         """Return what is put in the place of ``value``, as :meth:`run` does, for a part of a value."""
