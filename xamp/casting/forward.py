@@ -283,7 +283,7 @@ class InstanceMethod:
             if module is not None and self._region.watched:
                 return run_watched(module, self._run, (self.function, *args), kwargs)
             return self._run(self.function, *args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             if module is not None and self._region.lowers:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise

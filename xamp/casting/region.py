@@ -174,7 +174,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
                 return results.cast(function(self, *args, **kwargs))
-            except RuntimeError as error:
+            except Exception as error:
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
@@ -185,7 +185,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         try:
             entered = enter(mark, number())
             return results.cast(function(self, *args, **kwargs))
-        except RuntimeError as error:
+        except Exception as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))
             raise
