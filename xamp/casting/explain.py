@@ -60,17 +60,14 @@ def explain_forward(error: Exception, module: nn.Module, values: tuple[Any, ...]
     operands = _operands(error, module)
     if operands is None:
         return
-    later = _cast_later(module)
-    dtype = _dtype_of(module)
-    if later is not None:
-        text = later
-    elif dtype is None or not (operands.mixed or _names_one(error, (dtype,))):
-        return
-    elif "not implemented for" in str(error):
-        text = _no_kernel(dtype)
-    else:
-        text = _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype)
-    _append(error, text + _where(operands, module))
+    text, dtype = _cast_later(module), _dtype_of(module)
+    if text is None and dtype is not None:
+        if "not implemented for" in str(error):
+            text = _no_kernel(dtype)
+        else:
+            text = _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype)
+    if text is not None:
+        _append(error, text + _where(operands, module))
 
 
 def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,13 +80,14 @@ def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., A
         try:
             return function(self, *args, **kwargs)
         except Exception as error:
-            dtype = None if _is_explained_further_up() or _cast_later(self) is not None else _dtype_of(self)
-            operands = None if dtype is None else _operands(error, self)
-            if operands is not None and (operands.mixed or _names_one(error, (dtype,))):
+            operands = None if _is_explained_further_up() else _operands(error, self)
+            dtype = _dtype_of(self)
+            if operands is not None and dtype is not None and _cast_later(self) is None:
                 _append(
                     error,
                     f"{type(self).__name__}.{name}() does not run under the policy, so nothing casts its arguments to "
-                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r}))." + _where(operands, self),
+                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r}))."
+                    + _where(operands, self),
                 )
             raise
 
@@ -165,25 +163,30 @@ def _operands(error: Exception, module: nn.Module) -> Operands | None:
         found = operands_of(error, module)
     except Exception:  # it reads frames of somebody else's code, and is help only
         found = Operands()
-    said = str(error)
+    return found if _is_of_dtypes(str(error), found, module) else None
+
+
+def _is_of_dtypes(said: str, found: Operands, module: nn.Module) -> bool:
+    """Return whether an error that says ``said`` is of the dtypes of the operands ``found``."""
     speaks = _ABOUT_DTYPES.search(said) is not None
-    kept = isinstance(found.module, BatchNorm) and not any(map(is_lowered, found.module.parameters()))
-    if found.mixed and not kept:
-        other = _ABOUT_OTHERS.search(said) is not None or (found.raised and not found.compares)
-        return found if speaks or not other else None
-    if "not implemented for" not in said and found.dtypes and found.whole and not found.raised:
-        return None  # all are of one dtype
-    return found if speaks and _names_one(error, _NAMES) else None
+    if found.mixed and not _takes_mixed(found.module):
+        surely = found.compares if found.raised else found.whole
+        return speaks or (surely and _ABOUT_OTHERS.search(said) is None)
+    if found.dtypes and not found.raised and "not implemented for" not in said:
+        return speaks and not found.whole and found.lower  # an operand that was not found may be of another dtype
+    # A mismatch with lowered parameters names their dtype. Other errors about dtypes (of labels) have other causes.
+    dtype = _dtype_of(module)
+    return speaks and any(name in said for each in ([dtype] if dtype in _NAMES else _NAMES) for name in _NAMES[each])
+
+
+def _takes_mixed(module: nn.Module | None) -> bool:
+    """Return whether ``module`` is a batch norm in fp32, which takes an input of a lower dtype."""
+    return isinstance(module, BatchNorm) and not any(map(is_lowered, module.parameters()))
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that the parameters of ``module`` were cast to."""
     return next((param.dtype for param in module.parameters() if is_lowered(param)), None)
-
-
-def _names_one(error: Exception, dtypes: Iterable[torch.dtype]) -> bool:
-    # A mismatch with lowered parameters names their dtype. Other errors about dtypes (of labels) have other causes.
-    return any(name in str(error) for dtype in dtypes for name in _NAMES[dtype])
 
 
 def _append(error: Exception, text: str) -> None:

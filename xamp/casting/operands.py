@@ -43,7 +43,12 @@ class Operands:
     @property
     def mixed(self) -> bool:
         """Whether a lower dtype is among the operands, and another floating one."""
-        return len(self.dtypes) > 1 and any(dtype in self.dtypes for dtype in (torch.float16, torch.bfloat16))
+        return len(self.dtypes) > 1 and self.lower
+
+    @property
+    def lower(self) -> bool:
+        """Whether a lower dtype is among the operands."""
+        return torch.float16 in self.dtypes or torch.bfloat16 in self.dtypes
 
 
 def operands_of(error: BaseException, model: nn.Module) -> Operands:
