@@ -32,6 +32,7 @@ from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
+from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
 from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
@@ -117,6 +118,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 f"initialize(methods={region.methods!r}): {type(module).__name__}.{name} is a generator or coroutine, "
                 "and would run after its region was left. Name the plain methods that it calls."
             )
+    say_again()
     # An instance attribute hides the class's method: that of a ScriptModule, or one that somebody assigned.
     scripted = isinstance(module, torch.jit.ScriptModule)
     hidden = [name for name in region.methods if scripted or name in module.__dict__]

@@ -14,6 +14,7 @@ from xamp.errors import PolicyError
 from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import CASTABLE, cast_floats, leaf_of, sparing
+from xamp.ground.log import Once
 from xamp.ground.traced_walk import TracedWalk
 from xamp.ground.walk import ATOM_KINDS, Leaf, Walk
 
@@ -49,7 +50,7 @@ class Lender:
         *,
         bound: bool = False,
     ) -> None:
-        self._function, self._skip, self._said = function, not bound, set[str]()
+        self._function, self._skip, self._said = function, not bound, Once()
         self._spares = _spares(function, frozenset(each for each in spared if isinstance(each, str)), skip=not bound)
         leaf = leaf_of(cast, dtype)
         if leaf is None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import collections
 import logging
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from xamp.ground.containers import CASTABLE
 from xamp.ground.forms import ATOMS, attributes_of, items_of, known_form, slots_of, values_in_dict
-from xamp.ground.log import say
+from xamp.ground.log import Once, say
 
 __all__ = ["Unseen", "say_uncopied"]
 
@@ -40,41 +40,48 @@ class Unseen:
     Args:
         method: the name of the method whose result it is.
         dtype: the dtype to which results are cast; None if they are not.
+
+    Attributes:
+        of_type: what is called with its type in code that the compiler traces: what is in it is not known there.
     """
 
-    __slots__ = ("_dtype", "_looks", "_method", "_said")
+    __slots__ = ("_dtype", "_looks", "_method", "_said", "of_type")
 
     def __init__(self, method: str, dtype: torch.dtype | None) -> None:
         self._method, self._dtype = method, dtype
         self._looks: dict[type, int] = {}
-        self._said: set[str] = set()
+        self._said = Once()
+
+        def of_type(kind: type) -> None:
+            self._see_type(kind)
+
+        of_type._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
+        self.of_type: Callable[[type], None] = of_type
 
     def __call__(self, value: Any) -> None:
         """Look whether ``value`` has tensors that should have been cast, and say so."""
         kind = type(value)
-        if len(self._looks) >= _MOST_TYPES:
+        if len(self._looks) >= _MOST_TYPES or self._said.is_new():
             self._looks.clear()
         count = self._looks[kind] = self._looks.get(kind, 0) + 1
-        if count & (count - 1) or self._name(kind) in self._said:
+        if count & (count - 1) or self._said.has(self._name(kind)):
             return
         if isinstance(value, Iterator):
             self._say(kind, "if it gives tensors, they stay as they are")
         elif (found := _tensor_in(value, CASTABLE - {self._dtype})) is not None:
             self._say(kind, f"its tensors stay {found.dtype}")
 
-    def of_type(self, kind: type) -> None:
+    def _see_type(self, kind: type) -> None:
         """Say it of an object of which the compiler knows the type only."""
-        if kind in _ITERABLE or kind is types.SimpleNamespace or (_is_somebodys(kind) and self._name(kind) not in self._said):
+        if kind in _ITERABLE or kind is types.SimpleNamespace or _is_somebodys(kind):
             self._say(kind, "if it has tensors, they stay as they are")
 
     def _name(self, kind: type) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def _say(self, kind: type, what: str) -> None:
-        name = self._name(kind)
-        if name in self._said:
+        if not self._said.first(self._name(kind)):
             return
-        self._said.add(name)
         say(
             "%s returns a %s, which xamp does not look into: %s, though results are cast to %s. Return tensors in "
             "tuples, lists, dicts or dataclasses, or cast these yourself.",
@@ -125,15 +132,14 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*values_in_dict(value).values(), *slots]
 
 
-_uncopied: set[str] = set()
+_uncopied = Once()
 
 
 def say_uncopied(value: Any, method: str) -> None:
     """Say once that a container among the arguments of ``method`` could not be copied, and is passed as it is."""
     kind = type(value)
-    if not known_form(kind).name or kind.__qualname__ in _uncopied:
+    if not known_form(kind).name or not _uncopied.first(f"{method} {kind.__module__}.{kind.__qualname__}"):
         return
-    _uncopied.add(kind.__qualname__)
     say(
         "%s gets a %s as it is, with its tensors in their own dtype: its class cannot be copied. Cast them before the "
         "call.",

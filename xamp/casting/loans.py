@@ -23,7 +23,7 @@ import torch
 
 from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import Form, attributes_of, drop_attribute, items_of, set_attribute
-from xamp.ground.log import say
+from xamp.ground.log import Once, say
 from xamp.ground.traced_walk import TracedCopy, TracedWalk, put_items, same, stored_in, write_attribute
 from xamp.ground.walk import INSIDE, Copied, Walk
 
@@ -38,13 +38,13 @@ class Loan:
         walk: what cast them.
         ends: for each argument, the numbers of values and of copies that the walk had when it was done with it.
         name: gives the name of an argument by its number in ``ends``.
-        said: the names that a message has named already.
+        said: the names that a message has named.
     """
 
     walk: Walk
     ends: list[tuple[int, int]]
     name: Callable[[int], str]
-    said: set[str]
+    said: Once
 
 
 Lent = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -86,8 +86,7 @@ def _guarded(loan: Loan, which: int, at: int, write: Callable[..., None], *args:
     except Exception as error:
         argument = next(n for n, ends in enumerate(loan.ends) if at < ends[which])
         name = loan.name(argument)
-        if name not in loan.said:
-            loan.said.add(name)
+        if loan.said.first(name):
             say(
                 "the forward wrote into its argument %s, which was cast, and that cannot be written back into the "
                 "caller's object (%s: %s). To give the forward that object itself, exempt it: "

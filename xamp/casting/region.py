@@ -26,11 +26,12 @@ from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
 from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import cast_floats
+from xamp.ground.containers import cast_floats, leaf_of
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
+from xamp.ground.traced_walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
@@ -147,6 +148,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     lend, lend_traced = (None, None) if lender is None else (lender.lend, lender.lend_traced)
     unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
     results = Caster(out_of, cast, unseen)
+    result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
     ddp = ddp_attributes
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
@@ -161,7 +163,9 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             result = function(self, *args, **kwargs)
         if lent is not None:
             take_back_traced(lent)
-        return result if out_of is None else cast(result, out_of)
+        if out_of is None:
+            return result
+        return cast(result, out_of) if result_leaf is None else TracedWalk(result_leaf, see_type).run(result)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more

@@ -9,6 +9,7 @@ dataclass that are no fields are not in the copy.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ class TracedWalk:
 
     Args:
         leaf: what is to be put in the place of which value.
+        left: called with the type of an object that is not looked into.
 
     Attributes:
-        copied: the containers that were copied.
+        copied: the mutable containers that were copied.
         tensors: the tensors that were cast, each with its cast.
     """
 
-    def __init__(self, leaf: Leaf) -> None:
+    def __init__(self, leaf: Leaf, left: Callable[[type], object] | None = None) -> None:
         self._leaf = leaf
-        self._stay: list[Any] = []
+        self._left = left
         self.copied: list[TracedCopy] = []
         self.tensors: list[tuple[Any, Any]] = []
 
@@ -68,6 +70,8 @@ class TracedWalk:
         form = form_of(type(value))
         if form == "":
             refuse_proxy(value)
+            if self._left is not None:
+                self._left(type(value))
             return value, False
         if form not in ("tuple", "struct"):
             for each in self.copied:
