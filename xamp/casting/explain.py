@@ -86,8 +86,7 @@ def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., A
                 _append(
                     error,
                     f"{type(self).__name__}.{name}() does not run under the policy, so nothing casts its arguments to "
-                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r}))."
-                    + _where(operands, self),
+                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r}))." + _where(operands, self),
                 )
             raise
 
@@ -191,7 +190,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 def _append(error: Exception, text: str) -> None:
     said = f"{error}\nxamp: {text}"
-    if len(error.args) == 1 and str(error) == str(error.args[0]) or not error.args:
+    if (len(error.args) == 1 and str(error) == str(error.args[0])) or not error.args:
         error.args = (said,)
     if str(error) != said:  # its class makes the text by itself
         if not hasattr(error, "add_note"):

@@ -25,7 +25,6 @@ from torch import nn
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.inputs import Lender
-from xamp.casting.loans import take_back
 from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
@@ -278,7 +277,7 @@ class InstanceMethod:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
         note_call(module if self._region.follows else None)
-        lent = None
+        lent, given = None, (args, kwargs)
         if self._lender is not None:
             args, kwargs, lent = self._lender.lend(args, kwargs)
         try:
@@ -290,8 +289,8 @@ class InstanceMethod:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise
         finally:
-            if lent is not None:
-                take_back(lent)
+            if lent is not None and self._lender is not None:
+                self._lender.take_back(lent, *given)
 
     keep_eager(__call__, inner=False)
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from xamp.casting.left import say_uncopied
-from xamp.casting.loans import Loan, prepare_traced
+from xamp.casting.loans import prepare_traced, take_back
 from xamp.errors import PolicyError
-from xamp.ground.caster import TO
+from xamp.ground.caster import TO, Caster
 from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import CASTABLE, cast_floats, leaf_of, sparing
 from xamp.ground.log import Once
+from xamp.ground.torch_private.autograd import InferenceMode, set_grad_enabled
 from xamp.ground.traced_walk import TracedWalk
-from xamp.ground.walk import ATOM_KINDS, Leaf, Walk
+from xamp.ground.walk import ATOM_KINDS, CASTS, COPIES, INSIDE, Leaf, Walk, WithinItself
 
 __all__ = ["Lender", "check_names"]
 
@@ -24,22 +26,21 @@ _Lent = tuple[Any, Any, Any]
 
 
 class Lender:
-    """Casts the arguments of one method, call by call.
+    """Casts the arguments of one method, call by call, and takes back what the method wrote into them.
 
     Args:
         function: the method; without ``bound``, its first parameter is ``self``.
         dtype: the dtype to which floating tensors are cast.
-        cast: the function that casts; what it is not told about is not taken back.
+        cast: the function that casts; what an unknown one makes is not taken back.
         spared: names of its parameters, and types, that are not cast. A type counts wherever an object of it is nested.
         bound: ``function`` has no parameter ``self``.
 
     Attributes:
-        lend: casts positional and keyword arguments; returns them, and what :mod:`xamp.casting.loans` takes back: None
-            if nothing was cast, a dict if only tensors were, else a :class:`Loan`.
-        lend_traced: the same in code that the compiler traces; the third is a :class:`TracedWalk`.
+        lend: casts positional and keyword arguments; returns them and what :meth:`take_back` gets, or None.
+        lend_traced: the same in code that the compiler traces, for :func:`xamp.casting.loans.take_back_traced`.
     """
 
-    __slots__ = ("_function", "_leaf", "_said", "_skip", "_spares", "lend", "lend_traced")
+    __slots__ = ("_caster", "_function", "_leaf", "_said", "_skip", "_spares", "lend", "lend_traced")
 
     def __init__(
         self,
@@ -51,96 +52,189 @@ class Lender:
         bound: bool = False,
     ) -> None:
         self._function, self._skip, self._said = function, not bound, Once()
-        self._spares = _spares(function, frozenset(each for each in spared if isinstance(each, str)), skip=not bound)
+        self.lend: Callable[[Any, Any], _Lent]
+        self.lend_traced: Callable[[Any, Any], _Lent]
         leaf = leaf_of(cast, dtype)
         if leaf is None:
             self.lend = self.lend_traced = lambda args, kwargs: (cast(args, dtype), cast(kwargs, dtype), None)
             return
-        self._leaf: Leaf = sparing(leaf, tuple(each for each in spared if isinstance(each, type)))
-        plain = cast is cast_floats and not spared
-        self.lend: Callable[[Any, Any], _Lent] = _lend_tensors(dtype, self._lend_all) if plain else self._lend_all
-        self.lend_traced: Callable[[Any, Any], _Lent] = _lend_traced(self._leaf, self._spares)
+        types = tuple(each for each in spared if isinstance(each, type))
+        self._leaf: Leaf = sparing(leaf, types)
+        self._spares = _spares(function, frozenset(each for each in spared if isinstance(each, str)), skip=not bound)
+        self.lend = self._lend_by_walk
+        if cast is cast_floats and not spared:
+            self.lend = _lend_tensors(dtype, _lend_by_type(dtype, self._say_uncopied, self._lend_by_walk))
+        self.lend_traced = _lend_traced(self._leaf, self._spares)
 
-    def _lend_all(self, args: Any, kwargs: Any) -> _Lent:
+    def take_back(self, lent: Any, args: Any, kwargs: Any) -> None:
+        """Write into the caller's objects what the method wrote into its arguments.
+
+        Args:
+            lent: what ``lend`` returned.
+            args: the positional arguments as the caller gave them.
+            kwargs: the keyword arguments.
+        """
+        if type(lent) is list:
+            for _, new in lent:
+                if new._version:
+                    break
+            else:
+                return
+            lent = {CASTS: lent, COPIES: []}
+        take_back(lent, lambda old: self._name(old, args, kwargs), self._said)
+
+    keep_eager(take_back)
+
+    def _lend_by_walk(self, args: Any, kwargs: Any) -> _Lent:
         """Cast arguments of all kinds."""
-        if not torch.is_inference_mode_enabled():
-            return self._lend_noted(args, kwargs)
-        with torch.inference_mode(mode=False), torch.no_grad():  # inference tensors have no versions
-            return self._lend_noted(args, kwargs)
-
-    keep_eager(_lend_all)
-
-    def _lend_noted(self, args: Any, kwargs: Any) -> _Lent:
-        walk, ends, spares = Walk(self._leaf, notes_copies=True), [], self._spares
-        given, named = [], {}
-        for at, value in enumerate(args):
-            given.append(value if spares(at) else walk.of(value))
-            ends.append((len(walk.seen), len(walk.copied or ())))
-        for name, value in kwargs.items():
-            named[name] = value if spares(name) else walk.of(value)
-            ends.append((len(walk.seen), len(walk.copied or ())))
+        with _with_versions():
+            walk, spares = Walk(self._leaf, notes=True), self._spares
+            given = [value if spares(at) else walk.of(value) for at, value in enumerate(args)]
+            named = {name: value if spares(name) else walk.of(value) for name, value in kwargs.items()}
         for each in walk.left:
-            say_uncopied(each, getattr(self._function, "__qualname__", "the forward"))
-        if not walk.changed:
-            return args, kwargs, None
-        return tuple(given), named, Loan(walk, ends, self._namer(len(args), [*kwargs]), self._said)
+            self._say_uncopied(each)
+        return (given, named, walk.made) if walk.changed else (args, kwargs, None)
 
-    def _namer(self, positional: int, keywords: list[str]) -> Callable[[int], str]:
-        """Return a function that gives the name of an argument: positional ones first, then ``keywords``."""
+    keep_eager(_lend_by_walk)
 
-        def name(number: int) -> str:
-            if number >= positional:
-                return keywords[number - positional]
-            parameters = _parameters(self._function, self._skip)
-            for at, parameter in enumerate(parameters):
-                if at == number or parameter.kind is parameter.VAR_POSITIONAL:
-                    return parameter.name
-            return f"number {number}"
+    def _say_uncopied(self, value: Any) -> None:
+        say_uncopied(value, getattr(self._function, "__qualname__", "the forward"))
 
-        return name
+    def _name(self, old: Any, args: Any, kwargs: Any) -> str:
+        """Return the name of the argument that is ``old``, or holds it."""
+        for name, value in kwargs.items():
+            if _holds(value, old):
+                return str(name)
+        number = next((at for at, value in enumerate(args) if _holds(value, old)), 0)
+        for at, parameter in enumerate(_parameters(self._function, self._skip)):
+            if at == number or parameter.kind is parameter.VAR_POSITIONAL:
+                return parameter.name
+        return f"number {number}"
 
 
-def _lend_tensors(dtype: torch.dtype, lend_all: Callable[[Any, Any], _Lent]) -> Callable[[Any, Any], _Lent]:
-    """Return a function that casts arguments that are tensors, and gives others to ``lend_all``."""
-    tensor, atoms, to = torch.Tensor, ATOM_KINDS, TO[dtype]
+def _holds(value: Any, old: Any) -> bool:
+    """Return whether ``value`` is ``old`` or holds it."""
+    found: list[bool] = []
+
+    def leaf(each: Any) -> Any:
+        found.extend([True] if each is old else ())
+        return each if isinstance(each, torch.Tensor) else INSIDE
+
+    Walk(leaf).run(value)
+    return bool(found)
+
+
+@contextlib.contextmanager
+def _with_versions() -> Iterator[None]:
+    """Let tensors that are made have versions, which inference tensors have not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with InferenceMode(False):
+        set_grad_enabled(False)  # the end of the mode sets it as it was
+        yield
+
+
+def _lend_tensors(dtype: torch.dtype, lend_all: Callable[[Any, Any, list[Any]], _Lent]) -> Callable[[Any, Any], _Lent]:
+    """Return a function that casts arguments that are tensors, and gives others to ``lend_all``, with its casts so far.
+
+    What it lends is a list of the tensors with their casts: 0.5 us less for each call than a dict with lists.
+    """
+    tensor, atoms, to, is_inference = torch.Tensor, ATOM_KINDS, TO[dtype], torch.is_inference_mode_enabled
     first, second = CASTABLE - {dtype}
-    is_inference = torch.is_inference_mode_enabled
+
+    def cast(item: torch.Tensor, casts: list[Any]) -> torch.Tensor:
+        for old, new in casts:
+            if old is item:
+                return new  # type: ignore[no-any-return]
+        casts.append((item, new := to(item)))
+        return new  # type: ignore[no-any-return]
 
     def lend(args: Any, kwargs: Any) -> _Lent:
         if is_inference():
-            return lend_all(args, kwargs)
-        lent: dict[int, tuple[Any, Any]] = {}
+            return lend_all(args, kwargs, [])
+        casts: list[Any] = []
         given = []
         for item in args:
             kind = type(item)
             if kind is tensor:
                 came = item.dtype
                 if came is first or came is second:
-                    key = id(item)
-                    if key not in lent:
-                        lent[key] = item, to(item)
-                    item = lent[key][1]
+                    if casts:
+                        item = cast(item, casts)
+                    else:
+                        new = to(item)
+                        casts.append((item, new))
+                        item = new
             elif kind not in atoms:
-                return lend_all(args, kwargs)
+                return lend_all(args, kwargs, casts)
             given.append(item)
         if kwargs:
             named = {}
-            for name, item in kwargs.items():
+            for name in kwargs:
+                item = kwargs[name]
                 kind = type(item)
                 if kind is tensor:
                     came = item.dtype
                     if came is first or came is second:
-                        key = id(item)
-                        if key not in lent:
-                            lent[key] = item, to(item)
-                        item = lent[key][1]
+                        item = cast(item, casts)
                 elif kind not in atoms:
-                    return lend_all(args, kwargs)
+                    return lend_all(args, kwargs, casts)
                 named[name] = item
             kwargs = named
-        return given, kwargs, lent or None
+        return given, kwargs, casts or None
 
-    return keep_eager(lend)
+    keep_eager(lend)
+    return lend
+
+
+def _lend_by_type(
+    dtype: torch.dtype, left: Callable[[Any], None], in_general: Callable[[Any, Any], _Lent]
+) -> Callable[[Any, Any, list[Any]], _Lent]:
+    """Return a function that casts arguments, each by its type, which is faster than ``in_general``."""
+    tensor, atoms, to, cast = torch.Tensor, ATOM_KINDS, TO[dtype], Caster(dtype, left=left, lends=True).cast_item
+    first, second = CASTABLE - {dtype}
+    is_inference, inference = torch.is_inference_mode_enabled, InferenceMode
+
+    def cast_each(values: Any, seen: dict[int, Any]) -> list[Any]:
+        given = []
+        for item in values:
+            kind = type(item)
+            if kind is tensor:
+                came = item.dtype
+                if came is first or came is second:
+                    key = id(item)
+                    if key in seen:
+                        item = seen[key]
+                    else:
+                        seen[key] = new = to(item)
+                        seen[CASTS].append((item, new))
+                        item = new
+            elif kind not in atoms:
+                item = cast(item, seen)
+            given.append(item)
+        return given
+
+    def lend(args: Any, kwargs: Any, casts: list[Any]) -> _Lent:
+        seen: dict[int, Any] = {CASTS: casts, COPIES: []}
+        for old, new in casts:
+            seen[id(old)] = new
+        try:
+            if is_inference():
+                with inference(False):
+                    set_grad_enabled(False)  # the end of the mode sets it as it was
+                    given, named = cast_each(args, seen), cast_each(kwargs.values(), seen)
+            else:
+                given = cast_each(args, seen)
+                named = cast_each(kwargs.values(), seen) if kwargs else ()
+        except WithinItself:
+            return in_general(args, kwargs)
+        if not casts:
+            return args, kwargs, None
+        return given, dict(zip(kwargs, named, strict=True)) if kwargs else kwargs, seen
+
+    keep_eager(lend)
+    return lend
 
 
 def _lend_traced(leaf: Leaf, spares: Callable[[Any], bool]) -> Callable[[Any, Any], _Lent]:

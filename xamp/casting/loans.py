@@ -13,7 +13,6 @@ The compiler traces the same steps by :func:`take_back_traced`. It leaves an arg
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable
 from operator import is_
@@ -25,76 +24,54 @@ from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import Form, attributes_of, drop_attribute, items_of, set_attribute
 from xamp.ground.log import Once, say
 from xamp.ground.traced_walk import TracedCopy, TracedWalk, put_items, same, stored_in, write_attribute
-from xamp.ground.walk import INSIDE, Copied, Walk
+from xamp.ground.walk import CASTS, COPIES, INSIDE, Walk
 
-__all__ = ["Lent", "Loan", "prepare_traced", "take_back", "take_back_traced"]
+__all__ = ["Lent", "prepare_traced", "take_back", "take_back_traced"]
 
 
-@dataclasses.dataclass(slots=True)
-class Loan:
-    """The arguments of one call that were cast.
+Lent = dict[int, Any]
+"""What was made of the arguments of one call: :attr:`xamp.ground.walk.Walk.made`, with its notes."""
 
-    Attributes:
-        walk: what cast them.
-        ends: for each argument, the numbers of values and of copies that the walk had when it was done with it.
-        name: gives the name of an argument by its number in ``ends``.
+
+def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:
+    """Write into the caller's objects what the forward wrote into their casts and copies.
+
+    Args:
+        lent: what was made of the arguments.
+        name: returns the name of the argument that holds an object.
         said: the names that a message has named.
     """
-
-    walk: Walk
-    ends: list[tuple[int, int]]
-    name: Callable[[int], str]
-    said: Once
-
-
-Lent = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Arguments that are tensors and were cast, each with its cast, by their ids."""
-
-
-def take_back(lent: Loan | Lent) -> None:
-    """Write into the caller's objects what the forward wrote into their casts and copies."""
-    if type(lent) is not dict:
-        assert isinstance(lent, Loan)
-        _take_back_all(lent)
-        return
-    for old, new in lent.values():
+    for old, new in lent[CASTS]:
         if new._version:
-            with contextlib.suppress(RuntimeError):  # plain torch would have refused it in the forward
-                _write_tensor(old, new)
-
-
-def _take_back_all(loan: Loan) -> None:
-    walk = loan.walk
-    for at, old in enumerate(walk.seen):
-        if isinstance(old, torch.Tensor):
-            new = walk.made[id(old)]
-            if new is not old and new._version:
-                _guarded(loan, 0, at, _write_tensor, old, new)
+            _guarded(name, said, old, _write_tensor, old, new)
     home: Walk | None = None
-    for at, copied in enumerate(walk.copied or ()):
-        if _is_as_it_was(copied):
+    for each in lent[COPIES]:
+        if _is_as_it_was(*each):
             continue
         if home is None:
-            home = Walk(_stay, _homes(walk))
-        _guarded(loan, 1, at, _write_container, copied, home.of)
+            homes = {id(new): old for old, new, *_ in (*lent[CASTS], *lent[COPIES])}
+            home = Walk(_stay, homes)
+        _guarded(name, said, each[0], _write_container, *each, home.of)
 
 
-def _guarded(loan: Loan, which: int, at: int, write: Callable[..., None], *args: Any) -> None:
+keep_eager(take_back)
+
+
+def _guarded(name: Callable[[Any], str], said: Once, old: Any, write: Callable[..., None], *args: Any) -> None:
     """Call ``write``; where that fails, say once what the user can do."""
     try:
         write(*args)
     except Exception as error:
-        argument = next(n for n, ends in enumerate(loan.ends) if at < ends[which])
-        name = loan.name(argument)
-        if loan.said.first(name):
+        argument = name(old)
+        if said.first(argument):
             say(
                 "the forward wrote into its argument %s, which was cast, and that cannot be written back into the "
                 "caller's object (%s: %s). To give the forward that object itself, exempt it: "
                 "initialize(..., cast_model_inputs=(%r,)).",
-                name,
+                argument,
                 type(error).__name__,
                 error,
-                name,
+                argument,
                 level=logging.WARNING,
             )
 
@@ -116,19 +93,12 @@ def _stay(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else INSIDE
 
 
-def _homes(walk: Walk) -> dict[int, Any]:
-    """Return the original of each copy and cast, by the ids of these."""
-    made = ((walk.made[id(old)], old) for old in walk.seen)
-    return {id(new): old for new, old in made if new is not old}
-
-
 def _same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
-def _is_as_it_was(copied: Copied) -> bool:
-    """Return whether nothing was written into the copy."""
-    new, form, before = copied.new, copied.form, copied.items
+def _is_as_it_was(old: Any, new: Any, form: Form, before: Any, attributes: dict[str, Any]) -> bool:
+    """Return whether nothing was written into the copy ``new``."""
     if form.plain:  # its own class cannot have changed what it does
         if form.name == "dict":
             return _same_dict(new, before)
@@ -140,21 +110,31 @@ def _is_as_it_was(copied: Copied) -> bool:
                 return False
         elif len(items) != len(before) or not all(map(is_, items, before)):
             return False
-    return _same_dict(attributes_of(new, form, stored=True), copied.attributes)
+    return _same_dict(attributes_of(new, form, stored=True), attributes)
 
 
-def _write_container(copied: Copied, home: Callable[[Any], Any]) -> None:
-    """Do to the original what was done to its copy; ``home`` gives the original of what was cast or copied."""
-    old, new, form, before = copied.old, copied.new, copied.form, copied.items
+def _write_container(
+    old: Any, new: Any, form: Form, before: Any, attributes: dict[str, Any], home: Callable[[Any], Any]
+) -> None:
+    """Do to ``old`` what was done to its copy; ``home`` gives the original of what was cast or copied.
+
+    Args:
+        old: the caller's container.
+        new: its copy.
+        form: of both.
+        before: the items that the copy had at first.
+        attributes: the attributes that it had.
+        home: see above.
+    """
     if form.name == "list":
         _write_list(old, items_of(new, form), before, home)
     elif before is not None:
         _write_dict(old, items_of(new, form), before, form, home)
     after = attributes_of(new, form, stored=True)
-    for name in copied.attributes.keys() - after.keys():
+    for name in attributes.keys() - after.keys():
         drop_attribute(old, form, name)
     for name, item in after.items():
-        if name not in copied.attributes or copied.attributes[name] is not item:
+        if name not in attributes or attributes[name] is not item:
             set_attribute(old, form, name, home(item))
 
 
@@ -192,7 +172,6 @@ def _write_in_graph(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return old
 
 
-keep_eager(take_back)
 keep_eager(_write_in_graph)
 
 

@@ -110,9 +110,7 @@ def _named(entry: TracebackType) -> tuple[dict[str, Any], int, bool]:
     return _chains(within, entry.tb_frame), calls, failed.opname in ("RAISE_VARARGS", "RERAISE")
 
 
-def _places(
-    code: CodeType, entry: TracebackType, instructions: list[dis.Instruction], *, stores: bool
-) -> set[int]:
+def _places(code: CodeType, entry: TracebackType, instructions: list[dis.Instruction], *, stores: bool) -> set[int]:
     """Return the offsets of the instructions that make up the expression at which ``entry`` was raised."""
     positions = getattr(code, "co_positions", None)
     if positions is None:
@@ -177,5 +175,3 @@ def _dtypes(named: dict[str, Any]) -> dict[torch.dtype, str]:
             if tensor.dtype.is_floating_point and name != "self":
                 found.setdefault(tensor.dtype, label)
     return found
-
-

@@ -20,7 +20,7 @@ from xamp.casting.autocast import Casts
 from xamp.casting.explain import explain_forward
 from xamp.casting.inputs import Lender
 from xamp.casting.left import Unseen
-from xamp.casting.loans import take_back, take_back_traced
+from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
@@ -145,7 +145,9 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     run_traced = own_code(active.run_traced)
 
     lender = None if into is None else Lender(function, into, cast, region.spared)
-    lend, lend_traced = (None, None) if lender is None else (lender.lend, lender.lend_traced)
+    lend, lend_traced, take_back = (
+        (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
+    )
     unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
     results = Caster(out_of, cast, unseen)
     result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
@@ -172,6 +174,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             return traced(self, args, kwargs)
         lent = None
         if lend is not None:
+            args_given, kwargs_given = args, kwargs
             args, kwargs, lent = lend(args, kwargs)
         if notes and ddp[ACTIVE_DDP] is not None:
             note_wrapper()
@@ -184,7 +187,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
                 raise
             finally:
                 if lent is not None:
-                    take_back(lent)
+                    take_back(lent, args_given, kwargs_given)
         entered = None
         try:
             entered = enter(mark, number())
@@ -197,7 +200,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             if entered is not None:
                 leave(entered)
             if lent is not None:
-                take_back(lent)
+                take_back(lent, args_given, kwargs_given)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from xamp.ground.containers import ATOMS, CASTABLE, cast_floats, leaf_of
-from xamp.ground.forms import form_of
-from xamp.ground.walk import ATOM_KINDS, OPEN, Walk, WithinItself
+from xamp.ground.forms import form_of, known_form
+from xamp.ground.walk import ATOM_KINDS, CASTS, COPIES, OPEN, Walk, WithinItself
 
 __all__ = ["TO", "Caster"]
 
 _Cast = Callable[[Any], Any]
 _CastItem = Callable[[Any, dict[int, Any]], Any]
-"""Casts an item of a container; the dict has what earlier items came to, by their ids."""
+"""Casts an item of a container; the dict has what earlier items came to, by their ids, as :class:`Walk` has it."""
 
 _MOST_TYPES = 128
 """A forward may make a class at each call, so no more types than these are remembered."""
@@ -35,6 +35,9 @@ TO: dict[torch.dtype, _Cast] = {
 
 _OF_COPIES = ("__copy__", "__new__", "__slots__")
 
+NO_ATTRIBUTES: dict[str, Any] = {}
+
+
 class Caster:
     """Casts values to one dtype.
 
@@ -42,21 +45,24 @@ class Caster:
         dtype: the dtype; None leaves values as they are.
         cast: what to do, for a value and the dtype. Only ``cast_floats`` is made anew for each type.
         left: called with an object that is not looked into, or cannot be copied.
+        lends: what is cast and copied is noted in the dict that :meth:`cast_item` gets; see :mod:`xamp.casting.loans`.
 
     Attributes:
         cast: does it for one value. It is the function for the type of the value that came last: a forward mostly
             returns one type. It gives a value of another type to the function for that, which then takes its place.
     """
 
-    __slots__ = ("_by_type", "_dtype", "_leaf", "_left", "cast")
+    __slots__ = ("_by_type", "_dtype", "_leaf", "_left", "_lends", "cast")
 
     def __init__(
         self,
         dtype: torch.dtype | None,
         cast: Callable[[Any, torch.dtype], Any] = cast_floats,
         left: Callable[[Any], object] = lambda value: None,
+        *,
+        lends: bool = False,
     ) -> None:
-        self._dtype = dtype
+        self._dtype, self._lends = dtype, lends
         self._left = left
         self._by_type: dict[type, Callable[..., Any]] = {}
         self.cast: _Cast = self._cast_other
@@ -73,7 +79,7 @@ class Caster:
         self.cast = found = self._of(type(value))
         return found(value)
 
-    def _cast_item(self, value: Any, seen: dict[int, Any]) -> Any:
+    def cast_item(self, value: Any, seen: dict[int, Any]) -> Any:
         """Cast an item of a container that is neither a plain tensor nor of a type that holds none."""
         key = id(value)
         found = seen.get(key)
@@ -87,7 +93,7 @@ class Caster:
     def _cast_any(self, value: Any, seen: dict[int, Any] | None = None) -> Any:
         """Cast a value of any type."""
         assert self._leaf is not None, "else values are left as they are"
-        walk = Walk(self._leaf, seen)
+        walk = Walk(self._leaf, seen, notes=self._lends)
         found = walk.run(value)
         if seen is not None:
             seen[id(walk.seen)] = walk.seen  # the ids in it stay theirs
@@ -107,104 +113,30 @@ class Caster:
     def _make(self, kind: type) -> Callable[..., Any]:
         """Return a function that casts values of exactly the type ``kind``, and gives all others to ``_cast_other``."""
         assert self._dtype is not None, "else values are left as they are"
-        other, item, in_general = self._cast_other, self._cast_item, self._cast_any
+        made = _Maker(self._dtype, self.cast_item, self._cast_other, self._cast_any, self._lends)
         if kind is torch.Tensor:
-            return _of_tensor(self._dtype, other)
+            return made.of_tensor()
         if issubclass(kind, ATOMS):
-            return lambda value, seen=None: value if type(value) is kind else other(value)
+            return lambda value, seen=None: value if type(value) is kind else made.other(value)
         if kind is list or kind is tuple or _is_named_tuple(kind):
-            return _of_sequence(kind, self._dtype, item, other, in_general)
+            return made.of_sequence(kind)
         if kind is dict:
-            return _of_dict(self._dtype, item, other, in_general)
+            return made.of_dict()
         if _is_plain_dataclass(kind):
-            return _of_dataclass(kind, self._dtype, item, other, in_general)
-        return lambda value, seen=None: in_general(value, seen) if type(value) is kind else other(value)
+            return made.of_dataclass(kind)
+        if form_of(kind) or issubclass(kind, (torch.Tensor, torch.fx.Proxy)):
+            return lambda value, seen=None: made.in_general(value, seen) if type(value) is kind else made.other(value)
+        return lambda value, seen=None: self._leave(value) if type(value) is kind else made.other(value)
 
-
-def _of_tensors(dtype: torch.dtype) -> tuple[type[torch.Tensor], torch.dtype, torch.dtype, _Cast, frozenset[type]]:
-    """Return the type of a plain tensor, the two dtypes that are cast to ``dtype``, what casts, and types without tensors.
-
-    The function of each container compares these with its items itself: a call of ``cast`` for each takes 0.2 us.
-    """
-    first, second = CASTABLE - {dtype}
-    return torch.Tensor, first, second, TO[dtype], ATOM_KINDS
-
-
-def _of_tensor(dtype: torch.dtype, other: _Cast) -> Callable[..., Any]:
-    tensor, first, second, to, _ = _of_tensors(dtype)
-
-    def cast_tensor(value: Any, seen: dict[int, Any] | None = None) -> Any:
-        if type(value) is not tensor:
-            return other(value)
-        given = value.dtype
-        return to(value) if given is first or given is second else value
-
-    return cast_tensor
+    def _leave(self, value: Any) -> Any:
+        """Return an object that is not looked into."""
+        self._left(value)
+        return value
 
 
 def _is_named_tuple(kind: type) -> bool:
     """Whether ``kind`` is a named tuple whose values have nothing but their fields."""
     return issubclass(kind, tuple) and hasattr(kind, "_make") and not kind.__dictoffset__
-
-
-def _of_sequence(kind: Any, dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
-    tensor, first, second, to, atoms = _of_tensors(dtype)
-    make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
-
-    def cast_sequence(value: Any, seen: dict[int, Any] | None = None) -> Any:
-        outermost = seen is None
-        if seen is None:
-            if type(value) is not kind:
-                return other(value)
-            seen = {id(value): OPEN}
-        items, same = [], True
-        try:
-            for item in value:
-                if type(item) is tensor:
-                    given = item.dtype
-                    if given is first or given is second:
-                        key, same = id(item), False
-                        item = seen[key] if key in seen else seen.setdefault(key, to(item))
-                elif type(item) not in atoms and (new := cast(item, seen)) is not item:
-                    item, same = new, False
-                items.append(item)
-        except WithinItself:
-            if outermost:
-                return in_general(value)
-            raise
-        return value if same else make(items)
-
-    return cast_sequence
-
-
-def _of_dict(dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
-    tensor, first, second, to, atoms = _of_tensors(dtype)
-
-    def cast_dict(value: Any, seen: dict[int, Any] | None = None) -> Any:
-        outermost = seen is None
-        if seen is None:
-            if type(value) is not dict:
-                return other(value)
-            seen = {id(value): OPEN}
-        made, same = {}, True
-        try:
-            for key in value:  # 0.8 us less than over items(), which makes a tuple for each
-                item = value[key]
-                if type(item) is tensor:
-                    given = item.dtype
-                    if given is first or given is second:
-                        at, same = id(item), False
-                        item = seen[at] if at in seen else seen.setdefault(at, to(item))
-                elif type(item) not in atoms and (new := cast(item, seen)) is not item:
-                    item, same = new, False
-                made[key] = item
-        except WithinItself:
-            if outermost:
-                return in_general(value)
-            raise
-        return value if same else made
-
-    return cast_dict
 
 
 def _is_plain_dataclass(kind: type) -> bool:
@@ -223,24 +155,137 @@ _FIELD = """
             given = old_{name}.dtype
             if given is first or given is second:
                 key = id(old_{name})
-                new_{name} = seen[key] if key in seen else seen.setdefault(key, to(old_{name}))
+                if key in seen:
+                    new_{name} = seen[key]
+                else:
+                    seen[key] = new_{name} = to(old_{name})
+                    if lends:
+                        seen[CASTS].append((old_{name}, new_{name}))
             else:
                 new_{name} = old_{name}
         else:
             new_{name} = old_{name} if type(old_{name}) in atoms else cast(old_{name}, seen)"""
 
 
-def _of_dataclass(kind: type, dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: _Cast) -> Callable[..., Any]:
-    """Return a function that is written for the fields of ``kind``, as ``dataclasses`` writes an ``__init__``.
+class _Maker:
+    """Makes the functions of a :class:`Caster`.
 
-    It takes 1 to 2 us less than a loop over their names. The copy is made without ``__init__`` and
-    ``__post_init__``: their checks ran when the value was made.
+    Each casts values of one type, and gives all others to ``other``. The function of a container looks itself whether an
+    item is a plain tensor or of a type that holds none: a call for each takes 0.2 us. ``cast`` casts all other items, and
+    ``in_general`` containers that are more than their items.
     """
-    names = [field.name for field in dataclasses.fields(kind)]
-    setter: Any = kind.__setattr__
-    # Python makes no dict for an object whose values are assigned so. A frozen one refuses that.
-    put = "made.{0} = new_{0}" if setter is object.__setattr__ else "set_attribute(made, {0!r}, new_{0})"
-    source = f"""
+
+    def __init__(
+        self, dtype: torch.dtype, cast: _CastItem, other: _Cast, in_general: Callable[..., Any], lends: bool
+    ) -> None:
+        self.first, self.second = CASTABLE - {dtype}
+        self.to, self.cast, self.other, self.in_general, self.lends = TO[dtype], cast, other, in_general, lends
+
+    def of_tensor(self) -> Callable[..., Any]:
+        tensor, first, second, to, other = torch.Tensor, self.first, self.second, self.to, self.other
+
+        def cast_tensor(value: Any, seen: dict[int, Any] | None = None) -> Any:
+            if type(value) is not tensor:
+                return other(value)
+            given = value.dtype
+            return to(value) if given is first or given is second else value
+
+        return cast_tensor
+
+    def of_sequence(self, kind: Any) -> Callable[..., Any]:
+        tensor, first, second, to, atoms = torch.Tensor, self.first, self.second, self.to, ATOM_KINDS
+        cast, other, in_general, lends = self.cast, self.other, self.in_general, self.lends
+        make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
+        form = known_form(list) if lends and kind is list else None
+
+        def cast_sequence(value: Any, seen: dict[int, Any] | None = None) -> Any:
+            outermost = seen is None
+            if seen is None:
+                if type(value) is not kind:
+                    return other(value)
+                seen = {id(value): OPEN}
+            items, same = [], True
+            try:
+                for item in value:
+                    if type(item) is tensor:
+                        given = item.dtype
+                        if given is first or given is second:
+                            key, same = id(item), False
+                            if key in seen:
+                                item = seen[key]
+                            else:
+                                seen[key] = new = to(item)
+                                if lends:
+                                    seen[CASTS].append((item, new))
+                                item = new
+                    elif type(item) not in atoms and (new := cast(item, seen)) is not item:
+                        item, same = new, False
+                    items.append(item)
+            except WithinItself:
+                if outermost:
+                    return in_general(value)
+                raise
+            if same:
+                return value
+            made = make(items)
+            if form is not None:
+                seen[COPIES].append((value, made, form, items, NO_ATTRIBUTES))
+            return made
+
+        return cast_sequence
+
+    def of_dict(self) -> Callable[..., Any]:
+        tensor, first, second, to, atoms = torch.Tensor, self.first, self.second, self.to, ATOM_KINDS
+        cast, other, in_general, lends = self.cast, self.other, self.in_general, self.lends
+        form = known_form(dict)
+
+        def cast_dict(value: Any, seen: dict[int, Any] | None = None) -> Any:
+            outermost = seen is None
+            if seen is None:
+                if type(value) is not dict:
+                    return other(value)
+                seen = {id(value): OPEN}
+            made, same = {}, True
+            try:
+                for key in value:  # 0.8 us less than over items(), which makes a tuple for each
+                    item = value[key]
+                    if type(item) is tensor:
+                        given = item.dtype
+                        if given is first or given is second:
+                            at, same = id(item), False
+                            if at in seen:
+                                item = seen[at]
+                            else:
+                                seen[at] = new = to(item)
+                                if lends:
+                                    seen[CASTS].append((item, new))
+                                item = new
+                    elif type(item) not in atoms and (new := cast(item, seen)) is not item:
+                        item, same = new, False
+                    made[key] = item
+            except WithinItself:
+                if outermost:
+                    return in_general(value)
+                raise
+            if same:
+                return value
+            if lends:
+                seen[COPIES].append((value, made, form, made.copy(), NO_ATTRIBUTES))
+            return made
+
+        return cast_dict
+
+    def of_dataclass(self, kind: type) -> Callable[..., Any]:
+        """Return a function that is written for the fields of ``kind``, as ``dataclasses`` writes an ``__init__``.
+
+        It takes 1 to 2 us less than a loop over their names. The copy is made without ``__init__`` and
+        ``__post_init__``: their checks ran when the value was made.
+        """
+        names = [field.name for field in dataclasses.fields(kind)]
+        setter: Any = kind.__setattr__
+        # Python makes no dict for an object whose values are assigned so. A frozen one refuses that.
+        put = "made.{0} = new_{0}" if setter is object.__setattr__ else "set_attribute(made, {0!r}, new_{0})"
+        source = f"""
 def cast_dataclass(value, seen=None):
     outermost = seen is None
     if outermost:
@@ -263,12 +308,18 @@ def cast_dataclass(value, seen=None):
         return value
     made = new_object(kind)
     {"; ".join(put.format(name) for name in names)}
+    if lends:
+        seen[COPIES].append((value, made, form, None, dict(made.__dict__)))
     return made
 """
-    tensor, first, second, to, atoms = _of_tensors(dtype)
-    known: dict[str, Any] = {"tensor": tensor, "first": first, "second": second, "to": to, "cast": cast, "other": other}
-    known.update(kind=kind, new_object=object.__new__, set_attribute=object.__setattr__, atoms=atoms)
-    known.update(in_general=in_general, OPEN=OPEN, WithinItself=WithinItself)
-    exec(compile(source, f"<casts of {kind.__qualname__}>", "exec"), known)
-    made: Callable[..., Any] = known["cast_dataclass"]
-    return made
+        known: dict[str, Any] = {
+            name: getattr(self, name) for name in ("first", "second", "to", "cast", "other", "lends")
+        }
+        known.update(tensor=torch.Tensor, atoms=ATOM_KINDS, in_general=self.in_general, OPEN=OPEN)
+        known.update(kind=kind, new_object=object.__new__, set_attribute=object.__setattr__)
+        known.update(
+            WithinItself=WithinItself, CASTS=CASTS, COPIES=COPIES, form=known_form(kind) if self.lends else None
+        )
+        exec(compile(source, f"<casts of {kind.__qualname__}>", "exec"), known)
+        made: Callable[..., Any] = known["cast_dataclass"]
+        return made

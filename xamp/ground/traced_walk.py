@@ -181,7 +181,7 @@ def _made(value: Any, form: str, items: Any, stored: dict[str, Any]) -> Any:
     elif form == "dict":
         if isinstance(value, collections.OrderedDict):
             made = collections.OrderedDict.__new__(kind)
-        elif isinstance(value, collections.defaultdict): 
+        elif isinstance(value, collections.defaultdict):
             made = collections.defaultdict.__new__(kind)
         else:
             made = dict.__new__(kind)

@@ -26,7 +26,7 @@ from xamp.ground.forms import (
     set_attribute,
 )
 
-__all__ = ["ATOM_KINDS", "INSIDE", "OPEN", "Copied", "Leaf", "Walk", "WithinItself", "refuse_proxy"]
+__all__ = ["ATOM_KINDS", "CASTS", "COPIES", "INSIDE", "OPEN", "Copied", "Leaf", "Walk", "WithinItself", "refuse_proxy"]
 
 INSIDE = "look inside"
 """What a :data:`Leaf` returns for a value that it has no answer for: what is in it is looked at."""
@@ -41,14 +41,17 @@ OPEN = object()
 
 _MISSING = object()
 
+CASTS, COPIES = 0, 1
+"""The keys of :attr:`Walk.made`, which are no ids, under which a walk that notes has lists of what it cast, with the
+casts, and of the mutable containers that it copied, as :class:`Copied`."""
+
 
 class WithinItself(Exception):
     """A container was found in itself that the walk did not begin with, so that it cannot fill its copy."""
 
 
-
 class Copied(NamedTuple):
-    """A container that a walk copied, and what was in the copy at first.
+    """A container that was copied, and what was in the copy at first. A plain tuple may stand for it.
 
     Attributes:
         old: the container.
@@ -71,24 +74,23 @@ class Walk:
     Args:
         leaf: what is to be put in the place of which value.
         made: what earlier passes came to, by the ids of the values, which must live.
+        notes: tensors that are replaced and containers that are copied are noted in ``made``; see :data:`CASTS`.
 
     Attributes:
         changed: something was put in the place of something else.
-        made: what is put in the place of each value, by its id; a value that stays is its own.
+        made: what is put in the place of each value, by its id; a container that stays is its own.
         seen: the values that ``made`` has, so that their ids stay theirs.
-        copied: the mutable containers that were copied; None if nobody asks.
         left: objects of types that are not looked into, and containers that cannot be copied.
     """
 
-    __slots__ = ("_begun", "_leaf", "changed", "copied", "left", "made", "seen")
+    __slots__ = ("_begun", "_leaf", "_notes", "changed", "left", "made", "seen")
 
-    def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, notes_copies: bool = False) -> None:
-        self._leaf = leaf
+    def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, notes: bool = False) -> None:
+        self._leaf, self._notes = leaf, notes
         self.changed = False
         self._begun: set[int] = set()
-        self.made: dict[int, Any] = {} if made is None else made
+        self.made: dict[int, Any] = ({CASTS: [], COPIES: []} if notes else {}) if made is None else made
         self.seen: list[Any] = []
-        self.copied: list[Copied] | None = [] if notes_copies else None
         self.left: list[Any] = []
 
     def run(self, value: Any) -> Any:
@@ -118,8 +120,12 @@ class Walk:
         if new is INSIDE:
             form = known_form(kind)
             new = self._look_inside(value, form) if form.name else self._leave(value)
-        elif new is not value:
+        elif new is value:
+            return value
+        else:
             self.changed = True
+            if self._notes and isinstance(value, torch.Tensor):
+                self.made[CASTS].append((value, new))
         self.made[key] = new
         self.seen.append(value)
         return new
@@ -149,7 +155,9 @@ class Walk:
         items: Any = None
         same = True
         if before is not None:
-            items = {k: of(item) for k, item in before.items()} if form.name == "dict" else [of(item) for item in before]
+            items = (
+                {k: of(item) for k, item in before.items()} if form.name == "dict" else [of(item) for item in before]
+            )
             same = all(new is old for new, old in zip(_values(items), _values(before), strict=True))
         attributes = {}
         if not form.plain:
@@ -169,16 +177,16 @@ class Walk:
         """Return a copy of ``value``, or ``made`` where it was begun, with these items, and these attributes changed."""
         if form.name in ("tuple", "struct"):
             made = make_tuple(value, form, items)
-        elif form.plain and made is None and self.copied is None:
+        elif form.plain and made is None and not self._notes:
             return items
         else:
             made = make_shell(value, form) if made is None else made
             fill(made, form, items)
         for name, item in attributes.items():
             set_attribute(made, form, name, item)
-        if self.copied is not None and not (form.plain and form.base is tuple):
-            fixed = form.base is tuple
-            self.copied.append(Copied(value, made, form, None if fixed else items, attributes_of(made, form, stored=True)))
+        if self._notes and not (form.plain and form.base is tuple):
+            held = None if form.base is tuple else items
+            self.made[COPIES].append(Copied(value, made, form, held, attributes_of(made, form, stored=True)))
         return made
 
 
@@ -197,5 +205,3 @@ def refuse_proxy(value: Any) -> None:
             "torch.fx.symbolic_trace on a model that xamp.initialize manages would leave its policy out of the graph. "
             "Trace the plain model and initialize the GraphModule, or use torch.export.export."
         )
-
-

@@ -34,7 +34,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "conv2d": (lambda: nn.Conv2d(8, 8, 1), lambda part, x: part(x[..., None, None])),
     "conv_transpose": (lambda: nn.ConvTranspose1d(8, 8, 1), lambda part, x: part(x[..., None])),
     "attention": (lambda: nn.MultiheadAttention(8, 2), lambda part, x: part(x, x, x)),
-    "attention_of_two": (lambda: nn.MultiheadAttention(8, 2), lambda part, x: part(x, x.to(part.in_proj_weight.dtype), x)),
+    "attention_of_two": (
+        lambda: nn.MultiheadAttention(8, 2),
+        lambda part, x: part(x, x.to(part.in_proj_weight.dtype), x),
+    ),
     "encoder_layer": (lambda: nn.TransformerEncoderLayer(8, 2, 8), lambda part, x: part(x[:, None])),
     "embedding_bag": (
         lambda: nn.EmbeddingBag(8, 8, mode="sum"),
@@ -210,7 +213,9 @@ def type_error(x: Any, y: Any, at: Any) -> Any:
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("run", [refuse, assert_same, type_error])
 def test_errors_that_others_raise_are_explained_too(run: Any, level: str, lane: Lane) -> None:
-    found = error_of(lambda: start(Whole(Operator(run)).to(lane.device), level, lane)(torch.ones(4, 8, device=lane.device)))
+    found = error_of(
+        lambda: start(Whole(Operator(run)).to(lane.device), level, lane)(torch.ones(4, 8, device=lane.device))
+    )
     assert found is not None
     said = "\n".join([str(found), *getattr(found, "__notes__", ())])
     if not hasattr(found, "add_note") and isinstance(found, Refused):  # Python 3.10 has nowhere to put it

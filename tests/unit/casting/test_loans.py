@@ -349,7 +349,11 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
         found += [(key, shown(item, seen)) for key, item in value.items()]
     elif isinstance(value, (tuple, list)):
         found += [shown(item, seen) for item in value]
-    names = [*getattr(value, "__slots__", ()), *vars(value)] if hasattr(value, "__dict__") else getattr(value, "__slots__", ())
+    names = (
+        [*getattr(value, "__slots__", ()), *vars(value)]
+        if hasattr(value, "__dict__")
+        else getattr(value, "__slots__", ())
+    )
     if not isinstance(value, AttrDict):
         found += [(name, shown(getattr(value, name), seen)) for name in names]
     return found

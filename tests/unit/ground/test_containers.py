@@ -599,15 +599,16 @@ def test_an_object_that_is_not_looked_into_passes_and_is_said_once(
 
 
 @pytest.mark.parametrize("level", ["O1", "O5"])
-def test_nothing_is_said_of_what_has_nothing_to_cast(
-    level: str, lane: Lane, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_said_of_what_has_nothing_to_cast(level: str, lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
     values = (deque([1]), Holder(floats().double()), Holder(None), {1, 2}, range(3), nn.Linear(2, 2).half(), Empty())
     with caplog.at_level("WARNING", "xamp"):
         for value in values:
-            assert start(Returning(lambda t, value=value: value).to(lane.device), level, lane)(  # type: ignore[misc]
-                floats().to(lane.device)
-            ) is value
+            assert (
+                start(Returning(lambda t, value=value: value).to(lane.device), level, lane)(  # type: ignore[misc]
+                    floats().to(lane.device)
+                )
+                is value
+            )
     assert not caplog.records
 
 
