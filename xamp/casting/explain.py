@@ -1,10 +1,10 @@
 """Says what to do where a tensor of another dtype meets parameters that xamp has cast.
 
 torch's error names two dtypes, or none, and no cause. At the levels that cast parameters there are six causes: a method
-other than those under the policy was called, a parameter came or was cast after ``initialize``, an argument is an object
-that xamp does not look into, an operator is not there in the lower dtype, or the model itself makes fp32 tensors.
-Whether an error is of dtypes is told by the operands (:mod:`xamp.casting.operands`). Nothing here runs before an error
-is raised.
+other than those under the policy was called, a parameter came or was cast after ``initialize``, an argument is an
+object that xamp does not look into, an operator is not there in the lower dtype, or the model itself makes fp32
+tensors. Whether an error is of dtypes is told by the operands (:mod:`xamp.casting.operands`). Nothing here runs before
+an error is raised.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _is_explained_further_up() -> bool:
 
 
 def _operands(error: Exception, module: nn.Module) -> Operands | None:
-    """Return the operands of what raised ``error`` in ``module``, if it is an error of dtypes, which nobody explained."""
+    """Return the operands of what raised ``error`` in ``module``; None if it is explained, or is no error of dtypes."""
     if getattr(error, "_xamp_explained", False) or isinstance(error, _NEVER):
         return None
     try:

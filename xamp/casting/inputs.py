@@ -226,7 +226,7 @@ def _lend_by_type(
                     given, named = cast_each(args, seen), cast_each(kwargs.values(), seen)
             else:
                 given = cast_each(args, seen)
-                named = cast_each(kwargs.values(), seen) if kwargs else ()
+                named = cast_each(kwargs.values(), seen) if kwargs else []
         except WithinItself:
             return in_general(args, kwargs)
         if not casts:
@@ -264,7 +264,7 @@ def _parameters(function: Callable[..., Any], skip: bool) -> list[inspect.Parame
 def _spares(function: Callable[..., Any], names: frozenset[str], skip: bool) -> Callable[[Any], bool]:
     """Return a function that tells whether the argument at a position, or of a name, is one that ``names`` spares."""
     if not names:
-        return lambda place: False
+        return lambda _: False
     positions, rest, named = _positions(function, names, skip)
 
     def spares(place: Any) -> bool:

@@ -20,7 +20,7 @@ from xamp.ground.log import Once, say
 
 __all__ = ["Unseen", "say_uncopied"]
 
-_ITERABLE = (
+_ITERABLE: tuple[type, ...] = (
     collections.deque,
     set,
     frozenset,
@@ -117,17 +117,18 @@ def _tensor_in(value: Any, dtypes: Iterable[torch.dtype]) -> torch.Tensor | None
     return None
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _parts(value: Any) -> list[Any]:
     """Return what is in ``value``, of any type."""
     form = known_form(type(value))
     if form.name:
         items = items_of(value, form)
         return [*(items.values() if isinstance(items, dict) else items or ()), *attributes_of(value, form).values()]
     if isinstance(value, (types.FunctionType, types.ModuleType)):
-        return ()
+        return []
     slots = (object.__getattribute__(value, name) for name in slots_of(type(value)) if hasattr(value, name))
     if isinstance(value, _ITERABLE):
-        items = value.values() if isinstance(value, (collections.ChainMap, types.MappingProxyType)) else value
+        mapped = isinstance(value, (collections.ChainMap, types.MappingProxyType))
+        items = value.values() if mapped else value
         return [*items, *slots]
     return [*values_in_dict(value).values(), *slots]
 

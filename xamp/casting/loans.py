@@ -1,11 +1,11 @@
 """What a forward wrote into copies of its arguments comes back to the caller's own objects.
 
 A level that casts arguments gives the forward a copy of each container that holds a tensor to be cast, and the cast of
-each such tensor. The caller owns the originals, and the forward the copies while it runs. When it ends, by an error too,
-:func:`take_back` compares each copy with what was in it at first: what was added, replaced or removed is written into
-the original as the forward gave it, in its dtype, and where the forward put a copy or a cast, its original is put. What
-was not written to stays as it was. A tensor that was written in place shows it by its version: the elements that differ
-are written into the original.
+each such tensor. The caller owns the originals, and the forward the copies while it runs. When it ends, by an error
+too, :func:`take_back` compares each copy with what was in it at first: what was added, replaced or removed is written
+into the original as the forward gave it, in its dtype, and where the forward put a copy or a cast, its original is put.
+What was not written to stays as it was. A tensor that was written in place shows it by its version: the elements that
+differ are written into the original.
 
 The compiler traces the same steps by :func:`take_back_traced`. It leaves an argument alone whose forward raises.
 """
@@ -46,7 +46,7 @@ def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:
             _guarded(name, said, old, _write_tensor, old, new)
     home: Walk | None = None
     for each in lent[COPIES]:
-        if _is_as_it_was(*each):
+        if _is_as_it_was(*each[1:]):
             continue
         if home is None:
             homes = {id(new): old for old, new, *_ in (*lent[CASTS], *lent[COPIES])}
@@ -97,7 +97,7 @@ def _same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
-def _is_as_it_was(old: Any, new: Any, form: Form, before: Any, attributes: dict[str, Any]) -> bool:
+def _is_as_it_was(new: Any, form: Form, before: Any, attributes: dict[str, Any]) -> bool:
     """Return whether nothing was written into the copy ``new``."""
     if form.plain:  # its own class cannot have changed what it does
         if form.name == "dict":
@@ -166,7 +166,7 @@ def _write_dict(old: Any, after: Any, before: Any, form: Form, home: Callable[[A
 
 
 def _write_in_graph(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Write into ``old`` what was written in place into ``new``, its cast. It runs where versions of tensors are seen."""
+    """Write into ``old`` what was written in place into ``new``, its cast, where versions of tensors are seen."""
     if new._version:
         _write_tensor(old, new)
     return old

@@ -186,7 +186,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
             finally:
-                if lent is not None:
+                if take_back is not None and lent is not None:
                     take_back(lent, args_given, kwargs_given)
         entered = None
         try:
@@ -199,7 +199,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         finally:
             if entered is not None:
                 leave(entered)
-            if lent is not None:
+            if take_back is not None and lent is not None:
                 take_back(lent, args_given, kwargs_given)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__

@@ -89,7 +89,7 @@ def cast_floats(value: Any, dtype: torch.dtype, device_type: str | None = None) 
 
 
 @pickled_as("cast_any")
-def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
+def cast_any(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:  # noqa: ARG001
     """Cast as :func:`cast_floats` does, but also float64 tensors, and objects with a method ``to`` by calling it."""
     return _run(_leaf_of_any(dtype), value)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import dis
 import types
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "known_form",
     "make_shell",
     "make_tuple",
+    "makes_itself_its_dict",
     "set_attribute",
     "slots_of",
     "values_in_dict",
@@ -81,8 +83,17 @@ def has_dict(kind: type) -> bool:
     return kind.__dictoffset__ != 0
 
 
-for _constant in (form_of, fields_of, slots_of, has_dict):  # the compiler runs them while it traces
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def makes_itself_its_dict(kind: type) -> bool:
+    """Return whether ``kind`` is a dict whose ``__init__`` says ``self.__dict__ = self``: the compiler does not tell."""
+    made = (vars(each).get(name) for each in kind.__mro__ for name in ("__init__", "__new__"))
+    codes = [each.__code__ for each in made if isinstance(each, types.FunctionType)]
+    stores = (each for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")
+    return issubclass(kind, dict) and any(each.argval == "__dict__" for each in stores)
+
+
+_run_while_traced: tuple[Any, ...] = (form_of, fields_of, slots_of, has_dict, makes_itself_its_dict)
+for _constant in _run_while_traced:  # by the compiler
+    _constant._dynamo_marked_constant = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ def known_form(kind: type) -> Form:
 
 
 def _form(kind: type) -> Form:
-    bases = (collections.defaultdict, collections.OrderedDict, dict, list, tuple, object)
+    bases: tuple[type, ...] = (collections.defaultdict, collections.OrderedDict, dict, list, tuple, object)
     base = next(base for base in bases if issubclass(kind, base))
     own = getattr(kind, "__copy__", None)
     is_own = isinstance(own, types.FunctionType) and own.__module__ != "collections"
@@ -242,7 +253,7 @@ def make_tuple(value: Any, form: Form, items: list[Any]) -> Any:
     """Return a tuple of the type of ``value``, with its attributes, that has ``items``."""
     if form.name == "struct":
         return form.kind(items)
-    made = tuple.__new__(form.kind, items)
+    made: Any = tuple.__new__(form.kind, items)
     if not form.plain:
         copy_attributes(value, made, form)
     return made

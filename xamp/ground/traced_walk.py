@@ -1,9 +1,8 @@
 """The pass of :mod:`xamp.ground.walk` in a form that the compiler traces in every release of torch that xamp takes.
 
 The compiler knows no ids of containers, so what was copied is looked up in a list, and no tuple, which it cannot tell
-from another one. It writes into lists by their own
-methods, makes an ``OrderedDict`` by its constructor, and, before torch 2.13, lists no attributes: there, attributes of a
-dataclass that are no fields are not in the copy.
+from another one. It writes into lists by their own methods, makes an ``OrderedDict`` by its constructor, and, before
+torch 2.13, lists no attributes: there, attributes of a dataclass that are no fields are not in the copy.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.forms import ATOMS, fields_of, form_of, has_dict, slots_of
+from xamp.ground.forms import ATOMS, fields_of, form_of, has_dict, makes_itself_its_dict, slots_of
 from xamp.ground.torch_features import traces_attributes
 from xamp.ground.walk import INSIDE, Leaf, refuse_proxy
 
@@ -188,7 +187,7 @@ def _made(value: Any, form: str, items: Any, stored: dict[str, Any]) -> Any:
         put_items(made, items)
     else:
         made = object.__new__(kind)
-    if has_dict(kind) and form == "dict" and value.__dict__ is value:
+    if makes_itself_its_dict(kind):
         made.__dict__ = made
     for name, item in stored.items():
         write_attribute(made, name, item)

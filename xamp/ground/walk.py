@@ -174,7 +174,7 @@ class Walk:
             return value
 
     def _copy(self, value: Any, form: Form, items: Any, attributes: dict[str, Any], made: Any) -> Any:
-        """Return a copy of ``value``, or ``made`` where it was begun, with these items, and these attributes changed."""
+        """Return a copy of ``value``, or ``made`` if it was begun, with these items, and these attributes changed."""
         if form.name in ("tuple", "struct"):
             made = make_tuple(value, form, items)
         elif form.plain and made is None and not self._notes:

@@ -303,11 +303,11 @@ class Empty:
 
 @both
 def test_a_dataclass_without_fields_passes_as_the_same_object_unless_it_has_attributes(cast: Cast) -> None:
-    given = Empty()
+    given: Any = Empty()
     assert cast(given, HALF) is given
-    given.x = floats()  # type: ignore[attr-defined]
+    given.x = floats()
     result = cast(given, HALF)
-    assert (type(result), result.x.dtype, given.x.dtype) == (Empty, HALF, FP32)  # type: ignore[attr-defined]
+    assert (type(result), result.x.dtype, given.x.dtype) == (Empty, HALF, FP32)
 
 
 @dataclasses.dataclass
@@ -393,14 +393,14 @@ class _Noted(_Noting):
 
 @both
 def test_values_of_a_dataclass_that_are_no_fields_are_in_the_copy(cast: Cast) -> None:
-    given = Plain(floats(), 1)
-    given.note = [floats()]  # type: ignore[attr-defined]
+    given: Any = Plain(floats(), 1)
+    given.note = [floats()]
     result = cast(given, HALF)
     assert (result.x.dtype, result.y, given.x.dtype) == (HALF, 1, FP32)
-    assert (result.note[0].dtype, given.note[0].dtype) == (HALF, FP32)  # type: ignore[attr-defined]
+    assert (result.note[0].dtype, given.note[0].dtype) == (HALF, FP32)
     del given.y
     result = cast(given, HALF)  # as many values as fields
-    assert (set(vars(result)), result.x.dtype, result.note[0].dtype) == (  # type: ignore[attr-defined]
+    assert (set(vars(result)), result.x.dtype, result.note[0].dtype) == (
         {"x", "note"},
         HALF,
         HALF,
@@ -422,7 +422,7 @@ def test_a_dataclass_that_notes_what_is_assigned_notes_no_cast(cast: Cast) -> No
 
 @both
 def test_items_that_are_attributes_stay_the_same_values(cast: Cast) -> None:
-    given = AttributeDict(x=floats(), inner=AttributeDict(y=floats()))
+    given: Any = AttributeDict(x=floats(), inner=AttributeDict(y=floats()))
     result = cast(given, HALF)
     assert result.x is result["x"]
     assert result.inner.y is result["inner"]["y"]
@@ -441,14 +441,14 @@ def test_tensors_that_are_attributes_are_cast(make: Callable[[torch.Tensor], Any
     result = cast(given, HALF)
     assert (type(result), result.note[0].dtype, result.count) == (type(given), HALF, 3)
     assert given.note[0].dtype == FP32
-    plain = make(1)
+    plain: Any = make(torch.ones(1, dtype=torch.int64))
     plain.note = floats()
     assert cast(plain, HALF).note.dtype == HALF
 
 
 @both
 def test_an_attribute_in_a_slot_is_cast(cast: Cast) -> None:
-    given = SlotDict(x=1)
+    given: Any = SlotDict(x=1)
     given.note = floats()
     result = cast(given, HALF)
     assert (type(result), result["x"], result.note.dtype, given.note.dtype) == (SlotDict, 1, HALF, FP32)
@@ -465,9 +465,9 @@ class Late:
 
 @both
 def test_fields_that_are_set_late_and_other_attributes_stay(cast: Cast) -> None:
-    given = Late(floats())
+    given: Any = Late(floats())
     given.hidden = floats()
-    given.extra = (floats(), 1)  # type: ignore[attr-defined]
+    given.extra = (floats(), 1)
     result = cast(given, HALF)
     assert (result.x.dtype, result.hidden.dtype, result.extra[0].dtype, result.extra[1]) == (HALF, HALF, HALF, 1)
 
@@ -513,14 +513,14 @@ def test_a_container_may_hold_itself(cast: Cast) -> None:
     a_dict["list"].append(a_dict)
     parent, child = Plain(floats()), Plain(floats())
     parent.y, child.y = [child], parent
-    for given, way in (
+    for value, way in (
         (a_list, lambda v: v[1]),
         (a_dict, lambda v: v["list"][1]),
         (parent, lambda v: v.y[0].y),
         ({"outer": (a_list,)}, lambda v: {"outer": (v["outer"][0][1],)}),
     ):
-        result = cast(given, HALF)
-        assert result is not given
+        result = cast(value, HALF)
+        assert result is not value
         again = way(result)
         assert again is result or again == {"outer": (result["outer"][0],)}
     assert cast(a_list, HALF)[0].dtype == HALF
