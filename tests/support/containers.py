@@ -36,6 +36,62 @@ class MyTuple(tuple[Any, ...]):
     note = ""
 
 
+class Noted(Point):
+    """A named tuple that has attributes too."""
+
+
+class AttributeDict(dict[str, Any]):
+    """Its items are its attributes, and the other way round."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Locked(dict[str, Any]):
+    """Nothing may be written into it after it was made."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("locked")
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("locked")
+
+
+class LockedList(list[Any]):
+    """Nothing may be written into it after it was made."""
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        raise TypeError("locked")
+
+    def append(self, value: Any) -> None:
+        raise TypeError("locked")
+
+
+class SlotDict(dict[str, Any]):
+    """Its attribute is in a slot."""
+
+    __slots__ = ("note",)
+
+
+class ItemDict(dict[str, Any]):
+    """Reads and writes its items as attributes."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class OfState:
+    """Refuses to be copied as Python copies."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("no copies")
+
+
+class Uncopied(OfState, dict[str, Any]):
+    note = ""
+
+
 class Encoding(UserDict[str, Any]):
     """A class like the one that a Hugging Face tokenizer returns."""
 
@@ -77,6 +133,16 @@ class PostInit:
     def __post_init__(self, seed: int) -> None:
         assert self.x.dtype == torch.float32, "made once, of fp32"
         self.made = self.x + seed
+
+
+@dataclasses.dataclass(init=False)
+class OwnInit:
+    x: Any
+    made: Any
+
+    def __init__(self, both: Any) -> None:
+        assert both.dtype == torch.float32, "made once, of fp32"
+        self.x, self.made = both, both + 1
 
 
 class ModelOutput(OrderedDict[str, Any]):
@@ -151,6 +217,15 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dataclass with __post_init__": lambda t: PostInit(t, 1),
     "ModelOutput": lambda t: ClassifierOutput(logits=t),
     "PackedSequence": lambda t: pack_padded_sequence(t.reshape(1, 2, 1), [2], batch_first=True),
+    "named tuple with attributes": lambda t: with_attributes(Noted(t, 1)),
+    "dict that is its __dict__": lambda t: AttributeDict(x=t, y=1),
+    "dict that refuses": lambda t: Locked(x=t),
+    "list that refuses": lambda t: LockedList([t, 1]),
+    "dict with slots": lambda t: with_attributes(SlotDict(x=t)),
+    "dict of items as attributes": lambda t: ItemDict(x=t),
+    "dict that is not pickled": lambda t: with_attributes(Uncopied(x=t)),
+    "UserList": lambda t: collections.UserList([t]),
+    "dataclass with an own __init__": OwnInit,
     "nested": lambda t: {"a": [Point(t, (t, {"b": Plain(t)}))], "c": ClassifierOutput(hidden_states=(t, t))},
 }
 
@@ -159,6 +234,8 @@ def leaves(value: Any) -> list[Any]:
     """All values in ``value`` that are not containers, in order."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
+    if isinstance(value, collections.UserList):
+        return leaves(value.data)
     if isinstance(value, (dict, UserDict)):
         return [leaf for item in value.values() for leaf in leaves(item)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -170,6 +247,10 @@ def shape(value: Any) -> Any:
     """The types of ``value`` and of its items, with keys and attributes."""
     if isinstance(value, (tuple, list)):
         return type(value), [shape(item) for item in value], getattr(value, "note", None)
+    if isinstance(value, collections.UserList):
+        return type(value), shape(value.data)
+    if isinstance(value, ItemDict):
+        return type(value), [(k, shape(v)) for k, v in value.items()]
     if isinstance(value, (dict, UserDict)):
         rest = (getattr(value, "default_factory", None), getattr(value, "_encodings", None))
         return type(value), [(k, shape(v)) for k, v in value.items()], getattr(value, "note", None), rest

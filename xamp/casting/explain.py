@@ -1,9 +1,10 @@
 """Says what to do where a tensor of another dtype meets parameters that xamp has cast.
 
-torch's error names two dtypes and no cause. At the levels that cast parameters there are six causes: a method other
-than those under the policy was called, a parameter came or was cast after ``initialize``, an argument is an object that
-xamp does not look into, an operator is not there in the lower dtype, or the model itself makes fp32 tensors. Nothing
-here runs before an error is raised.
+torch's error names two dtypes, or none, and no cause. At the levels that cast parameters there are six causes: a method
+other than those under the policy was called, a parameter came or was cast after ``initialize``, an argument is an
+object that xamp does not look into, an operator is not there in the lower dtype, or the model itself makes fp32
+tensors. Whether an error is of dtypes is told by the operands (:mod:`xamp.casting.operands`). Nothing here runs before
+an error is raised.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp.casting.operands import Operands, operands_of
+from xamp.errors import XampError
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
 from xamp.ground.torch_private.modules import BatchNorm
@@ -27,8 +30,17 @@ from xamp.scaling.masters import is_lowered
 
 __all__ = ["entry_points", "explain_forward", "with_explanation"]
 
-_ABOUT_DTYPES = re.compile(r"dtype|scalar type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half |not implemented for")
+_ABOUT_DTYPES = re.compile(
+    r"dtype|data ?type|scalar type|same type|[Ii]nput type|c10::Half|BFloat16|HalfTensor|Half |not implemented for"
+)
 
+_ABOUT_OTHERS = re.compile(
+    r"shape|\bsizes?\b|dimension|\bdims?\b|channels|stride|contiguous|memory|out of (range|bounds)|CUDA error|[NH]CCL"
+)
+"""What errors speak of whose cause is another one, whatever dtypes the operands have."""
+
+_NEVER = (XampError, AttributeError, NameError, ImportError, LookupError, OSError, MemoryError, ArithmeticError)
+"""Errors that no mismatch of dtypes raises."""
 
 _NAMES = {torch.float16: ("Half", "half", "float16"), torch.bfloat16: ("BFloat16", "bfloat16")}
 """How torch's errors name the lower dtypes."""
@@ -37,21 +49,25 @@ _EXPLAINING = (__name__, "xamp.casting.forward", "xamp.casting.region")
 """The modules whose functions ``method`` explain errors."""
 
 
-def explain_forward(error: RuntimeError, module: nn.Module, values: tuple[Any, ...]) -> None:
+def explain_forward(error: Exception, module: nn.Module, values: tuple[Any, ...]) -> None:
     """Add to ``error``, which a method under the policy raised, what the user can do; or leave it as it is.
 
     Args:
-        error: any error; those that do not speak of dtypes are left alone.
+        error: any error; those that are not of dtypes are left alone.
         module: the model whose method it was.
         values: the arguments, after they were cast.
     """
-    dtype = _lowered_dtype(error, module)
-    if dtype is not None and "not implemented for" in str(error):
-        _append(error, _no_kernel(dtype))
-    elif dtype is not None:
-        _append(error, _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype))
-    elif _is_about_lower(error) and (text := _cast_later(module)) is not None:
-        _append(error, text)
+    operands = _operands(error, module)
+    if operands is None:
+        return
+    text, dtype = _cast_later(module), _dtype_of(module)
+    if text is None and dtype is not None:
+        if "not implemented for" in str(error):
+            text = _no_kernel(dtype)
+        else:
+            text = _late_module(module) or _unseen_argument(values, dtype) or _own_tensors(dtype)
+    if text is not None:
+        _append(error, text + _where(operands, module))
 
 
 def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,13 +79,14 @@ def with_explanation(name: str, function: Callable[..., Any]) -> Callable[..., A
             return function(self, *args, **kwargs)
         try:
             return function(self, *args, **kwargs)
-        except RuntimeError as error:
-            dtype = None if _is_explained_further_up() else _lowered_dtype(error, self)
-            if dtype is not None:
+        except Exception as error:
+            operands = None if _is_explained_further_up() else _operands(error, self)
+            dtype = _dtype_of(self)
+            if operands is not None and dtype is not None and _cast_later(self) is None:
                 _append(
                     error,
                     f"{type(self).__name__}.{name}() does not run under the policy, so nothing casts its arguments to "
-                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r})).",
+                    f"{dtype}. Name it: xamp.initialize(..., methods=('forward', {name!r}))." + _where(operands, self),
                 )
             raise
 
@@ -137,28 +154,60 @@ def _is_explained_further_up() -> bool:
     return False
 
 
-def _lowered_dtype(error: RuntimeError, module: nn.Module) -> torch.dtype | None:
-    """Return the dtype that the parameters of ``module`` were cast to, if ``error`` may come of it."""
-    if not _is_about_lower(error) or _cast_later(module) is not None:
+def _operands(error: Exception, module: nn.Module) -> Operands | None:
+    """Return the operands of what raised ``error`` in ``module``; None if it is explained, or is no error of dtypes."""
+    if getattr(error, "_xamp_explained", False) or isinstance(error, _NEVER):
         return None
-    dtype = next((param.dtype for param in module.parameters() if is_lowered(param)), None)
-    return dtype if dtype is not None and _names_one(error, (dtype,)) else None
+    try:
+        found = operands_of(error, module)
+    except Exception:  # it reads frames of somebody else's code, and is help only
+        found = Operands()
+    return found if _is_of_dtypes(str(error), found, module) else None
 
 
-def _is_about_lower(error: RuntimeError) -> bool:
-    """Return whether ``error``, which nobody has explained, is about dtypes, and one of them is a lower one."""
-    explained = getattr(error, "_xamp_explained", False)
-    return not explained and _ABOUT_DTYPES.search(str(error)) is not None and _names_one(error, _NAMES)
-
-
-def _names_one(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
+def _is_of_dtypes(said: str, found: Operands, module: nn.Module) -> bool:
+    """Return whether an error that says ``said`` is of the dtypes of the operands ``found``."""
+    speaks = _ABOUT_DTYPES.search(said) is not None
+    if found.mixed and not _takes_mixed(found.module):
+        surely = found.compares if found.raised else found.whole
+        return speaks or (surely and _ABOUT_OTHERS.search(said) is None)
+    if found.dtypes and not found.raised and "not implemented for" not in said:
+        return speaks and not found.whole and found.lower  # an operand that was not found may be of another dtype
     # A mismatch with lowered parameters names their dtype. Other errors about dtypes (of labels) have other causes.
-    return any(name in str(error) for dtype in dtypes for name in _NAMES[dtype])
+    dtype = _dtype_of(module)
+    return speaks and any(name in said for each in ([dtype] if dtype in _NAMES else _NAMES) for name in _NAMES[each])
 
 
-def _append(error: RuntimeError, text: str) -> None:
-    error.args = (f"{error}\nxamp: {text}",)
+def _takes_mixed(module: nn.Module | None) -> bool:
+    """Return whether ``module`` is a batch norm in fp32, which takes an input of a lower dtype."""
+    return isinstance(module, BatchNorm) and not any(map(is_lowered, module.parameters()))
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype that the parameters of ``module`` were cast to."""
+    return next((param.dtype for param in module.parameters() if is_lowered(param)), None)
+
+
+def _append(error: Exception, text: str) -> None:
+    said = f"{error}\nxamp: {text}"
+    if (len(error.args) == 1 and str(error) == str(error.args[0])) or not error.args:
+        error.args = (said,)
+    if str(error) != said:  # its class makes the text by itself
+        if not hasattr(error, "add_note"):
+            return
+        error.add_note(f"xamp: {text}")
     error._xamp_explained = True  # type: ignore[attr-defined]
+
+
+def _where(operands: Operands, module: nn.Module) -> str:
+    """Say in which part of ``module`` it happened, and which operands have which dtype."""
+    name = next((name for name, part in module.named_modules() if part is operands.module), "")
+    found = [f"{label} is {dtype}" for dtype, label in operands.dtypes.items()] if operands.mixed else []
+    if operands.module is None or not (name or found):
+        return ""
+    kind = type(operands.module).__name__
+    where = f"{name}, a {kind}" if name else kind
+    return f" It happened in {where}{': ' if found else ''}{', '.join(found)}."
 
 
 def _cast_later(module: nn.Module) -> str | None:

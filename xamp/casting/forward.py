@@ -24,13 +24,14 @@ from torch import nn
 
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
-from xamp.casting.inputs import cast_some
+from xamp.casting.inputs import Lender
 from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
+from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
 from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
@@ -116,6 +117,7 @@ def enter_policy(module: nn.Module, region: Region) -> Callable[[], None]:
                 f"initialize(methods={region.methods!r}): {type(module).__name__}.{name} is a generator or coroutine, "
                 "and would run after its region was left. Name the plain methods that it calls."
             )
+    say_again()
     # An instance attribute hides the class's method: that of a ScriptModule, or one that somebody assigned.
     scripted = isinstance(module, torch.jit.ScriptModule)
     hidden = [name for name in region.methods if scripted or name in module.__dict__]
@@ -266,25 +268,29 @@ class InstanceMethod:
         self._region = region
         self._module = None if module is None else weakref.ref(module)
         into, spared = region.input_dtype, region.spared
-        self._spare = None if into is None or not spared else cast_some(function, spared, into, bound=True)
+        self._lender = None if into is None or not spared else Lender(function, into, spared=spared, bound=True)
         # The attribute casts its arguments itself where some are spared: only it knows their positions.
-        inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._spare else region
+        inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._lender else region
         self._run = in_noted_region(own_code(_call), dataclasses.replace(inside, lowers=False, watched=False))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
         note_call(module if self._region.follows else None)
-        if self._spare is not None:
-            args, kwargs = self._spare(args, kwargs)
+        lent, given = None, (args, kwargs)
+        if self._lender is not None:
+            args, kwargs, lent = self._lender.lend(args, kwargs)
         try:
             if module is not None and self._region.watched:
                 return run_watched(module, self._run, (self.function, *args), kwargs)
             return self._run(self.function, *args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             if module is not None and self._region.lowers:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise
+        finally:
+            if lent is not None and self._lender is not None:
+                self._lender.take_back(lent, *given)
 
     keep_eager(__call__, inner=False)
 

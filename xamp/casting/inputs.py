@@ -2,43 +2,277 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from xamp.casting.left import say_uncopied
+from xamp.casting.loans import prepare_traced, take_back
 from xamp.errors import PolicyError
-from xamp.ground.containers import cast_floats_except
+from xamp.ground.caster import TO, Caster
+from xamp.ground.compiler import keep_eager
+from xamp.ground.containers import CASTABLE, cast_floats, leaf_of, sparing
+from xamp.ground.log import Once
+from xamp.ground.torch_private.autograd import InferenceMode, set_grad_enabled
+from xamp.ground.traced_walk import TracedWalk
+from xamp.ground.walk import ATOM_KINDS, CASTS, COPIES, INSIDE, Leaf, Walk, WithinItself
 
-__all__ = ["cast_some", "check_names"]
+__all__ = ["Lender", "check_names"]
 
-_Cast = Callable[[Any, Any], tuple[Any, Any]]
+_Lent = tuple[Any, Any, Any]
 
 
-def cast_some(
-    function: Callable[..., Any], spared: Sequence[type | str], dtype: torch.dtype, *, bound: bool = False
-) -> _Cast:
-    """Return a function that casts the arguments of ``function`` to ``dtype``, but for those in ``spared``.
+class Lender:
+    """Casts the arguments of one method, call by call, and takes back what the method wrote into them.
 
     Args:
         function: the method; without ``bound``, its first parameter is ``self``.
-        spared: names of its parameters, and types. A type counts wherever an object of it is nested.
         dtype: the dtype to which floating tensors are cast.
+        cast: the function that casts; what an unknown one makes is not taken back.
+        spared: names of its parameters, and types, that are not cast. A type counts wherever an object of it is nested.
         bound: ``function`` has no parameter ``self``.
+
+    Attributes:
+        lend: casts positional and keyword arguments; returns them and what :meth:`take_back` gets, or None.
+        lend_traced: the same in code that the compiler traces, for :func:`xamp.casting.loans.take_back_traced`.
     """
-    names = frozenset(each for each in spared if isinstance(each, str))
-    cast = cast_floats_except(tuple(each for each in spared if isinstance(each, type)))
-    positions, rest, named = _positions(function, names, skip=not bound)
 
-    def spares(name: str) -> bool:
-        return name in names or (named is not None and name not in named)
+    __slots__ = ("_caster", "_function", "_leaf", "_said", "_skip", "_spares", "lend", "lend_traced")
 
-    def cast_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
-        given = tuple(value if at in positions or at >= rest else cast(value, dtype) for at, value in enumerate(args))
-        return given, {name: value if spares(name) else cast(value, dtype) for name, value in kwargs.items()}
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        dtype: torch.dtype,
+        cast: Callable[[Any, torch.dtype], Any] = cast_floats,
+        spared: Sequence[type | str] = (),
+        *,
+        bound: bool = False,
+    ) -> None:
+        self._function, self._skip, self._said = function, not bound, Once()
+        self.lend: Callable[[Any, Any], _Lent]
+        self.lend_traced: Callable[[Any, Any], _Lent]
+        leaf = leaf_of(cast, dtype)
+        if leaf is None:
+            self.lend = self.lend_traced = lambda args, kwargs: (cast(args, dtype), cast(kwargs, dtype), None)
+            return
+        types = tuple(each for each in spared if isinstance(each, type))
+        self._leaf: Leaf = sparing(leaf, types)
+        self._spares = _spares(function, frozenset(each for each in spared if isinstance(each, str)), skip=not bound)
+        self.lend = self._lend_by_walk
+        if cast is cast_floats and not spared:
+            self.lend = _lend_tensors(dtype, _lend_by_type(dtype, self._say_uncopied, self._lend_by_walk))
+        self.lend_traced = _lend_traced(self._leaf, self._spares)
 
-    return cast_arguments
+    def take_back(self, lent: Any, args: Any, kwargs: Any) -> None:
+        """Write into the caller's objects what the method wrote into its arguments.
+
+        Args:
+            lent: what ``lend`` returned.
+            args: the positional arguments as the caller gave them.
+            kwargs: the keyword arguments.
+        """
+        if type(lent) is list:
+            for _, new in lent:
+                if new._version:
+                    break
+            else:
+                return
+            lent = {CASTS: lent, COPIES: []}
+        take_back(lent, lambda old: self._name(old, args, kwargs), self._said)
+
+    keep_eager(take_back)
+
+    def _lend_by_walk(self, args: Any, kwargs: Any) -> _Lent:
+        """Cast arguments of all kinds."""
+        with _with_versions():
+            walk, spares = Walk(self._leaf, notes=True), self._spares
+            given = [value if spares(at) else walk.of(value) for at, value in enumerate(args)]
+            named = {name: value if spares(name) else walk.of(value) for name, value in kwargs.items()}
+        for each in walk.left:
+            self._say_uncopied(each)
+        return (given, named, walk.made) if walk.changed else (args, kwargs, None)
+
+    keep_eager(_lend_by_walk)
+
+    def _say_uncopied(self, value: Any) -> None:
+        say_uncopied(value, getattr(self._function, "__qualname__", "the forward"))
+
+    def _name(self, old: Any, args: Any, kwargs: Any) -> str:
+        """Return the name of the argument that is ``old``, or holds it."""
+        for name, value in kwargs.items():
+            if _holds(value, old):
+                return str(name)
+        number = next((at for at, value in enumerate(args) if _holds(value, old)), 0)
+        for at, parameter in enumerate(_parameters(self._function, self._skip)):
+            if at == number or parameter.kind is parameter.VAR_POSITIONAL:
+                return parameter.name
+        return f"number {number}"
+
+
+def _holds(value: Any, old: Any) -> bool:
+    """Return whether ``value`` is ``old`` or holds it."""
+    found: list[bool] = []
+
+    def leaf(each: Any) -> Any:
+        found.extend([True] if each is old else ())
+        return each if isinstance(each, torch.Tensor) else INSIDE
+
+    Walk(leaf).run(value)
+    return bool(found)
+
+
+@contextlib.contextmanager
+def _with_versions() -> Iterator[None]:
+    """Let tensors that are made have versions, which inference tensors have not."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with InferenceMode(False):
+        set_grad_enabled(False)  # the end of the mode sets it as it was
+        yield
+
+
+def _lend_tensors(dtype: torch.dtype, lend_all: Callable[[Any, Any, list[Any]], _Lent]) -> Callable[[Any, Any], _Lent]:
+    """Return a function that casts arguments that are tensors, and gives others to ``lend_all``, with its casts so far.
+
+    What it lends is a list of the tensors with their casts: 0.5 us less for each call than a dict with lists.
+    """
+    tensor, atoms, to, is_inference = torch.Tensor, ATOM_KINDS, TO[dtype], torch.is_inference_mode_enabled
+    first, second = CASTABLE - {dtype}
+
+    def cast(item: torch.Tensor, casts: list[Any]) -> torch.Tensor:
+        for old, new in casts:
+            if old is item:
+                return new  # type: ignore[no-any-return]
+        casts.append((item, new := to(item)))
+        return new  # type: ignore[no-any-return]
+
+    def lend(args: Any, kwargs: Any) -> _Lent:
+        if is_inference():
+            return lend_all(args, kwargs, [])
+        casts: list[Any] = []
+        given = []
+        for item in args:
+            kind = type(item)
+            if kind is tensor:
+                came = item.dtype
+                if came is first or came is second:
+                    if casts:
+                        item = cast(item, casts)
+                    else:
+                        new = to(item)
+                        casts.append((item, new))
+                        item = new
+            elif kind not in atoms:
+                return lend_all(args, kwargs, casts)
+            given.append(item)
+        if kwargs:
+            named = {}
+            for name in kwargs:
+                item = kwargs[name]
+                kind = type(item)
+                if kind is tensor:
+                    came = item.dtype
+                    if came is first or came is second:
+                        item = cast(item, casts)
+                elif kind not in atoms:
+                    return lend_all(args, kwargs, casts)
+                named[name] = item
+            kwargs = named
+        return given, kwargs, casts or None
+
+    keep_eager(lend)
+    return lend
+
+
+def _lend_by_type(
+    dtype: torch.dtype, left: Callable[[Any], None], in_general: Callable[[Any, Any], _Lent]
+) -> Callable[[Any, Any, list[Any]], _Lent]:
+    """Return a function that casts arguments, each by its type, which is faster than ``in_general``."""
+    tensor, atoms, to, cast = torch.Tensor, ATOM_KINDS, TO[dtype], Caster(dtype, left=left, lends=True).cast_item
+    first, second = CASTABLE - {dtype}
+    is_inference, inference = torch.is_inference_mode_enabled, InferenceMode
+
+    def cast_each(values: Any, seen: dict[int, Any]) -> list[Any]:
+        given = []
+        for item in values:
+            kind = type(item)
+            if kind is tensor:
+                came = item.dtype
+                if came is first or came is second:
+                    key = id(item)
+                    if key in seen:
+                        item = seen[key]
+                    else:
+                        seen[key] = new = to(item)
+                        seen[CASTS].append((item, new))
+                        item = new
+            elif kind not in atoms:
+                item = cast(item, seen)
+            given.append(item)
+        return given
+
+    def lend(args: Any, kwargs: Any, casts: list[Any]) -> _Lent:
+        seen: dict[int, Any] = {CASTS: casts, COPIES: []}
+        for old, new in casts:
+            seen[id(old)] = new
+        try:
+            if is_inference():
+                with inference(False):
+                    set_grad_enabled(False)  # the end of the mode sets it as it was
+                    given, named = cast_each(args, seen), cast_each(kwargs.values(), seen)
+            else:
+                given = cast_each(args, seen)
+                named = cast_each(kwargs.values(), seen) if kwargs else []
+        except WithinItself:
+            return in_general(args, kwargs)
+        if not casts:
+            return args, kwargs, None
+        return given, dict(zip(kwargs, named, strict=True)) if kwargs else kwargs, seen
+
+    keep_eager(lend)
+    return lend
+
+
+def _lend_traced(leaf: Leaf, spares: Callable[[Any], bool]) -> Callable[[Any, Any], _Lent]:
+    """Return a function that casts arguments in code that the compiler traces."""
+
+    def lend(args: Any, kwargs: Any) -> _Lent:
+        prepare_traced()
+        walk = TracedWalk(leaf)
+        given = [value if spares(at) else walk.run(value) for at, value in enumerate(args)]
+        named = {name: value if spares(name) else walk.run(value) for name, value in kwargs.items()}
+        return given, named, walk
+
+    return lend
+
+
+def _parameters(function: Callable[..., Any], skip: bool) -> list[inspect.Parameter]:
+    """Return the parameters of ``function``, with ``skip`` without ``self``; none where it has no signature."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    if skip and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]
+    return parameters
+
+
+def _spares(function: Callable[..., Any], names: frozenset[str], skip: bool) -> Callable[[Any], bool]:
+    """Return a function that tells whether the argument at a position, or of a name, is one that ``names`` spares."""
+    if not names:
+        return lambda _: False
+    positions, rest, named = _positions(function, names, skip)
+
+    def spares(place: Any) -> bool:
+        if isinstance(place, int):
+            return place in positions or place >= rest
+        return place in names or (named is not None and place not in named)
+
+    return spares
 
 
 def _positions(
@@ -50,12 +284,9 @@ def _positions(
         Their positions; the position where ``*args`` of such a name begins, or inf; and, where ``**kwargs`` has such a
         name, the names of the parameters that are not in it, or None.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a callable without a signature: names stand for keywords only
+    parameters = _parameters(function, skip)
+    if not parameters:  # a callable without a signature: names stand for keywords only
         return frozenset(), float("inf"), None
-    if skip and parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
-        del parameters[0]
     places = list(enumerate(parameters))
     starred = (at for at, p in places if p.kind is p.VAR_POSITIONAL and p.name in names)
     plain = frozenset(at for at, p in places if p.name in names and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
@@ -68,7 +299,7 @@ def check_names(methods: Sequence[Callable[..., Any]], spared: Sequence[type | s
 
     Args:
         methods: the bound methods that run under the policy, of all models.
-        spared: names and types; see :func:`cast_some`.
+        spared: names and types; see :class:`Lender`.
 
     Raises:
         PolicyError: the message lists the arguments there are.

@@ -18,17 +18,20 @@ from torch import nn
 from xamp.casting import active, ops
 from xamp.casting.autocast import Casts
 from xamp.casting.explain import explain_forward
-from xamp.casting.inputs import cast_some
+from xamp.casting.inputs import Lender
+from xamp.casting.left import Unseen
+from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
 from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import cast_floats
+from xamp.ground.containers import cast_floats, leaf_of
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
+from xamp.ground.traced_walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
@@ -139,50 +142,65 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     is_traced, compiler, is_enabled = torch.compiler.is_dynamo_compiling, compiler_attributes, is_autocast_enabled
     enter, leave, number = active.enter, active.leave, active.next_number
     cast, apart, lowers = region.cast, region.apart, region.lowers
-    spare = cast_some(function, region.spared, into) if into is not None and region.spared else None
     run_traced = own_code(active.run_traced)
 
-    positional, named, results = Caster(into, cast), Caster(into, cast), Caster(out_of, cast)
+    lender = None if into is None else Lender(function, into, cast, region.spared)
+    lend, lend_traced, take_back = (
+        (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
+    )
+    unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
+    results = Caster(out_of, cast, unseen)
+    result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
     ddp = ddp_attributes
 
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
-        if spare is None and into is not None:
-            args, kwargs = cast(args, into), cast(kwargs, into)
+        lent = None
+        if lend_traced is not None:
+            args, kwargs, lent = lend_traced(args, kwargs)
         if notes and active_ddp() is not None:
             note_wrapper_while_tracing(id(active_ddp()))
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             result = run_traced(mark, function, self, *args, **kwargs)
         else:
             result = function(self, *args, **kwargs)
-        return result if out_of is None else cast(result, out_of)
+        if lent is not None:
+            take_back_traced(lent)
+        if out_of is None:
+            return result
+        return cast(result, out_of) if result_leaf is None else TracedWalk(result_leaf, see_type).run(result)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if spare is not None:
-            args, kwargs = spare(args, kwargs)
         if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more
             return traced(self, args, kwargs)
-        if into is not None and spare is None:
-            args, kwargs = positional.cast(args), named.cast(kwargs)
+        lent = None
+        if lend is not None:
+            args_given, kwargs_given = args, kwargs
+            args, kwargs, lent = lend(args, kwargs)
         if notes and ddp[ACTIVE_DDP] is not None:
             note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
                 return results.cast(function(self, *args, **kwargs))
-            except RuntimeError as error:
+            except Exception as error:
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
                 raise
+            finally:
+                if take_back is not None and lent is not None:
+                    take_back(lent, args_given, kwargs_given)
         entered = None
         try:
             entered = enter(mark, number())
             return results.cast(function(self, *args, **kwargs))
-        except RuntimeError as error:
+        except Exception as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))
             raise
         finally:
             if entered is not None:
                 leave(entered)
+            if take_back is not None and lent is not None:
+                take_back(lent, args_given, kwargs_given)
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)

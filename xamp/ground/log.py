@@ -6,7 +6,7 @@ import logging
 
 import torch.distributed as dist
 
-__all__ = ["is_rank_zero", "say"]
+__all__ = ["Once", "is_rank_zero", "say", "say_again"]
 
 _logger = logging.getLogger("xamp")
 _stderr = logging.StreamHandler()
@@ -30,3 +30,40 @@ def say(message: str, *args: object, level: int = logging.INFO) -> None:
         _logger.log(level, message, *args)
     elif not _logger.disabled and level >= (_logger.level or logging.INFO):
         _stderr.handle(_logger.makeRecord(_logger.name, level, "xamp", 0, message, args, None))
+
+
+_generation = [0]
+
+
+def say_again() -> None:
+    """Let each :class:`Once` begin anew: a model was put under a policy, and its user has not been told yet."""
+    _generation[0] += 1
+
+
+class Once:
+    """Remembers what was said since a model was last put under a policy."""
+
+    __slots__ = ("_generation", "_said")
+
+    def __init__(self) -> None:
+        self._generation = _generation[0]
+        self._said: set[str] = set()
+
+    def is_new(self) -> bool:
+        """Tell whether this begins anew, and begin."""
+        if self._generation == _generation[0]:
+            return False
+        self._generation = _generation[0]
+        self._said.clear()
+        return True
+
+    def has(self, what: str) -> bool:
+        """Tell whether ``what`` was said."""
+        return not self.is_new() and what in self._said
+
+    def first(self, what: str) -> bool:
+        """Tell whether ``what`` is said for the first time, and remember it."""
+        if self.has(what):
+            return False
+        self._said.add(what)
+        return True

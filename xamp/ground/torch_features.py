@@ -95,3 +95,9 @@ def caches_casts_with_gradients() -> bool:
 def traces_attributes_of_optimizers() -> bool:
     """The compiler traces what sets attributes of an optimizer."""
     return torch.__version__ >= "2.12"
+
+
+@_since("2.13", without="attributes of a dataclass that are no fields are lost where a compiled model copies it")
+def traces_attributes() -> bool:
+    """The compiler traces what lists the attributes of an object."""
+    return torch.__version__ >= "2.13"

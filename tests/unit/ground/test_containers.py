@@ -6,8 +6,9 @@ import copy
 import dataclasses
 import gc
 import itertools
+import types
 import weakref
-from collections import OrderedDict, UserDict, defaultdict
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -16,20 +17,24 @@ import pytest
 import torch
 from containers import (
     MAKERS,
+    AttributeDict,
     ClassifierOutput,
     Encoding,
     Frozen,
     MyDict,
     MyList,
     MyTuple,
+    Noted,
     Plain,
     Point,
+    SlotDict,
     Slotted,
     floats,
     leaves,
     shape,
     with_attributes,
 )
+from gathering import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lanes import Lane
@@ -297,10 +302,12 @@ class Empty:
 
 
 @both
-def test_a_dataclass_without_fields_passes_as_the_same_object(cast: Cast) -> None:
-    given = Empty()
-    given.x = floats()  # type: ignore[attr-defined]
+def test_a_dataclass_without_fields_passes_as_the_same_object_unless_it_has_attributes(cast: Cast) -> None:
+    given: Any = Empty()
     assert cast(given, HALF) is given
+    given.x = floats()
+    result = cast(given, HALF)
+    assert (type(result), result.x.dtype, given.x.dtype) == (Empty, HALF, FP32)
 
 
 @dataclasses.dataclass
@@ -386,17 +393,17 @@ class _Noted(_Noting):
 
 @both
 def test_values_of_a_dataclass_that_are_no_fields_are_in_the_copy(cast: Cast) -> None:
-    given = Plain(floats(), 1)
-    given.note = [floats()]  # type: ignore[attr-defined]
+    given: Any = Plain(floats(), 1)
+    given.note = [floats()]
     result = cast(given, HALF)
     assert (result.x.dtype, result.y, given.x.dtype) == (HALF, 1, FP32)
-    assert result.note is given.note  # type: ignore[attr-defined]
+    assert (result.note[0].dtype, given.note[0].dtype) == (HALF, FP32)
     del given.y
     result = cast(given, HALF)  # as many values as fields
-    assert (set(vars(result)), result.x.dtype, result.note is given.note) == (  # type: ignore[attr-defined]
+    assert (set(vars(result)), result.x.dtype, result.note[0].dtype) == (
         {"x", "note"},
         HALF,
-        True,
+        HALF,
     )
 
 
@@ -408,3 +415,213 @@ def test_a_dataclass_that_notes_what_is_assigned_notes_no_cast(cast: Cast) -> No
     given = Frozen(floats(), {"z": floats()})  # type: ignore[assignment]
     result = cast(given, HALF)
     assert (type(result), result.x.dtype, result.y["z"].dtype) == (Frozen, HALF, HALF)
+
+
+# ---------------------------------------------------------------- what a container is besides its items
+
+
+@both
+def test_items_that_are_attributes_stay_the_same_values(cast: Cast) -> None:
+    given: Any = AttributeDict(x=floats(), inner=AttributeDict(y=floats()))
+    result = cast(given, HALF)
+    assert result.x is result["x"]
+    assert result.inner.y is result["inner"]["y"]
+    assert result.inner.y.dtype == HALF
+    result.new = 1
+    assert result["new"] == 1
+    assert "new" not in given
+    assert given.x.dtype == FP32
+
+
+@both
+@pytest.mark.parametrize("make", [Noted, lambda t: MyTuple([t]), lambda t: MyList([t]), lambda t: MyDict(x=t)])
+def test_tensors_that_are_attributes_are_cast(make: Callable[[torch.Tensor], Any], cast: Cast) -> None:
+    given = make(floats())
+    given.note, given.count = [floats()], 3
+    result = cast(given, HALF)
+    assert (type(result), result.note[0].dtype, result.count) == (type(given), HALF, 3)
+    assert given.note[0].dtype == FP32
+    plain: Any = make(torch.ones(1, dtype=torch.int64))
+    plain.note = floats()
+    assert cast(plain, HALF).note.dtype == HALF
+
+
+@both
+def test_an_attribute_in_a_slot_is_cast(cast: Cast) -> None:
+    given: Any = SlotDict(x=1)
+    given.note = floats()
+    result = cast(given, HALF)
+    assert (type(result), result["x"], result.note.dtype, given.note.dtype) == (SlotDict, 1, HALF, FP32)
+    assert cast(SlotDict(x=floats()), HALF)["x"].dtype == HALF  # nothing is in the slot
+
+
+@dataclasses.dataclass
+class Late:
+    """Has a field that its ``__init__`` does not take."""
+
+    x: Any
+    hidden: Any = dataclasses.field(init=False, default=None)
+
+
+@both
+def test_fields_that_are_set_late_and_other_attributes_stay(cast: Cast) -> None:
+    given: Any = Late(floats())
+    given.hidden = floats()
+    given.extra = (floats(), 1)
+    result = cast(given, HALF)
+    assert (result.x.dtype, result.hidden.dtype, result.extra[0].dtype, result.extra[1]) == (HALF, HALF, HALF, 1)
+
+
+# ---------------------------------------------------------------- what is one object
+
+
+TWICE: list[tuple[Callable[[Any], Any], Callable[[Any], tuple[Any, Any]]]] = [
+    (lambda c: [c, c], lambda v: (v[0], v[1])),
+    (lambda c: (c, {"again": c}), lambda v: (v[0], v[1]["again"])),
+    (lambda c: {"a": c, "b": [c]}, lambda v: (v["a"], v["b"][0])),
+    (lambda c: Plain(c, c), lambda v: (v.x, v.y)),
+    (lambda c: Point(c, c), lambda v: (v.x, v.y)),
+    (lambda c: MyDict(a=c, b=c), lambda v: (v["a"], v["b"])),
+    (lambda c: with_attributes(MyList([c, c])), lambda v: (v[0], v[1])),
+    (lambda c: ClassifierOutput(loss=c, logits=c), lambda v: (v.loss, v["logits"])),
+    (lambda c: [Frozen(c, 1), Slotted(c, 1)], lambda v: (v[0].x, v[1].x)),
+]
+INNER: list[Callable[[], Any]] = [
+    floats,
+    lambda: [floats()],
+    lambda: {"x": floats()},
+    lambda: (floats(), 1),
+    lambda: Plain(floats()),
+    lambda: MyDict(x=floats()),
+]
+
+
+@both
+def test_what_is_one_object_stays_one(cast: Cast) -> None:
+    for (make, both_of), inner in itertools.product(TWICE, INNER):
+        one, other = both_of(cast(make(inner()), HALF))
+        assert one is other
+        assert shape(one) == shape(inner())
+        assert {leaf.dtype for leaf in leaves(one) if isinstance(leaf, torch.Tensor)} == {HALF}
+
+
+@both
+def test_a_container_may_hold_itself(cast: Cast) -> None:
+    a_list: list[Any] = [floats()]
+    a_list.append(a_list)
+    a_dict: dict[str, Any] = {"x": floats(), "list": [1]}
+    a_dict["list"].append(a_dict)
+    parent, child = Plain(floats()), Plain(floats())
+    parent.y, child.y = [child], parent
+    for value, way in (
+        (a_list, lambda v: v[1]),
+        (a_dict, lambda v: v["list"][1]),
+        (parent, lambda v: v.y[0].y),
+        ({"outer": (a_list,)}, lambda v: {"outer": (v["outer"][0][1],)}),
+    ):
+        result = cast(value, HALF)
+        assert result is not value
+        again = way(result)
+        assert again is result or again == {"outer": (result["outer"][0],)}
+    assert cast(a_list, HALF)[0].dtype == HALF
+    assert cast(parent, HALF).y[0].x.dtype == HALF
+    empty: list[Any] = [1]
+    empty.append(empty)
+    assert cast(empty, HALF) is empty
+
+
+# ---------------------------------------------------------------- what is not looked into
+
+
+@dataclasses.dataclass
+class Refusing:
+    """Cannot be copied."""
+
+    x: Any
+
+    def __copy__(self) -> Any:
+        raise TypeError("no copies")
+
+
+class Holder:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+OUTSIDE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "deque": lambda t: deque([t]),
+    "SimpleNamespace": lambda t: types.SimpleNamespace(x=t),
+    "Holder": Holder,
+    "set": lambda t: {t},
+    "frozenset": lambda t: frozenset([t]),
+    "mappingproxy": lambda t: types.MappingProxyType({"x": t}),
+    "ChainMap": lambda t: ChainMap({"x": t}),
+    "dict_values": lambda t: {"x": t}.values(),
+    "list_iterator": lambda t: iter([t]),
+    "generator": lambda t: (each for each in [t]),
+    "Refusing": Refusing,
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self.inner(x))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_object_that_is_not_looked_into_passes_and_is_said_once(
+    nested: bool, level: str, lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cases() as case:
+        for name, make in OUTSIDE.items():
+            with case(name):
+                made: list[Any] = []
+
+                def keep(t: torch.Tensor, make: Any = make, made: list[Any] = made) -> Any:
+                    made.append(make(t))
+                    return {"a": [made[-1]], "t": t} if nested else made[-1]
+
+                model = start(Returning(keep).to(lane.device), level, lane)
+                caplog.clear()
+                with caplog.at_level("WARNING", "xamp"):
+                    for _ in range(3):
+                        result = model(floats().to(lane.device))
+                        assert (result["a"][0] if nested else result) is made[-1]
+                said = [record.getMessage() for record in caplog.records]
+                assert len(said) == 1, said
+                assert f"forward returns a {name}, which xamp does not look into" in said[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_nothing_is_said_of_what_has_nothing_to_cast(level: str, lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
+    values = (deque([1]), Holder(floats().double()), Holder(None), {1, 2}, range(3), nn.Linear(2, 2).half(), Empty())
+    with caplog.at_level("WARNING", "xamp"):
+        for value in values:
+            assert (
+                start(Returning(lambda t, value=value: value).to(lane.device), level, lane)(  # type: ignore[misc]
+                    floats().to(lane.device)
+                )
+                is value
+            )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_argument_whose_class_cannot_be_copied_passes_and_is_said(
+    level: str, lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    cannot = dataclasses.make_dataclass(f"Refusing{level}", ["x"], bases=(Refusing,))
+    model = start(Echo().to(lane.device), level, lane)
+    given = cannot(floats().to(lane.device))
+    with caplog.at_level("WARNING", "xamp"):
+        for _ in range(2):
+            model({"a": given})
+    said = [record.getMessage() for record in caplog.records if "Echo.forward gets" in record.getMessage()]
+    assert len(said) == 1
+    assert f"gets a Refusing{level} as it is" in said[0]

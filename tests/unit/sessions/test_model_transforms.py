@@ -12,6 +12,7 @@ import compiling
 import pytest
 import torch
 from containers import leaves, shape
+from gathering import cases
 from lanes import Lane, needs_dtype
 from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
 from torch import nn
@@ -209,6 +210,125 @@ def test_a_tuple_in_a_container_goes_through_one_graph(
                 else:
                     assert new == old
     assert counted.frame_count == 2
+
+
+@dataclasses.dataclass
+class Counting:
+    """Counts how often it is made, and has a field that is set late."""
+
+    first: Any
+    made: int = dataclasses.field(init=False, default=0)
+    late: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.first = self.first * 2
+        self.made += 1
+
+
+@dataclasses.dataclass(init=False)
+class OwnInit:
+    first: Any
+
+    def __init__(self, both: Any) -> None:
+        self.first = both + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    first: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    first: Any
+    count: int = 3
+
+
+class Attributes(dict[str, Any]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Locked(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("locked")
+
+
+def counting(value: Any) -> Any:
+    made = Counting(value)
+    made.late, made.made = value + 1, made.made + 4
+    return made
+
+
+RESULTS: dict[str, Callable[[Any], Any]] = {
+    "__post_init__ and late fields": counting,
+    "own __init__": OwnInit,
+    "frozen": Frozen,
+    "slots": Slotted,
+    "shared list": lambda v: (lambda c: [c, c])([v]),
+    "a dict that refuses": lambda v: Locked(a=v),
+    "a dict in a dataclass": lambda v: Held({"a": v}, [v]),
+}
+WITH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {"a dict that is its attributes": lambda v: Attributes(a=v)}
+
+
+def values(result: Any) -> Any:
+    """All that a result holds, with tensors as numbers."""
+    if isinstance(result, torch.Tensor):
+        return result.double().flatten().tolist(), result.dtype
+    if isinstance(result, (list, tuple)):
+        return type(result), [values(item) for item in result], [item is result[0] for item in result]
+    if isinstance(result, dict):
+        return type(result), {key: values(item) for key, item in result.items()}
+    if dataclasses.is_dataclass(result):
+        names = [*getattr(result, "__slots__", ()), *getattr(result, "__dict__", ())]
+        return type(result), {name: values(getattr(result, name)) for name in names}
+    return result
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_result_is_what_it_is_without_the_compiler(level: str, lane: Lane) -> None:
+    with cases() as case:
+        for name, make in {**RESULTS, **WITH_ATTRIBUTES}.items():
+            with case(name):
+                torch._dynamo.reset()
+                model = start(Tupled(make).to(lane.device), level, lane)
+                compiled: Any = torch.compile(model, backend="eager", fullgraph=name in RESULTS)
+                state = make(batch(lane))
+                found, wanted = compiled(batch(lane), state), model(batch(lane), state)
+                assert values(found) == values(wanted)
+                if isinstance(found[0], Attributes):
+                    assert found[0].a is found[0]["a"]
+
+
+def with_extra(value: Any) -> Any:
+    made: Any = Held(value)
+    made.extra = (value, 1)
+    return made
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_attributes_of_a_dataclass_are_in_a_compiled_result(level: str, lane: Lane) -> None:
+    model = start(Tupled(with_extra).to(lane.device), level, lane)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    found = compiled(batch(lane))
+    assert values(found) == values(model(batch(lane)))
+    assert found[0].extra[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O4", "O5"])
+def test_an_object_that_the_compiler_does_not_look_into_is_said_once(
+    level: str, lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = start(Tupled(lambda v: collections.deque([v])).to(lane.device), level, lane)
+    with caplog.at_level("WARNING", "xamp"):
+        for size in (1, 2):
+            found = torch.compile(model, backend="eager")(batch(lane).repeat(size, 1))
+            assert found[0][0].dtype is torch.bfloat16
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "Tupled.forward returns a deque, which xamp does not look into"
+    ]
 
 
 # ---------------------------------------------------------------- export and fx
