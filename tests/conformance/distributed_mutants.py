@@ -52,8 +52,8 @@ class ScalesApart(InRanks):
     """Only rank 1 backs off."""
 
     def sabotage(self, rank: int) -> None:
-        def lazy(self: Any, found_inf: torch.Tensor) -> None:
-            update(self, found_inf if rank == 1 else torch.zeros_like(found_inf))
+        def lazy(self: Any, found_inf: torch.Tensor, interval: int | None = None) -> None:
+            update(self, found_inf if rank == 1 else torch.zeros_like(found_inf), interval)
 
         LossScaler.update = lazy  # type: ignore[method-assign]
 

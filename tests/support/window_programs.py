@@ -132,9 +132,11 @@ class Session:
         shape = self._program.shape
         net = self.nets[0 if shape == "onto one" else index]
         if shape == "together":
-            loss, optimizers, loss_id = sum(map(_loss, self.nets), torch.zeros(())), self.optimizers, 0
+            optimizers: Any = self.optimizers
+            loss, loss_id = sum(map(_loss, self.nets), torch.zeros(())), 0
         else:
-            loss, optimizers, loss_id = _loss(net), self.optimizers[0 if shape == "onto one" else index], index
+            optimizers = self.optimizers[0 if shape == "onto one" else index]
+            loss, loss_id = _loss(net), index
         with xamp.scale_loss(loss, optimizers, loss_id=loss_id) as scaled:
             scaled.backward()
             if overflows:

@@ -127,9 +127,9 @@ def _parts(value: Any) -> list[Any]:
         return []
     slots = (object.__getattribute__(value, name) for name in slots_of(type(value)) if hasattr(value, name))
     if isinstance(value, _ITERABLE):
-        mapped = isinstance(value, (collections.ChainMap, types.MappingProxyType))
-        items = value.values() if mapped else value
-        return [*items, *slots]
+        if isinstance(value, (collections.ChainMap, types.MappingProxyType)):
+            return [*value.values(), *slots]
+        return [*value, *slots]
     return [*values_in_dict(value).values(), *slots]
 
 

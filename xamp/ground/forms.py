@@ -84,7 +84,7 @@ def has_dict(kind: type) -> bool:
 
 
 def makes_itself_its_dict(kind: type) -> bool:
-    """Return whether ``kind`` is a dict whose ``__init__`` says ``self.__dict__ = self``: the compiler does not tell."""
+    """Return whether ``kind`` is a dict that says ``self.__dict__ = self`` as it is made; the compiler does not."""
     made = (vars(each).get(name) for each in kind.__mro__ for name in ("__init__", "__new__"))
     codes = [each.__code__ for each in made if isinstance(each, types.FunctionType)]
     stores = (each for code in codes for each in dis.get_instructions(code) if each.opname == "STORE_ATTR")

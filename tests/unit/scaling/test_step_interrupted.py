@@ -398,7 +398,7 @@ def test_a_model_follows_a_step_that_was_interrupted_after_it_moved_the_masters(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.125)
     xamp.initialize(model, optimizer, level, init_scale=64.0, verbosity=0, fused=fused)
     module = sys.modules["torch.optim.adam"]
-    real: Any = module.adam  # type: ignore[attr-defined]
+    real: Any = module.adam
 
     def interrupted_at_its_end(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
