@@ -129,7 +129,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, _ITERABLE):
         if isinstance(value, (collections.ChainMap, types.MappingProxyType)):
             return [*value.values(), *slots]
-        return [*value, *slots]
+        found: Any = value
+        return [*found, *slots]
     return [*values_in_dict(value).values(), *slots]
 
 
