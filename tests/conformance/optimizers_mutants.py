@@ -24,6 +24,7 @@ from xamp.sessions import optimizer_checks
 from xamp.sessions.session import Session
 
 _leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
+_move_scales = Engine.move_scales
 _step_on_host, _step_unchecked = OptimizerState._step_on_host, OptimizerState._step_unchecked
 _unscale, _exit, _close = Gradients.unscale, ScaledLoss.__exit__, Session.close
 _step_of, _zero_grad_of, _unscale_by_group_ = (
@@ -77,12 +78,12 @@ def _anybodys(self: DeviceState, values: Any, optimizer: int) -> bool:
     return any(values[self._first_sticky :])
 
 
-def _unscales_by_the_new_scale(self: Engine, states: Any, scaler: Any, *rest: Any) -> None:
-    before = scaler.scale.clone()
-    _leave(self, states, scaler, *rest)
-    for state in states:
-        grads = [p.grad for p in state.gradients.stepped if p.grad is not None]
-        foreach.multiply_(grads, before / scaler.scale)
+def _unscales_by_the_new_scale(self: Engine, state: OptimizerState) -> None:
+    before = [scaler.scale.clone() for scaler in self.scalers]
+    _move_scales(self, state)
+    grads = [p.grad for p in state.gradients.stepped if p.grad is not None]
+    for scale, scaler in zip(before, self.scalers, strict=True):
+        foreach.multiply_(grads, scale / scaler.scale)
 
 
 def _clips_each_by_itself(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -214,7 +215,7 @@ MUTANTS = [
     Mutant(
         "unscales by the scale after the update",
         "optimizers.growth_between_two",
-        patched(Engine, "leave", _unscales_by_the_new_scale),
+        patched(Engine, "move_scales", _unscales_by_the_new_scale),
     ),
     Mutant(
         "clips each parameter by itself",
