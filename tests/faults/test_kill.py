@@ -25,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "adam": {"optimizer": "adam", "fused": "auto", "accumulate": 1, "growth_interval": 4},
     "sgd": {"optimizer": "sgd", "fused": "auto", "accumulate": 1, "growth_interval": 4},
     "adam-unfused": {"optimizer": "adam", "fused": False, "accumulate": 1, "growth_interval": 4},
-    "sgd-accumulating": {"optimizer": "sgd", "fused": "auto", "accumulate": 3, "growth_interval": 10},
+    "sgd-accumulating": {"optimizer": "sgd", "fused": "auto", "accumulate": 3, "growth_interval": 4},
 }
 each_level = pytest.mark.parametrize("level", ["O1", "O2"])
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -90,7 +90,7 @@ def draw() -> random.Random:
 def test_the_run_that_nobody_stops_overflows_and_grows(lane: Lane, level: str, form: str, uninterrupted: Any) -> None:
     final = uninterrupted(lane, level, form).final
     assert final["stats"] == [STEPS - len(OVERFLOWS), len(OVERFLOWS)]
-    assert final["scale"] == {1: 2.0**13, 3: 2.0**16}[FORMS[form]["accumulate"]]
+    assert final["scale"] == 2.0**13  # once a window, also where it has three micro-batches
     assert bool(final["xamp"]["masters"][0]) == (level == "O2")
     assert {bool(torch.isfinite(p).all()) for p in final["masters"]} == {True}
 
