@@ -66,6 +66,7 @@ class Machine:
         path: where it finds torch_npu.
         cann: its LD_LIBRARY_PATH.
         settings: other environment variables.
+        here: this process's own, as they are when the machine is made.
 
     Where torch is built for CUDA that half is taken out, as it is for an emulated card.
     """
@@ -75,6 +76,7 @@ class Machine:
     path: list[Path] = dataclasses.field(default_factory=wheel.folders)
     cann: list[Path] = dataclasses.field(default_factory=lambda: [library.build()])
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    here: dict[str, str] = dataclasses.field(default_factory=os.environ.copy)
 
     def __post_init__(self) -> None:
         if stand_in := cuda_half.stand_in():
@@ -84,7 +86,7 @@ class Machine:
 
     def environment(self) -> dict[str, str]:
         """All of it."""
-        bare = {name: value for name, value in os.environ.items() if not name.startswith(("ASCEND_", "XAMP_EMULATED_"))}
+        bare = {name: value for name, value in self.here.items() if not name.startswith(("ASCEND_", "XAMP_EMULATED_"))}
         folders = [*self.path, Path(xamp.__file__).parents[1]]
         path, cann = (os.pathsep.join(map(str, each)) for each in (folders, self.cann))
         return {**bare, "PYTHONPATH": path, "LD_LIBRARY_PATH": cann, "OMP_NUM_THREADS": "1", **self.settings}
@@ -362,12 +364,17 @@ DOCTORED = ("CANN missing", "driver missing", "CANN older", "no device")
 def started(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[dict[str, str]]]]:
-    """The answers to what was chosen of the cases, all asked."""
+    """The answers to what was chosen of the cases, all asked.
+
+    The machines are made before a thread starts: pytest writes each phase of a test into this process's environment,
+    and a compiler that a thread starts meanwhile with that environment can find it moved (execv: EFAULT).
+    """
     need_emulation()
-    emulation.prepare()  # fetches and compiles, before two would at a time
+    emulation.prepare()
     chosen = {item.name.partition("[")[2][:-1] for item in request.session.items if item.path == request.path}
+    machines = {name: made(name, tmp_path_factory.mktemp("machine")) for name in CASES if name in chosen}
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(ask, name, tmp_path_factory.mktemp("machine")) for name in CASES if name in chosen}
+        yield {name: pool.submit(ask, name, machine) for name, machine in machines.items()}
         pool.shutdown(cancel_futures=True)
 
 
@@ -377,8 +384,7 @@ def made(name: str, folder: Path) -> Machine:
     return machine
 
 
-def ask(name: str, folder: Path) -> dict[str, str]:
-    machine = made(name, folder)
+def ask(name: str, machine: Machine) -> dict[str, str]:
     answer = machine.answer()
     if name in DOCTORED:
         answer["doctor"] = machine.run("-m", "xamp", "doctor", "--json").stdout
