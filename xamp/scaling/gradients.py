@@ -55,7 +55,7 @@ class Gradients:
             none did. While the scale has the same, it has not moved by that check.
         count: how many parameters the groups hold.
         owed: the loss scales of backwards that are left scaled, by index. They move by the check of a later one.
-        mixed: the next check also sees gradients by whose check the scale has moved already, or another scale will.
+        mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
         hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
             wrapper shares the models.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
@@ -81,6 +81,7 @@ class Gradients:
         self.used: dict[int, object] = {}
         self.owed: dict[int, LossScaler] = {}
         self.mixed = False
+        self._holds_counted = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self._scales = policy.scales
         self._checks = policy.checks
@@ -186,6 +187,7 @@ class Gradients:
         if self.hidden is not None:
             unreduced = self._unreduced()
             existing += unreduced
+        self._notice_counted(existing, scaler)
         if not existing:
             self._entry = NOTHING
         elif not self._scales:
@@ -193,7 +195,7 @@ class Gradients:
         elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
             foreach.multiply_(existing, scaler.scale)
-            self.mixed = self.used.get(scaler.index) is not scaler.updates
+            self.mixed = self._holds_counted
             self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
@@ -201,12 +203,22 @@ class Gradients:
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
 
+    def _notice_counted(self, existing: Sequence[torch.Tensor], scaler: LossScaler) -> None:
+        """Note whether ``existing`` hold what the window of ``scaler`` does not count: an overflow counts once.
+
+        It was checked under another scale, or before a step of another optimizer ended the window.
+        """
+        counted = self._holds_counted and len(self.used) > 0
+        for index, updates in self.used.items():
+            counted = counted or index != scaler.index or updates is not scaler.updates
+        self._holds_counted = counted and len(existing) > 0
+
     def _stay_exact(self, scaler: LossScaler) -> bool:
         """Return whether existing gradients may be multiplied by the scale, and be checked once more.
 
-        Not where they had another scale. An overflow among them would hide one of this scale.
+        Not where an overflow among them was counted: it would hide one of this backward, or be counted again.
         """
-        return scaler.exact and self._in_fp32 and all(index == scaler.index for index in self.used)
+        return scaler.exact and self._in_fp32 and not self._holds_counted
 
     def were_cleared(self) -> bool:
         """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""

@@ -164,6 +164,24 @@ def test_an_overflow_of_one_loss_hides_none_of_another(lane: Lane, level: str) -
     torch.testing.assert_close(found, (2 * x + y + z).to(found.dtype), rtol=1e-6, atol=0)
 
 
+@each_level
+def test_an_overflow_counts_in_its_own_window_only(lane: Lane, level: str) -> None:
+    """One optimizer steps after two backwards; the other keeps its gradients, and with them the infs of the first."""
+    models = [Dot().to(lane.device), Dot().to(lane.device)]
+    often, seldom = optimizers = [SGD(model.parameters(), lr=0.125) for model in models]
+    xamp.initialize(models, optimizers, init_scale=64.0, growth_interval=100, **at(level))
+    found = []
+    for count, x in enumerate(inputs(10, lane)):
+        spoil = [models[1].a] if count in (0, 5) else []
+        run_backward(models[0](x) + models[1](x), optimizers, lane, spoil)
+        if count % 2 == 1:
+            often.step()
+            often.zero_grad()
+            found.append(xamp.loss_scale(often))
+    seldom.step()
+    assert (found, outcome(often), outcome(seldom)) == ([32, 32, 16, 16, 16], "APPLIED", "SKIPPED")
+
+
 CLEAR: dict[str, Any] = {
     "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
     "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
