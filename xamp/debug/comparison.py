@@ -142,7 +142,7 @@ class Comparison:
             told = f"Only run {worse} has inf or nan there: run "
             if found is None or found.step > first.step:
                 return told + "that step in xamp.debug.find_nonfinite."
-            return f"{told}step {found.step} in xamp.debug.find_nonfinite. {found.origin}"
+            return f"{told}step {found.run} in xamp.debug.find_nonfinite. {found.origin}"
         alone = self.module is None
         return {
             "weights": "The weights differ before any step: other seeds, another checkpoint, another initialisation.",
@@ -163,14 +163,14 @@ class Comparison:
         before = sum(step < found.step for step in self.a.rows.keys() & self.b.rows.keys())
         return (
             f"The runs agree within noise over the {before} steps before, and no step after them can be compared. "
-            f"{found.origin} Run step {found.step} in xamp.debug.find_nonfinite."
+            f"{found.origin} Run step {found.run} in xamp.debug.find_nonfinite."
         )
 
 
 def _plain_turned(found: Turned) -> dict[str, Any]:
     key = found.key
     where = {"kind": None, "module": None} if key is None else {"kind": key.kind, "module": key.module}
-    return {"step": found.step, "seen": found.seen, **where, "origin": found.origin}
+    return {"step": found.step, "seen": found.seen, **where, "origin": found.origin, "run": found.run}
 
 
 def _plain(parting: Parting) -> dict[str, Any]:

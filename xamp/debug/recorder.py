@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from xamp.debug.mail import Mail
 from xamp.debug.sample import Sample, per_element
-from xamp.debug.trace_file import SCHEMA, WHAT, frame, names_frame, rows_frame, sample_frame
+from xamp.debug.trace_file import SCHEMA, WHAT, frame, names_frame, no_loss_frame, rows_frame, sample_frame
 from xamp.errors import PolicyError, StateError
 from xamp.ground.arguments import number_between
 from xamp.ground.log import is_rank_zero
@@ -191,7 +191,9 @@ class Recorder:
         rows, self._rows = self._rows, []
         if rows:
             first = self._step - len(rows)
-            self._mail.send([number for row in rows for number in row], lambda found: rows_frame(first, found))
+            numbers = [_NAN if number is None else number for row in rows for number in row]
+            none = no_loss_frame([first + index for index, (loss, *_) in enumerate(rows) if loss is None])
+            self._mail.send(numbers, lambda found: rows_frame(first, found) + none)
 
     # ---------------------------------------------------------------- the samples
 
@@ -242,7 +244,7 @@ def _skipped(state: OptimizerState) -> Any:
 
 def _number(loss: Any) -> Any:
     if loss is None:
-        return _NAN
+        return None
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return float(loss.detach()) if loss.is_cpu else loss.detach()
     if isinstance(loss, (int, float)):

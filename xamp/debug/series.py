@@ -40,8 +40,9 @@ Series = Mapping[int, float]
 def series_of(run: Run) -> dict[Key, dict[int, float]]:
     """Return all series of a run, but for numbers that are not known."""
     found: dict[Key, dict[int, float]] = {}
-    if any(not math.isnan(row.loss) for row in run.rows.values()):  # else no step was given a loss
-        found[Key("loss")] = {step: row.loss for step, row in sorted(run.rows.items())}
+    losses = {step: row.loss for step, row in sorted(run.rows.items()) if step not in (run.without_loss or ())}
+    if run.without_loss is not None or not all(map(math.isnan, losses.values())):
+        found[Key("loss")] = losses
     for step, sample in sorted(run.samples.items()):
         for key, number in _numbers(sample).items():
             found.setdefault(key, {})[step] = number

@@ -14,6 +14,8 @@ N     JSON: ``activations`` (names of modules in the order of their first call),
 S     the number of the first step and the number of rows, unsigned 32-bit; then for each row ``loss``, ``scale``,
       ``skipped`` (1: the step was skipped), ``norm`` (of the gradients, as ``clip_grad_norm_`` returned it). nan: not
       known.
+L     the numbers of the steps of the S before it whose loss was not given, unsigned 32-bit: nan does not tell. Files of
+      older releases have no such frame.
 M     a sample: the number of the step, unsigned 32-bit; then for each activation its root mean square, its largest
       absolute value and its share of zeros; then for each parameter the norm of its gradient, its own norm before the
       step, and the norm of what the step changed. -1: the parameter had no gradient.
@@ -46,6 +48,7 @@ __all__ = [
     "Sample",
     "frame",
     "names_frame",
+    "no_loss_frame",
     "read",
     "rows_frame",
     "sample_frame",
@@ -93,6 +96,7 @@ class Run:
         header: its first frame.
         rows: each step.
         samples: the sampled steps.
+        without_loss: the steps whose loss was not given; None: the file does not tell them from losses that are nan.
         closed: the trace was closed; else the process ended before.
     """
 
@@ -100,6 +104,7 @@ class Run:
     header: dict[str, Any]
     rows: dict[int, Row] = dataclasses.field(default_factory=dict)
     samples: dict[int, Sample] = dataclasses.field(default_factory=dict)
+    without_loss: set[int] | None = None
     closed: bool = False
 
     @property
@@ -124,6 +129,11 @@ def names_frame(activations: Sequence[str], parameters: Sequence[str], owners: S
 def rows_frame(first: int, numbers: Sequence[float]) -> bytes:
     """Return the frame of some steps; ``numbers`` has the four of each :class:`Row`, one row after the other."""
     return frame("S", _PAIR.pack(first, len(numbers) // 4) + struct.pack(f"<{len(numbers)}f", *map(_single, numbers)))
+
+
+def no_loss_frame(steps: Sequence[int]) -> bytes:
+    """Return the frame of those of the steps just written whose loss was not given."""
+    return frame("L", struct.pack(f"<{len(steps)}I", *steps))
 
 
 def sample_frame(step: int, numbers: Sequence[float]) -> bytes:
@@ -168,6 +178,8 @@ def read(path: str | Path) -> Run:
             names = _json(content) or names
         elif kind == "S":
             _add_rows(run, content)
+        elif kind == "L":
+            run.without_loss = {*(run.without_loss or ()), *(step for (step,) in _STEP.iter_unpack(content))}
         elif kind == "M":
             _add_sample(run, content, names)
         run.closed = run.closed or kind == "E"

@@ -24,12 +24,14 @@ class Turned:
         seen: the first sample from then on, which shows modules; None where there is none.
         key: what has it first in that sample, in the order in which a step computes; None where nothing tells.
         origin: a sentence that says what brought it.
+        run: the step to run again to see it happen.
     """
 
     step: int
     seen: int | None
     key: Key | None
     origin: str
+    run: int
 
     @property
     def place(self) -> str:
@@ -79,12 +81,13 @@ def turned(runs: Sequence[All], rank: Callable[[Key], Any]) -> Turned | None:
     step = min(tails[key] for key in telling)
     samples = sorted({s for key, (steps, _) in bad.items() if key != loss for s in steps if s >= step})
     if not samples:
-        return Turned(step, None, None, _EVERY)
+        return Turned(step, None, None, _EVERY, step)
     seen = samples[0]
     before = max((s for key, (steps, _) in bad.items() if key != loss for s in steps if s < step), default=None)
     new = [key for key, tail in tails.items() if key != loss and tail <= seen and (before is None or tail > before)]
     new.sort(key=rank)
-    return Turned(step, seen, new[0] if new else None, _origin(bad, new, seen, before, rank))
+    origin, at = _origin(bad, new, seen, before, rank)
+    return Turned(step, seen, new[0] if new else None, origin, step if at is None else at)
 
 
 def _bad_steps(key: Key, runs: Sequence[All]) -> tuple[list[int], set[int]]:
@@ -109,8 +112,8 @@ def _origin(
     seen: int,
     before: int | None,
     rank: Callable[[Key], Any],
-) -> str:
-    """Say what brought it: the forward of the step that shows it, or the update of one before."""
+) -> tuple[str, int | None]:
+    """Say what brought it: the forward of the step that shows it, or the update of one before; and that one's step."""
     weights = [key.module for key in new if key.kind == "weights"]
     updates = sorted(
         (min(lost), rank(key), key.module) for key, (_, lost) in bad.items() if key.kind == "update" and lost
@@ -119,12 +122,15 @@ def _origin(
     if not weights:
         told = f"The weights were finite before step {seen}, so it came in there: with the batch, or by an operator."
         modules = [module for at, _, module in updates if at == seen]
-        return told + (f" The update of step {seen} took it into the weights of {_names(modules)}." if modules else "")
+        if modules:
+            told += f" The update of step {seen} took it into the weights of {_names(modules)}."
+        return told, None
     at = max((each[0] for each in updates if each[0] < seen), default=None)
     if at is None:
         since = "" if before is None else f" after step {before}"
-        return f"An update{since} brought it into the weights of {_names(weights)}. {_EVERY}"
-    return f"The update of step {at}, in {_names([m for s, _, m in updates if s == at])}, brought it into the weights."
+        return f"An update{since} brought it into the weights of {_names(weights)}. {_EVERY}", None
+    modules = [module for step, _, module in updates if step == at]
+    return f"The update of step {at}, in {_names(modules)}, brought it into the weights.", at
 
 
 def _names(modules: Sequence[str]) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import xamp
 from xamp.cli import main
 from xamp.debug import compare, read
+from xamp.debug.series import Key
 from xamp.debug.trace_file import frame, names_frame, rows_frame, sample_frame
 
 MODULES = ("first", "second")
@@ -160,7 +162,8 @@ def test_runs_that_both_turn_to_nan_are_not_the_same(
     assert [turned[name] for name in ("step", "seen", "kind", "module")] == [step, seen, kind, module]
     assert origin in turned["origin"]
     assert f"agree within noise over the {step} steps before" in found["meaning"]
-    assert f"Run step {step} in xamp.debug.find_nonfinite" in found["meaning"]
+    assert turned["run"] == (8 if case == "update" else step)
+    assert f"Run step {turned['run']} in xamp.debug.find_nonfinite" in found["meaning"]
     assert any("numbers could not be compared: neither run's is finite" in note for note in found["notes"])
     text = page.read_text(encoding="utf-8")
     assert f"Both have inf or nan from step {step} on" in text
@@ -178,6 +181,25 @@ def test_nan_that_passes_or_is_meant_is_counted(
     text = capsys.readouterr().out
     assert "agree within noise over 30 steps" in text
     assert re.search(rf"note: {count} of \d+ numbers could not be compared", text)
+
+
+def test_a_loss_that_is_not_given_is_no_nan(tmp_path: Path) -> None:
+    """It is given at every fifth step, and the run ends in between."""
+
+    def record(name: str, losses: list[float | None]) -> Path:
+        with xamp.trace(tmp_path / name) as recorder:
+            for loss in losses:
+                recorder.step(loss)
+        return tmp_path / name
+
+    some = [1.0 if step % 5 == 0 else None for step in range(40)]
+    found = compare(read(record("a", some)), read(record("b", some)))
+    assert (found.same, found.notes, list(found.series_a[Key("loss")])) == (True, [], list(range(0, 40, 5)))
+    lost = [None if loss is None or step < 20 else NAN for step, loss in enumerate(some)]
+    found = compare(read(record("c", lost)), read(record("d", lost)))
+    assert found.heading == "Both have inf or nan from step 20 on"
+    with pytest.raises(xamp.PolicyError, match="no number of the same step is in both"):
+        compare(read(record("e", [None])), read(record("f", [None])))
 
 
 def test_of_one_run_that_turns_it_is_said_what_brought_it(tmp_path: Path) -> None:
