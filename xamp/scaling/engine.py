@@ -263,9 +263,12 @@ class Engine:
             self._move_early(states, scaler)
 
     def _notice_cleared(self, scaler: LossScaler) -> None:
-        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step."""
+        """End the window of ``scaler`` where all gradients of its backwards were cleared without a step.
+
+        Not where a graph holds the scale: replays would do it each time, and a step reads the flag of its capture.
+        """
         reached = [s.gradients for s in self._states if s.gradients.used.get(scaler.index) is scaler.updates]
-        if reached and all(gradients.were_cleared() for gradients in reached):
+        if reached and all(gradients.were_cleared() for gradients in reached) and not scaler.in_graph():
             scaler.end_window(stepped=False)
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:

@@ -180,7 +180,7 @@ class LossScaler:
         self._losses = len(state.scales)
         self._captures = state.captures
 
-    def _in_graph(self) -> bool:
+    def in_graph(self) -> bool:
         """Return whether replays of a graph may move the scale, or a graph is being captured that will."""
         if not self._is_in_graph and self._captures is not None:
             self._is_in_graph = self._captures()
@@ -226,7 +226,7 @@ class LossScaler:
         """fp32 scalar tensor, 1 / scale."""
         # Compiled code always computes it: a second form without would be compiled at the next step.
         # A capture is looked for first: what it records must be right for scales that are no power of two.
-        if _is_compiling() or (self._captures is not None and self._in_graph()) or self._inverse_is_stale:
+        if _is_compiling() or (self._captures is not None and self.in_graph()) or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
             self._inverse_is_stale = False
         return self._inverse
@@ -282,7 +282,7 @@ class LossScaler:
         if not rules.dynamic:
             return
         # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
-        safe = 0 if _is_compiling() or (self._captures is not None and self._in_graph()) else self._safe_updates
+        safe = 0 if _is_compiling() or (self._captures is not None and self.in_graph()) else self._safe_updates
         scale, done = self.scale, _Moment()
         before = scale._version
         self._safe_updates = 0

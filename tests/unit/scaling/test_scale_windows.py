@@ -106,6 +106,49 @@ def test_a_captured_micro_batch_that_is_replayed_is_a_part_of_one_window(
     assert found == [128, 128, 64, 32, 16, 16]
 
 
+@each_level
+@pytest.mark.parametrize("num_losses", [1, 2])
+@pytest.mark.parametrize("cleared", ["before both captures", "between them"])
+def test_no_graph_holds_the_end_of_a_window_that_was_cleared(
+    cleared: str, num_losses: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm-up of micro-batches without a step is no part of what is replayed."""
+    recorders = [GraphRecorder(), GraphRecorder()]
+    captures: Any = lambda self, device: lambda: any(recorder.is_capturing for recorder in recorders)  # noqa: E731
+    monkeypatch.setattr(type(registry.resolve("auto", "cpu")), "capture_check", captures)
+    model = Dot()
+    optimizer = SGD(model.parameters(), lr=0.125)
+    xamp.initialize(model, optimizer, init_scale=64.0, growth_interval=100, num_losses=num_losses, **at(level))
+    x = torch.ones(7)
+
+    def warm_up() -> None:
+        run_backward(model(x), optimizer)
+        optimizer.zero_grad(set_to_none=False)
+
+    run_backward(model(x), optimizer)
+    optimizer.step()  # the first step of a parameter makes its state
+    optimizer.zero_grad(set_to_none=False)
+    if cleared == "before both captures":
+        warm_up()
+    with recorders[0].capture():
+        run_backward(model(x), optimizer)
+    if cleared == "between them":
+        warm_up()
+        warm_up()
+        run_backward(model(x), optimizer)
+    with recorders[1].capture():
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    found = []
+    for window in ("..", "xx", ".x.", "...", "xxxx"):
+        for kind in window:
+            x.fill_(torch.inf if kind == "x" else 1.0)
+            recorders[0].replay()
+        recorders[1].replay()
+        found.append(xamp.loss_scale(optimizer))
+    assert found == [64, 32, 16, 16, 8]
+
+
 # The tracer of torch itself asks the scaled loss for its .grad after a break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
