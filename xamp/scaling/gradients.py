@@ -187,10 +187,11 @@ class Gradients:
         if self.hidden is not None:
             unreduced = self._unreduced()
             existing += unreduced
-        self._notice_counted(existing, scaler)
         if not existing:
-            self._entry = NOTHING
-        elif not self._scales:
+            self._entry, self._holds_counted = NOTHING, False
+            return
+        self._notice_counted(scaler)
+        if not self._scales:
             self._entry = Entry(existing)
         elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
@@ -203,15 +204,15 @@ class Gradients:
             foreach.zero_(existing)
             self._entry = Entry(existing, stash)
 
-    def _notice_counted(self, existing: Sequence[torch.Tensor], scaler: LossScaler) -> None:
-        """Note whether ``existing`` hold what the window of ``scaler`` does not count: an overflow counts once.
+    def _notice_counted(self, scaler: LossScaler) -> None:
+        """Note whether existing gradients hold what the window of ``scaler`` does not count: an overflow counts once.
 
-        It was checked under another scale, or before a step of another optimizer ended the window.
+        They were checked under another scale, or before a step of another optimizer ended the window.
         """
         counted = self._holds_counted and len(self.used) > 0
         for index, updates in self.used.items():
             counted = counted or index != scaler.index or updates is not scaler.updates
-        self._holds_counted = counted and len(existing) > 0
+        self._holds_counted = counted
 
     def _stay_exact(self, scaler: LossScaler) -> bool:
         """Return whether existing gradients may be multiplied by the scale, and be checked once more.
