@@ -159,7 +159,8 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             args, kwargs, lent = lend_traced(args, kwargs)
         if notes and active_ddp() is not None:
             note_wrapper_while_tracing(id(active_ddp()))
-        run, first = function, (self,)
+        run: Callable[..., Any] = function
+        first: tuple[Any, ...] = (self,)
         if apart and (on or is_enabled(device) or needs.replaced_outside):
             run, first = run_traced, (mark, function, self)
         if lent is None:
