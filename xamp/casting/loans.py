@@ -224,9 +224,11 @@ def _take_back_copy(each: TracedCopy, walk: TracedWalk) -> None:
         for key in before:
             if key not in new:
                 old.pop(key)
-        put_items(old, {k: _home(v, walk) for k, v in new.items() if k not in before or not same(before[k], v)})
-        if list(old.keys()) != list(new.keys()):
-            for key in list(new.keys()):
+        items = dict.items(new)  # its class may give other ones
+        put_items(old, {k: _home(v, walk) for k, v in items if k not in before or not same(before[k], v)})
+        order = [key for key, _ in dict.items(new)]
+        if [key for key, _ in dict.items(old)] != order:
+            for key in order:
                 put_items(old, {key: old.pop(key)})
     after = stored_in(new, each.form)
     for name in each.attributes:
