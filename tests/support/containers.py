@@ -24,6 +24,23 @@ class Checked(Point):
         return super().__new__(cls, both, both)
 
 
+class Sparse(NamedTuple):
+    """A named tuple that gives the fields that are set."""
+
+    x: Any
+    y: Any = None
+
+    def __iter__(self) -> Any:
+        return (item for item in tuple.__iter__(self) if item is not None)
+
+
+class Prefixed(dict[str, Any]):
+    """A dict that gives its items by other names."""
+
+    def items(self) -> Any:
+        return [(f"a.{key}", item) for key, item in super().items()]
+
+
 class MyDict(dict[str, Any]):
     note = ""
 
@@ -210,6 +227,8 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "UserDict subclass": lambda t: Encoding({"x": t}, encodings=["kept"]),
     "named tuple": lambda t: Point(t, "y"),
     "named tuple not made from its fields": Checked,
+    "named tuple with an own __iter__": Sparse,
+    "dict with own items()": lambda t: Prefixed(x=t),
     "struct sequence": lambda t: t.max(dim=0),
     "dataclass": Plain,
     "frozen dataclass": Frozen,

@@ -25,6 +25,7 @@ from torch import nn
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
 from xamp.casting.inputs import Lender
+from xamp.casting.loans import take_back_traced
 from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
@@ -33,6 +34,7 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
+from xamp.ground.traced_walk import TracedWalk
 from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
 from xamp.scaling.witness import clear_gradients
@@ -277,9 +279,10 @@ class InstanceMethod:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
         note_call(module if self._region.follows else None)
-        lent, given = None, (args, kwargs)
-        if self._lender is not None:
-            args, kwargs, lent = self._lender.lend(args, kwargs)
+        lent, given, lender = None, (args, kwargs), self._lender
+        if lender is not None:
+            lend = lender.lend_traced if torch.compiler.is_compiling() else lender.lend
+            args, kwargs, lent = lend(args, kwargs)
         try:
             if module is not None and self._region.watched:
                 return run_watched(module, self._run, (self.function, *args), kwargs)
@@ -289,8 +292,10 @@ class InstanceMethod:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise
         finally:
-            if lent is not None and self._lender is not None:
-                self._lender.take_back(lent, *given)
+            if isinstance(lent, TracedWalk):
+                take_back_traced(lent)
+            elif lent is not None and lender is not None:
+                lender.take_back(lent, *given)
 
     keep_eager(__call__, inner=False)
 

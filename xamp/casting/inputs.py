@@ -64,7 +64,7 @@ class Lender:
         self.lend = self._lend_by_walk
         if cast is cast_floats and not spared:
             self.lend = _lend_tensors(dtype, _lend_by_type(dtype, self._say_uncopied, self._lend_by_walk))
-        self.lend_traced = _lend_traced(self._leaf, self._spares)
+        self.lend_traced = _lend_traced(self._leaf, self._spares, self._argument)
 
     def take_back(self, lent: Any, args: Any, kwargs: Any) -> None:
         """Write into the caller's objects what the method wrote into its arguments.
@@ -105,7 +105,10 @@ class Lender:
         for name, value in kwargs.items():
             if _holds(value, old):
                 return str(name)
-        number = next((at for at, value in enumerate(args) if _holds(value, old)), 0)
+        return self._argument(next((at for at, value in enumerate(args) if _holds(value, old)), 0))
+
+    def _argument(self, number: int) -> str:
+        """Return the name of the positional argument with this number."""
         for at, parameter in enumerate(_parameters(self._function, self._skip)):
             if at == number or parameter.kind is parameter.VAR_POSITIONAL:
                 return parameter.name
@@ -237,14 +240,21 @@ def _lend_by_type(
     return lend
 
 
-def _lend_traced(leaf: Leaf, spares: Callable[[Any], bool]) -> Callable[[Any, Any], _Lent]:
+def _lend_traced(
+    leaf: Leaf, spares: Callable[[Any], bool], name_of: Callable[[int], str]
+) -> Callable[[Any, Any], _Lent]:
     """Return a function that casts arguments in code that the compiler traces."""
+
+    def argument(number: int) -> str:
+        return name_of(number)
+
+    argument._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compiler runs it while it traces
 
     def lend(args: Any, kwargs: Any) -> _Lent:
         prepare_traced()
         walk = TracedWalk(leaf)
-        given = [value if spares(at) else walk.run(value) for at, value in enumerate(args)]
-        named = {name: value if spares(name) else walk.run(value) for name, value in kwargs.items()}
+        given = [value if spares(at) else walk.run(value, argument(at)) for at, value in enumerate(args)]
+        named = {name: value if spares(name) else walk.run(value, name) for name, value in kwargs.items()}
         return given, named, walk
 
     return lend

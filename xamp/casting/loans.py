@@ -7,7 +7,8 @@ into the original as the forward gave it, in its dtype, and where the forward pu
 What was not written to stays as it was. A tensor that was written in place shows it by its version: the elements that
 differ are written into the original.
 
-The compiler traces the same steps by :func:`take_back_traced`. It leaves an argument alone whose forward raises.
+The compiler traces the same steps by :func:`take_back_traced`. Where it knows while it traces that an operator fails,
+nothing is written, as without xamp.
 """
 
 from __future__ import annotations
@@ -165,10 +166,13 @@ def _write_dict(old: Any, after: Any, before: Any, form: Form, home: Callable[[A
 # ---------------------------------------------------------------- in code that the compiler traces
 
 
-def _write_in_graph(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+_said_in_graphs = Once()
+
+
+def _write_in_graph(old: torch.Tensor, new: torch.Tensor, argument: str) -> torch.Tensor:
     """Write into ``old`` what was written in place into ``new``, its cast, where versions of tensors are seen."""
     if new._version:
-        _write_tensor(old, new)
+        _guarded(lambda _: argument, _said_in_graphs, old, _write_tensor, old, new)
     return old
 
 
@@ -187,8 +191,8 @@ prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 def take_back_traced(walk: TracedWalk) -> None:
     """Do what :func:`take_back` does, in code that the compiler traces."""
-    for old, new in walk.tensors:
-        _write_in_graph(old, new)
+    for old, new, argument in walk.tensors:
+        _write_in_graph(old, new, argument)
     for each in walk.copied:
         _take_back_copy(each, walk)
 
@@ -198,7 +202,7 @@ def _home(value: Any, walk: TracedWalk) -> Any:
 
     def leaf(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            for old, new in walk.tensors:
+            for old, new, _ in walk.tensors:
                 if new is item:
                     return old
             return item
@@ -220,9 +224,11 @@ def _take_back_copy(each: TracedCopy, walk: TracedWalk) -> None:
         for key in before:
             if key not in new:
                 old.pop(key)
-        put_items(old, {k: _home(v, walk) for k, v in new.items() if k not in before or not same(before[k], v)})
-        if list(old.keys()) != list(new.keys()):
-            for key in list(new.keys()):
+        items = dict.items(new)  # its class may give other ones
+        put_items(old, {k: _home(v, walk) for k, v in items if k not in before or not same(before[k], v)})
+        order = [key for key, _ in dict.items(new)]
+        if [key for key, _ in dict.items(old)] != order:
+            for key in order:
                 put_items(old, {key: old.pop(key)})
     after = stored_in(new, each.form)
     for name in each.attributes:

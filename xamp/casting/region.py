@@ -159,12 +159,17 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             args, kwargs, lent = lend_traced(args, kwargs)
         if notes and active_ddp() is not None:
             note_wrapper_while_tracing(id(active_ddp()))
+        run: Callable[..., Any] = function
+        first: tuple[Any, ...] = (self,)
         if apart and (on or is_enabled(device) or needs.replaced_outside):
-            result = run_traced(mark, function, self, *args, **kwargs)
+            run, first = run_traced, (mark, function, self)
+        if lent is None:
+            result = run(*first, *args, **kwargs)
         else:
-            result = function(self, *args, **kwargs)
-        if lent is not None:
-            take_back_traced(lent)
+            try:
+                result = run(*first, *args, **kwargs)
+            finally:
+                take_back_traced(lent)
         if out_of is None:
             return result
         return cast(result, out_of) if result_leaf is None else TracedWalk(result_leaf, see_type).run(result)

@@ -135,8 +135,10 @@ class Caster:
 
 
 def _is_named_tuple(kind: type) -> bool:
-    """Whether ``kind`` is a named tuple whose values have nothing but their fields."""
-    return issubclass(kind, tuple) and hasattr(kind, "_make") and not kind.__dictoffset__
+    """Whether ``kind`` is a named tuple whose values have nothing but their fields, and give them in their order."""
+    if not issubclass(kind, tuple) or not hasattr(kind, "_make"):
+        return False
+    return kind.__iter__ is tuple.__iter__ and not kind.__dictoffset__
 
 
 def _is_plain_dataclass(kind: type) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "form_of",
     "has_dict",
     "holds_itself",
+    "is_made_of_fields",
     "items_of",
     "known_form",
     "make_shell",
@@ -91,7 +92,20 @@ def makes_itself_its_dict(kind: type) -> bool:
     return issubclass(kind, dict) and any(each.argval == "__dict__" for each in stores)
 
 
-_run_while_traced: tuple[Any, ...] = (form_of, fields_of, slots_of, has_dict, makes_itself_its_dict)
+def is_made_of_fields(kind: type) -> bool:
+    """Return whether ``kind`` is a named tuple whose constructor takes its fields."""
+    maker = next(each for each in kind.__mro__ if "__new__" in vars(each))
+    return issubclass(kind, tuple) and "_fields" in vars(maker)
+
+
+_run_while_traced: tuple[Any, ...] = (
+    form_of,
+    fields_of,
+    slots_of,
+    has_dict,
+    makes_itself_its_dict,
+    is_made_of_fields,
+)
 for _constant in _run_while_traced:  # by the compiler
     _constant._dynamo_marked_constant = True
 

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from xamp.ground.forms import ATOMS, fields_of, form_of, has_dict, makes_itself_its_dict, slots_of
+from xamp.ground.forms import (
+    ATOMS,
+    fields_of,
+    form_of,
+    has_dict,
+    is_made_of_fields,
+    makes_itself_its_dict,
+    slots_of,
+)
 from xamp.ground.torch_features import traces_attributes
 from xamp.ground.walk import INSIDE, Leaf, refuse_proxy
 
@@ -40,27 +48,33 @@ class TracedWalk:
 
     Attributes:
         copied: the mutable containers that were copied.
-        tensors: the tensors that were cast, each with its cast.
+        tensors: the tensors that were cast, each with its cast and with ``argument``.
+        argument: the name of the argument that is cast now.
     """
 
     def __init__(self, leaf: Leaf, left: Callable[[type], object] | None = None) -> None:
         self._leaf = leaf
         self._left = left
         self.copied: list[TracedCopy] = []
-        self.tensors: list[tuple[Any, Any]] = []
+        self.tensors: list[tuple[Any, Any, str]] = []
+        self.argument = ""
 
-    def run(self, value: Any) -> Any:
-        """Return ``value`` with what the leaves say in the places of what is in it."""
+    def run(self, value: Any, argument: str = "") -> Any:
+        """Return ``value``, an argument of this name, with what the leaves say in the places of what is in it."""
+        self.argument = argument
         return self.of(value)[0]
 
     def of(self, value: Any) -> tuple[Any, bool]:
         """Return what is put in the place of ``value``, and whether that is something else."""
         if isinstance(value, torch.Tensor):
+            for old, new, _ in self.tensors:
+                if old is value:
+                    return new, True
             new = self._leaf(value)
-            changed = new is not value
-            if changed:
-                self.tensors.append((value, new))
-            return new, changed
+            if new is value:
+                return value, False
+            self.tensors.append((value, new, self.argument))
+            return new, True
         if isinstance(value, ATOMS):
             return value, False
         new = self._leaf(value)
@@ -83,13 +97,13 @@ class TracedWalk:
         items: Any = None
         if form == "dict":
             items = {}
-            for key, item in value.items():
+            for key, item in dict.items(value):
                 items[key], other = self.of(item)
                 changed = changed or other
         elif form != "object":
             items = []
-            for item in value:
-                new, other = self.of(item)
+            for at in range(len(value)):  # not over the value: its class may give other items
+                new, other = self.of(value[at])
                 items.append(new)
                 changed = changed or other
         attributes = {}
@@ -111,7 +125,7 @@ class TracedWalk:
 def same(one: Any, other: Any) -> bool:
     """Return whether two values are one object, as far as the compiler can tell: it cannot of tuples and numbers."""
     if isinstance(one, ATOMS):
-        return isinstance(other, ATOMS) and bool(one == other)
+        return type(one) is type(other) and bool(one == other)
     if isinstance(one, tuple) and isinstance(other, tuple):
         if len(one) != len(other):
             return False
@@ -195,4 +209,8 @@ def _made(value: Any, form: str, items: Any, stored: dict[str, Any]) -> Any:
 
 
 def _make_tuple(kind: Any, items: list[Any]) -> Any:
+    if is_made_of_fields(
+        kind
+    ):  # before torch 2.13 there is no other way to make a named tuple of one that a graph made
+        return kind(*items)
     return tuple.__new__(kind, items)

@@ -263,6 +263,17 @@ def tensor_that_is_written_in_place(y: Any, s: Any) -> None:
     s[1].copy_(y.detach()[0])
 
 
+@program(lambda: (lambda both: {"s": {"h": both}, "t": both})(torch.zeros(4)))
+def one_tensor_twice_in_place(y: Any, s: Any, t: Any) -> None:
+    s["h"].add_(y.detach()[0])
+    t.mul_(2)
+
+
+@program(lambda: {"s": {"h": one(), "flag": 0, "n": 1, "pair": (1, 2)}})
+def numbers_of_other_types(y: Any, s: Any) -> None:
+    s["flag"], s["n"], s["pair"] = False, 1.0, (True, 2)
+
+
 @program(lambda: {"s": (torch.zeros(4), one())})
 def tensors_in_a_tuple(y: Any, s: Any) -> None:
     s[0].add_(y.detach()[0])
@@ -341,7 +352,7 @@ def shown(value: Any, seen: tuple[int, ...] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().double().flatten().tolist()
     if isinstance(value, (int, float, str, type(None))):
-        return value
+        return type(value), value
     if id(value) in seen:
         return "again", seen.index(id(value))
     seen = (*seen, id(value))
@@ -417,11 +428,27 @@ class Raising(Writer):
         raise ValueError("after it wrote")
 
 
+class RaisingLater(Writer):
+    def forward(self, x: torch.Tensor, **given: Any) -> Any:
+        super().forward(x, **given)
+        torch._dynamo.graph_break()
+        raise ValueError("after it wrote")
+
+
+class RaisingByValue(Writer):
+    def forward(self, x: torch.Tensor, **given: Any) -> Any:
+        y = super().forward(x, **given)
+        if y.sum() > 0:
+            raise ValueError("after it wrote")
+        return y
+
+
 @pytest.mark.parametrize("level", ["O0", *CAST])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_it_arrives_where_the_forward_raises(compiled: bool, level: str, lane: Lane) -> None:
+@pytest.mark.parametrize("kind", [Raising, RaisingLater, RaisingByValue])
+def test_it_arrives_where_the_forward_raises(kind: Any, compiled: bool, level: str, lane: Lane) -> None:
     forget()
-    model: Any = start(Raising(nested).to(lane.device), level, lane)
+    model: Any = start(kind(nested).to(lane.device), level, lane)
     if compiled:
         model = torch.compile(model, backend="eager")
     state = moved({"cache": {"k": [one()], "n": 0}, "h": one()}, lane.device)
@@ -450,6 +477,26 @@ def test_it_arrives_by_position_and_through_an_attribute(hidden: bool, spared: A
     model(batch(lane), first, second, third)
     model(batch(lane), first, first)
     assert [len(each) for each in (first, second, third)] == [4, 2, 2]
+
+
+class Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, s: Any) -> Any:
+        return self.model(x, s)
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_it_arrives_through_an_attribute_in_the_graph_of_another_model(level: str, lane: Lane) -> None:
+    forget()
+    plain = Positional(append).to(lane.device)
+    plain.forward = plain.forward  # type: ignore[method-assign]
+    model = start(plain, level, lane, cast_model_inputs=("x",))
+    state = [one().to(lane.device)]
+    torch.compile(Around(model), backend="eager", fullgraph=True)(batch(lane), state)
+    assert len(state) == 2
 
 
 @pytest.mark.parametrize("level", CAST)
@@ -524,11 +571,17 @@ def test_two_threads_append_to_one_list(level: str, lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("level", CAST)
-def test_what_cannot_be_written_back_is_said_once(level: str, lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_what_cannot_be_written_back_is_said_once(
+    backend: str | None, level: str, lane: Lane, caplog: pytest.LogCaptureFixture
+) -> None:
     def add(y: Any, s: Any) -> None:
         s["mean"].add_(1)
 
-    model = start(Writer(add).to(lane.device), level, lane)
+    forget()
+    model: Any = start(Writer(add).to(lane.device), level, lane)
+    if backend is not None:
+        model = torch.compile(model, backend=backend, fullgraph=True)
     state = {"mean": torch.zeros(1, device=lane.device).expand(4)}
     with caplog.at_level(logging.WARNING, "xamp"):
         model(batch(lane), s=state)

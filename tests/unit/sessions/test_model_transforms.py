@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import compiling
 import pytest
 import torch
-from containers import leaves, shape
+from containers import Prefixed, Sparse, leaves, shape
 from gathering import cases
 from lanes import Lane, needs_dtype
 from managed_models import INSIDE, LEVELS, Net, batch, net, ran_in, sgd, start, train
@@ -268,6 +268,9 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "slots": Slotted,
     "shared list": lambda v: (lambda c: [c, c])([v]),
     "a dict that refuses": lambda v: Locked(a=v),
+    "a named tuple": lambda v: Named(v, 3),
+    "a named tuple with an own __iter__": Sparse,
+    "a dict with own items()": lambda v: Prefixed(x=v),
     "a dict in a dataclass": lambda v: Held({"a": v}, [v]),
 }
 WITH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {"a dict that is its attributes": lambda v: Attributes(a=v)}
@@ -278,7 +281,8 @@ def values(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result.double().flatten().tolist(), result.dtype
     if isinstance(result, (list, tuple)):
-        return type(result), [values(item) for item in result], [item is result[0] for item in result]
+        items = [result[at] for at in range(len(result))]
+        return type(result), [values(item) for item in items], [item is result[0] for item in items]
     if isinstance(result, dict):
         return type(result), {key: values(item) for key, item in result.items()}
     if dataclasses.is_dataclass(result):
