@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from xamp.port.magics import MARK
 from xamp.port.rule import Grade, Rule, Target
 from xamp.port.scopes import Binding, dotted
 from xamp.port.source import Node, kind
@@ -286,7 +287,8 @@ def _place(work: Work, first: int) -> int:
         is_future = (
             what == "ImportFrom" and line.body[0].module is not None and dotted(line.body[0].module) == "__future__"
         )
-        if is_future or (what == "Expr" and start is None and "String" in kind(line.body[0].value)):
+        is_magic = what == "Pass" and f"{MARK}%%" in work.source.text_of_line(work.source.line(at))  # first in its cell
+        if is_future or is_magic or (what == "Expr" and start is None and "String" in kind(line.body[0].value)):
             start = below
         elif what in ("Import", "ImportFrom"):
             after_any = below

@@ -133,6 +133,24 @@ def test_what_a_cell_runs_elsewhere_is_told() -> None:
     assert [each.line for each in ported.findings if each.grade is Grade.UNSUPPORTED] == [4]
 
 
+MAGIC_FIRST = (
+    ["%%capture out\n", "y = x.cuda()"],
+    ["# a comment\n", "\n", "%%time\n", "y = x.cuda()"],
+    ["%%time\n", "import torch\n", "y = x.cuda()"],
+    ["#@title A\n", "%%timeit -n 1\n", "# another\n", "y = x.cuda()"],
+)
+
+
+def test_a_magic_stays_the_first_line_of_its_cell() -> None:
+    with cases() as case:
+        for source in MAGIC_FIRST:
+            with case(source):
+                after = json.loads(port_notebook(book(source).encode())[0])["cells"][0]["source"]
+                code = [line for line in after if line.strip() and not line.startswith("#")]
+                assert code[0].startswith("%%")
+                assert "import xamp\n" in code
+
+
 def test_a_notebook_of_another_language_is_left_alone() -> None:
     data = json.loads(cells("x = y.cuda()"))
     data["metadata"] = {"kernelspec": {"language": "julia"}}
