@@ -85,6 +85,8 @@ def port_text(
     for rule in rules:
         for each in rule.kinds:
             by_kind.setdefault(each, []).append(rule)
+    for rule in rules:
+        rule.begin(work)
     renamed = names.choose_forms(work)
     for node in source.nodes:
         what = kind(node)
