@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -134,6 +135,33 @@ def test_clipping_that_cannot_be_told_is_noted() -> None:
         assert [each.grade for each in ported.findings if each.rule == "clip-masters"] == [Grade.NOTED]
     ported = port_text(f"{text}all = list(m.parameters())\n    torch.nn.utils.clip_grad_norm_(all, 1)\n")
     assert [each.line for each in ported.findings if each.rule == "clip-masters"] == [8]
+
+
+TWO = "import torch\nfrom apex import amp\n[g, d], [og, od] = amp.initialize([g, d], [og, od], opt_level='O2')\n"
+SCALES = {each: f"with amp.scale_loss(l, {each}) as s: s.backward()\n" for each in ("og", "od")}
+
+
+def clips(text: str) -> list[str]:
+    """What the calls of a ported text clip."""
+    return re.findall(r"clip_grad_norm_\((.*), 1\)", port_text(text).text)
+
+
+def test_of_two_optimizers_the_one_that_scaled_and_did_not_step_is_clipped() -> None:
+    clip = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1)\n"
+    g, d = clip.format("g"), clip.format("d")
+    by_turns = f"{TWO}{SCALES['og']}{g}og.step()\n{SCALES['od']}{d}od.step()\n"
+    assert clips(by_turns) == ["xamp.master_params(og)", "xamp.master_params(od)"]
+    together = f"{TWO}{SCALES['og']}{SCALES['od']}{g}{d}og.step()\nod.step()\n"
+    assert clips(together) == ["g.parameters()", "d.parameters()"]
+    crossed = f"{TWO}{SCALES['og']}{d}"
+    assert clips(crossed) == ["d.parameters()"]
+    one_of_both = TWO.replace("[og, od]", "o") + SCALES["og"].replace("og", "o") + g + d
+    assert clips(one_of_both) == ["g.parameters()", "d.parameters()"]
+    part = f"import torch\nfrom apex import amp\ng, og = amp.initialize(g, og, opt_level='O2')\n{SCALES['og']}"
+    assert clips(f"{part}{clip.format('g.head')}{clip.format('g.module')}") == [
+        "g.head.parameters()",
+        "xamp.master_params(og)",
+    ]
 
 
 def test_a_parallel_model_runs_on_a_cpu(tmp_path: Path) -> None:
