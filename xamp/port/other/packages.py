@@ -22,6 +22,7 @@ _WORD = re.compile(rf"(?<![\w./:=@-])[\"']?(?P<name>{_NAME})(?=[\"'\[\s<>=!~;,@&
 _TEXT = re.compile(rf"[\"'](?P<name>{_NAME})(?:\[[^\]]*\])?\s*(?:[<>=!~;@].*?)?[\"']")
 _KEY = re.compile(rf"^(?P<name>{_NAME})\s*=\s*[\"'{{]")
 _URL = re.compile(r"#egg=(?P<name>[\w.-]+)|github\.com[:/][\w.-]+/(?P<repo>[\w.-]+?)(?:\.git)?(?=[@#/\s\"']|$)")
+_WHEEL = re.compile(r"(?:^|[/\s\"'])(?P<name>[A-Za-z]\w*)-\d[^/\s\"']*\.whl\b")
 _WORDS_TOO = ("cuda", "nccl", "cudnn", "apex")
 _WITH_ITEMS = (Kind.YAML, Kind.TOML, Kind.INI)
 
@@ -42,7 +43,7 @@ def port_packages(lines: Lines, line: Line, goes_on: bool) -> bool:
 
 
 def _names(kind: Kind, code: str, installs: bool) -> Iterator[tuple[tuple[int, int], str]]:
-    patterns = [_URL] if installs or kind is Kind.PACKAGES else []
+    patterns = [_URL, _WHEEL] if installs or kind is Kind.PACKAGES else []
     if installs:
         patterns.append(_WORD)
     if kind is Kind.PACKAGES:
