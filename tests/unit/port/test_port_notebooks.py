@@ -133,6 +133,35 @@ def test_what_a_cell_runs_elsewhere_is_told() -> None:
     assert [each.line for each in ported.findings if each.grade is Grade.UNSUPPORTED] == [4]
 
 
+SAID = (
+    ("%pip install spconv-cu118", Grade.UNSUPPORTED),
+    ("!pip install \\\n  xformers", Grade.UNSUPPORTED),
+    ("%conda install cudatoolkit", Grade.UNSUPPORTED),
+    ("%run train.py --device cuda", Grade.NOTED),
+    ("%time y = x.cuda()", Grade.NOTED),
+    ("for i in range(2):\n    %timeit x.cuda()", Grade.NOTED),
+    ("%%writefile c.yaml\ndevice: cuda", Grade.NOTED),
+    ("%%writefile run.sh\nCUDA_VISIBLE_DEVICES=0 python a.py", Grade.CERTAIN),
+    ("%%writefile Dockerfile\nFROM nvidia/cuda:11.0", Grade.NOTED),
+    ("%%cu\n__global__ void k() {}", Grade.UNSUPPORTED),
+    ("%%writefile k.cu\n__global__ void k() {}", Grade.UNSUPPORTED),
+)
+
+
+def test_each_line_for_ipython_that_names_cuda_is_told_of_once() -> None:
+    with cases() as case:
+        for source, grade in SAID:
+            with case(source):
+                ported = port_notebook(book(source).encode())[1]
+                assert [each.grade for each in ported.findings] == [grade]
+                assert not ported.stays
+        for source in ("x.cuda?", "%%javascript\nvar cuda = 1"):
+            with case(source):
+                ported = port_notebook(book(source).encode())[1]
+                assert not ported.findings
+                assert len(ported.stays) == 1
+
+
 MAGIC_FIRST = (
     ["%%capture out\n", "y = x.cuda()"],
     ["# a comment\n", "\n", "%%time\n", "y = x.cuda()"],

@@ -85,8 +85,8 @@ def _lines(lines: Lines) -> None:
             _cmake(lines, line)
             continue
         port_variables(lines, line)
-        _patterns(lines, line)
         goes_on = port_packages(lines, line, goes_on)
+        _patterns(lines, line)
         _commands(lines, line)
         _apex(lines, line)
         port_values(lines, line, _table())
