@@ -38,7 +38,8 @@ def port_packages(lines: Lines, line: Line, goes_on: bool) -> bool:
         if lines.kind is not Kind.PACKAGES and not installs and name in _WORDS_TOO:
             continue  # a keyword, or the name of a job
         if library is not None and not line.is_done(*found):
-            lines.say(line, found, Grade.UNSUPPORTED, f"{name}: {library.instead}", ONLY)
+            text = f"{name}: {library.instead}" if library.modules else library.instead  # so that many are one note
+            lines.say(line, found, Grade.UNSUPPORTED, text, ONLY)
     return installs and code.rstrip().endswith(("\\", "`", "^"))
 
 
