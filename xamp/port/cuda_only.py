@@ -363,6 +363,10 @@ TEXTS = (
         "a folder of CUDA, which is not there on an NPU machine; CANN's set_env.sh sets its own paths",
     ),
     (
+        r"\b(?:module\s+(?:load|add|swap|switch)|ml)\s(?:.*\s)?(?:cuda|cudnn|nccl|nvhpc)\b\S*",
+        "a cluster's module of CUDA; on an NPU machine CANN's set_env.sh sets what is needed",
+    ),
+    (
         r"\bnvidia/(cuda|cudagl|pytorch)\b|\bnvcr\.io/|\bpytorch/pytorch:\S*cuda",
         "an image with CUDA; an NPU needs one with CANN and torch_npu",
     ),

@@ -24,7 +24,7 @@ __all__ = ["Ported", "port_bytes", "port_text"]
 # A file without any of these words, and without what cuda_only names, has nothing to port, and is not parsed.
 _WORDS = re.compile(
     rb"npu|hccl|\bamp\b|autocast|GradScaler|torch\.load|DataParallel|[sS]caler|deepspeed|lightning|accelerate|horovod|"
-    rb"cpp_extension|pin_memory|amp_C|_C\b|_ext\b|channels_last",
+    rb"cpp_extension|pin_memory|amp_C|_C\b|_ext\b|channels_last|fork_rng|set_default_tensor_type",
 )
 
 
@@ -85,6 +85,8 @@ def port_text(
     for rule in rules:
         for each in rule.kinds:
             by_kind.setdefault(each, []).append(rule)
+    for rule in rules:
+        rule.begin(work)
     renamed = names.choose_forms(work)
     for node in source.nodes:
         what = kind(node)

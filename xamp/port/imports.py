@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from xamp.port.magics import MARK
 from xamp.port.rule import Grade, Rule, Target
 from xamp.port.scopes import Binding, dotted
 from xamp.port.source import Node, kind
@@ -47,6 +48,10 @@ def _bindings(work: Work, alias: Node) -> list[Binding]:
     return [each for each in work.scopes.is_bound(name) if each.node is alias]
 
 
+def _is_kept(work: Work, rule: Rule, node: Node, alias: Node) -> bool:
+    return work.is_kept(rule, node) or not work.kept.isdisjoint(_bindings(work, alias))
+
+
 def _find(work: Work, path: str) -> tuple[Rule, Target] | None:
     found = work.target(path)
     return (found[0], found[1]) if found is not None and found[2] == path else None
@@ -63,7 +68,7 @@ def _import_from(work: Work, node: Node, renamed: set[Binding], plain: list[Node
         name = alias.name.value
         local = alias.asname.name.value if alias.asname is not None else name
         found = _find(work, f"{module}.{name}")
-        if found is None or work.is_kept(found[0], node) or _stays(work, alias, f"{module}.{name}"):
+        if found is None or _is_kept(work, found[0], node, alias) or _stays(work, alias, f"{module}.{name}"):
             parts.kept.append(work.code(alias).rstrip(", \t"))
             continue
         rule, target = found
@@ -120,7 +125,7 @@ def _import(work: Work, node: Node, plain: list[Node]) -> list[tuple[int, int, s
         found = _find(work, path)
         root = path.partition(".")[0]
         written = work.code(alias).rstrip(", \t")
-        if found is not None and work.is_kept(found[0], node):
+        if found is not None and _is_kept(work, found[0], node, alias):
             parts.kept.append(written)
         elif alias.asname is not None:
             _import_as(work, alias, path, written, parts)
@@ -286,7 +291,8 @@ def _place(work: Work, first: int) -> int:
         is_future = (
             what == "ImportFrom" and line.body[0].module is not None and dotted(line.body[0].module) == "__future__"
         )
-        if is_future or (what == "Expr" and start is None and "String" in kind(line.body[0].value)):
+        is_magic = what == "Pass" and f"{MARK}%%" in work.source.text_of_line(work.source.line(at))  # first in its cell
+        if is_future or is_magic or (what == "Expr" and start is None and "String" in kind(line.body[0].value)):
             start = below
         elif what in ("Import", "ImportFrom"):
             after_any = below

@@ -6,7 +6,7 @@ import enum
 import re
 from collections.abc import Callable
 
-__all__ = ["MARK", "Language", "hide", "language", "run_lines", "show"]
+__all__ = ["MARK", "Language", "hide", "language", "run_lines", "show", "written"]
 
 MARK = "#xamp-magic "
 _LINE = re.compile(
@@ -20,6 +20,7 @@ _TOKEN = re.compile(r"""(?i)[rbfu]{0,3}('{3}|"{3}|'|")|\#|[(\[{]|[)\]}]""")
 _ABOVE = re.compile(r"(?:[ \t]*(?:#.*)?\r?\n)*")  # blank lines and comments, such as Colab's #@title
 _CELL = re.compile(rf"{_ABOVE.pattern}%%(\w+)(.*)")
 _PYTHON = ("time", "timeit", "capture", "prun", "memit", "mprun", "debug", "scalene", "snakeviz")
+_CUDA = ("cu", "cuda", "cuda_group_save", "nvcc")
 _SHELL = ("bash", "sh", "shell", "zsh", "system", "sx", "cmd")
 
 
@@ -28,7 +29,8 @@ class Language(enum.Enum):
 
     PYTHON = "Python, as the rest of the notebook"
     SHELL = "a shell"
-    FILE = "Python that does not run with the rest"
+    FILE = "what a file holds that the cell writes, or Python that does not run with the rest"
+    CUDA = "a source for CUDA's compiler"
     OTHER = "another language"
 
 
@@ -41,12 +43,24 @@ def language(code: str) -> Language:
     if found[1] in _SHELL or (found[1] == "script" and words[:1] and words[0].rpartition("/")[2] in _SHELL):
         return Language.SHELL
     if found[1] in ("writefile", "file"):
-        return Language.FILE if words[-1:] and words[-1].strip("\"'").endswith(".py") else Language.OTHER
+        return Language.FILE
+    if found[1] in _CUDA:
+        return Language.CUDA
     is_python = found[1] in ("python", "python3") or (found[1] == "script" and "python" in found[2])
     return Language.FILE if is_python else Language.OTHER
 
 
-_RUN = re.compile(r"(?m)^([ \t]*(?:[\w.,*\[\]'\" \t()]+=[ \t]*)?!+[ \t]*|[ \t]*%(?:env|set_env|sx|system)[ \t]+)(.*)$")
+def written(code: str) -> str:
+    """The name of the file that a cell of :attr:`Language.FILE` is: the one that it writes, or a script's."""
+    found = _CELL.match(code)
+    words = found[2].split() if found is not None and found[1] in ("writefile", "file") else ["x.py"]
+    return words[-1].strip("\"'") if words else ""
+
+
+_RUN = re.compile(
+    r"(?m)^([ \t]*(?:[\w.,*\[\]'\" \t()]+=[ \t]*)?!+[ \t]*|[ \t]*%(?:env|set_env|sx|system)[ \t]+"
+    r"|[ \t]*%(?=(?:pip|conda|mamba|run)\b))(.*)$"
+)
 
 
 def run_lines(code: str, port: Callable[[str, bool], str]) -> str:
@@ -56,12 +70,18 @@ def run_lines(code: str, port: Callable[[str, bool], str]) -> str:
         code: the cell.
         port: takes the command, and whether it is none but ``A=1`` of ``%env A=1``, which sets one variable.
     """
-    out = code.split("\n")
-    for number, line in enumerate(hide(code).split("\n")):
-        found = _RUN.match(out[number]) if MARK in line else None
-        if found is not None:
-            out[number] = f"{found[1]}{port(found[2], 'env' in found[1])}"
-    return "\n".join(out)
+    out: list[str] = []
+    waiting: list[str] = []  # of one command, which a backslash takes to the next line
+    for line, hidden in zip(code.split("\n"), hide(code).split("\n"), strict=True):
+        waiting.append(line)
+        if MARK in hidden and line.rstrip("\r").endswith("\\"):
+            continue
+        whole = "\n".join(waiting)
+        found = _RUN.match(whole) if MARK in hidden else None
+        start = found.start(2) if found is not None else 0
+        out.append(whole if found is None else f"{found[1]}{port(whole[start:], 'env' in found[1])}")
+        waiting = []
+    return "\n".join([*out, *waiting])
 
 
 def hide(code: str) -> str:

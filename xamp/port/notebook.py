@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xamp.port.cells import Cell, cells_of, language_of, write
+from xamp.port.cuda_names import MENTIONS
 from xamp.port.engine import Ported, port_text
-from xamp.port.magics import MARK, Language, hide, language, run_lines, show
-from xamp.port.other.kinds import Kind
+from xamp.port.magics import MARK, Language, hide, language, run_lines, show, written
+from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.port import port_lines
 from xamp.port.rule import Finding, Grade
 from xamp.port.source import Source, Unreadable
 
 __all__ = ["port_notebook"]
 
+_OTHER = "a cell of another language"
+_HELP = "a question to IPython"
+_MAGIC = "a line for IPython, which is not ported; see whether it names a device"
 _END = "#xamp-end-of-cell {}"
 _MARK_8 = "\ufeff"  # a byte order mark
 
@@ -78,9 +82,9 @@ def _together(cells: Sequence[Cell], last: Callable[[Any], Any] | None) -> _Toge
         python, findings = _readable(cells)
         ported = port_text(_joined(python), last=last)
     shown, stays = (
-        tuple(dataclasses.replace(each, excerpt=show(each.excerpt)) for each in found)
+        tuple(dataclasses.replace(each, excerpt=show(each.excerpt)) for each in found if MARK not in each.excerpt)
         for found in (ported.findings, ported.stays)
-    )
+    )  # of lines for IPython _alone tells
     codes: dict[Cell, str] = {}
     rest = ported.text
     for number, cell in enumerate(python):
@@ -107,6 +111,11 @@ def _alone(before: str, code: str, number: int) -> tuple[str, _Found, _Found]:
 
     if what is Language.PYTHON:
         new = run_lines(code, lambda line, sets: keep(port_lines(Kind.INI if sets else Kind.SHELL, line)))
+        told = {each.excerpt for each in (*findings, *stays)}
+        for line in hide(code).split("\n"):
+            if MARK in line and MENTIONS.search(line.encode()) and not any(each in line for each in told):
+                asks = show(line).strip().startswith("?") or line.rstrip().endswith("?")
+                (stays if asks else findings).append(_unread(show(line), number, _HELP if asks else _MAGIC))
         return new, findings, stays
     first, newline, rest = before.partition("\n")
     while first.strip() == "" or first.rpartition("\n")[2].lstrip().startswith("#"):  # above the magic
@@ -114,10 +123,20 @@ def _alone(before: str, code: str, number: int) -> tuple[str, _Found, _Found]:
         first = f"{first}\n{more}"
     if what is Language.SHELL:
         return f"{first}{newline}{keep(port_lines(Kind.SHELL, rest))}", findings, stays
-    if what is Language.FILE:
+    named = Kind.CUDA if what is Language.CUDA else kind_of(written(before))
+    if what is Language.OTHER:
+        stays += [_unread(each, number, _OTHER) for each in before.split("\n") if MENTIONS.search(each.encode())]
+    elif what is Language.CUDA or named is not Kind.PYTHON:
+        return f"{first}{newline}{keep(port_lines(named, rest))}", findings, stays
+    else:
         with contextlib.suppress(Unreadable):
             return f"{first}{newline}{keep(port_text(rest))}", findings, stays
     return code, findings, stays
+
+
+def _unread(line: str, number: int, reason: str) -> Finding:
+    grade = Grade.NOTED if reason is _MAGIC else Grade.NEUTRAL
+    return Finding("notebook", grade, number, 1, max(1, len(line)), f"code cell {number}: {reason}", line)
 
 
 def _placed(finding: Finding, number: int) -> Finding:

@@ -108,5 +108,8 @@ class Rule:
     examples: ClassVar[tuple[Example, ...]] = ()
     unchanged: ClassVar[tuple[str, ...]] = ()
 
+    def begin(self, work: Any) -> None:
+        """Look at the whole file before any node of it, for what the rewriting of imports has to know early."""
+
     def look(self, node: Any, work: Any) -> None:
         """Look at a node, and say to ``work``, an :class:`xamp.port.work.Work`, what is to be done about it."""

@@ -26,6 +26,7 @@ class Work:
         stays: places that name CUDA and stay, with the reason; see :mod:`xamp.port.rules.mentions`.
         needs: modules of xamp that edits use -> where the first such edit is.
         aliased: bindings whose import must go on binding the old name.
+        kept: bindings whose import stays, for some use of the name must go on asking for CUDA itself.
         root: the name under which the file has xamp.
         own: names of modules that stand beside the file, whatever other package has the name too.
         found: what rules found out about the whole file, by a key of theirs, so that they look through it once.
@@ -46,6 +47,7 @@ class Work:
         self.stays: list[Finding] = []
         self.needs: dict[str, int] = {}
         self.aliased: set[Binding] = set()
+        self.kept: set[Binding] = set()
         others = [each for each in self.scopes.is_bound("xamp") if (each.path or "").partition(".")[0] != "xamp"]
         self.root = "_xamp" if others else "xamp"
         self.found: dict[str, Any] = {}

@@ -133,6 +133,53 @@ def test_what_a_cell_runs_elsewhere_is_told() -> None:
     assert [each.line for each in ported.findings if each.grade is Grade.UNSUPPORTED] == [4]
 
 
+SAID = (
+    ("%pip install spconv-cu118", Grade.UNSUPPORTED),
+    ("!pip install \\\n  xformers", Grade.UNSUPPORTED),
+    ("%conda install cudatoolkit", Grade.UNSUPPORTED),
+    ("%run train.py --device cuda", Grade.NOTED),
+    ("%time y = x.cuda()", Grade.NOTED),
+    ("for i in range(2):\n    %timeit x.cuda()", Grade.NOTED),
+    ("%%writefile c.yaml\ndevice: cuda", Grade.NOTED),
+    ("%%writefile run.sh\nCUDA_VISIBLE_DEVICES=0 python a.py", Grade.CERTAIN),
+    ("%%writefile Dockerfile\nFROM nvidia/cuda:11.0", Grade.NOTED),
+    ("%%cu\n__global__ void k() {}", Grade.UNSUPPORTED),
+    ("%%writefile k.cu\n__global__ void k() {}", Grade.UNSUPPORTED),
+)
+
+
+def test_each_line_for_ipython_that_names_cuda_is_told_of_once() -> None:
+    with cases() as case:
+        for source, grade in SAID:
+            with case(source):
+                ported = port_notebook(book(source).encode())[1]
+                assert [each.grade for each in ported.findings] == [grade]
+                assert not ported.stays
+        for source in ("x.cuda?", "%%javascript\nvar cuda = 1"):
+            with case(source):
+                ported = port_notebook(book(source).encode())[1]
+                assert not ported.findings
+                assert len(ported.stays) == 1
+
+
+MAGIC_FIRST = (
+    ["%%capture out\n", "y = x.cuda()"],
+    ["# a comment\n", "\n", "%%time\n", "y = x.cuda()"],
+    ["%%time\n", "import torch\n", "y = x.cuda()"],
+    ["#@title A\n", "%%timeit -n 1\n", "# another\n", "y = x.cuda()"],
+)
+
+
+def test_a_magic_stays_the_first_line_of_its_cell() -> None:
+    with cases() as case:
+        for source in MAGIC_FIRST:
+            with case(source):
+                after = json.loads(port_notebook(book(source).encode())[0])["cells"][0]["source"]
+                code = [line for line in after if line.strip() and not line.startswith("#")]
+                assert code[0].startswith("%%")
+                assert "import xamp\n" in code
+
+
 def test_a_notebook_of_another_language_is_left_alone() -> None:
     data = json.loads(cells("x = y.cuda()"))
     data["metadata"] = {"kernelspec": {"language": "julia"}}

@@ -40,6 +40,14 @@ USES = (
     ("import subprocess as sp\nsp.Popen(['/usr/bin/nvidia-smi'])", 2, Grade.UNSUPPORTED),
     ("import os\nn = os.popen(f'nvidia-smi -i {i}').read()", 2, Grade.UNSUPPORTED),
     ("import shutil\nif shutil.which('nvcc'):\n    pass", 2, Grade.UNSUPPORTED),
+    ("import os\nos.system('pip install -U flash-attn --no-build-isolation')", 2, Grade.UNSUPPORTED),
+    (
+        "import subprocess as s\ns.run([python, '-m', 'pip', 'install', 'spconv-cu118'])",
+        2,
+        Grade.UNSUPPORTED,
+    ),
+    ("import subprocess as s\ns.run(f'{python} -m pip install git+https://a.org/xformers.git')", 2, Grade.UNSUPPORTED),
+    ("if not _is_package_available('xformers'):\n    pass", 1, Grade.NOTED),
     ("import ctypes\nctypes.CDLL('libcudart.so')", 2, Grade.NOTED),
     ("import importlib\ncupy = importlib.import_module('cupy')", 2, Grade.NOTED),
     ("import importlib.util\nhas = importlib.util.find_spec('flash_attn')", 2, Grade.NOTED),
@@ -144,6 +152,16 @@ GUARDS = {
     "an assertion": "assert torch.cuda.is_available()\nm = load('m', ['a.cu'])",
     "a count": "if torch.cuda.device_count() > 0:\n    m = load('m', ['a.cu'])",
     "a helper": "if torch.cuda.is_available():\n    ext.append(make_cuda_ext('m', sources))",
+    "an attribute": "self.has = torch.cuda.is_available()\nif self.has:\n    m = load('m', ['a.cu'])",
+    "a method": "class A:\n    def has(self):\n        return torch.cuda.is_available()\n\n"
+    "    def f(self):\n        return load('m', ['a.cu']) if self.has() else None",
+    "a name in the test": "if (has := torch.cuda.is_available()):\n    m = load('m', ['a.cu'])",
+    "a cast": "if bool(torch.cuda.is_available()):\n    m = load('m', ['a.cu'])",
+    "an argument of a build": "m = load('m', ['a.cpp'], with_cuda=torch.cuda.is_available())",
+    "a library": "if torch.cuda.is_available():\n    torch.ops.load_library('roi_cuda.so')",
+    "a name that is imported": "from torch.cuda import is_available\nif is_available():\n    m = load('m', ['a.cu'])",
+    "a module that is imported": "from torch import cuda\nif cuda.is_available():\n    m = load('m', ['a.cu'])",
+    "a module by another name": "import torch.cuda as c\nif c.is_available():\n    m = load('m', ['a.cu'])",
 }
 
 
@@ -155,6 +173,12 @@ def test_a_test_that_guards_a_build_stays_cudas() -> None:
                 ported = port_text(f"{head}{text}\n")
                 assert "xamp" not in re.sub(r"TODO\(xamp\).*", "", ported.text)
                 assert any("asks for CUDA itself" in each.text for each in ported.findings)
+
+
+def test_other_uses_of_a_name_that_asks_for_cuda_itself_are_rewritten() -> None:
+    text = "from torch import cuda\nif cuda.is_available():\n    from . import roi_cuda\ncuda.synchronize()\n"
+    after = re.sub(r" *# TODO\(xamp\).*\n", "", port_text(text).text)
+    assert after == text.replace("if", "import xamp\nif", 1).replace("cuda.sync", "xamp.accel.sync")
 
 
 def test_a_device_whose_branch_imports_an_extension_stays_cudas() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from forked_python import python
+from gathering import cases
 
 pytest.importorskip("libcst")  # the extra xamp[port]
 
@@ -134,6 +136,77 @@ def test_clipping_that_cannot_be_told_is_noted() -> None:
         assert [each.grade for each in ported.findings if each.rule == "clip-masters"] == [Grade.NOTED]
     ported = port_text(f"{text}all = list(m.parameters())\n    torch.nn.utils.clip_grad_norm_(all, 1)\n")
     assert [each.line for each in ported.findings if each.rule == "clip-masters"] == [8]
+
+
+TWO = "import torch\nfrom apex import amp\n[g, d], [og, od] = amp.initialize([g, d], [og, od], opt_level='O2')\n"
+SCALES = {each: f"with amp.scale_loss(l, {each}) as s: s.backward()\n" for each in ("og", "od")}
+
+
+def clips(text: str) -> list[str]:
+    """What the calls of a ported text clip."""
+    return re.findall(r"clip_grad_norm_\((.*), 1\)", port_text(text).text)
+
+
+def test_of_two_optimizers_the_one_that_scaled_and_did_not_step_is_clipped() -> None:
+    clip = "torch.nn.utils.clip_grad_norm_({}.parameters(), 1)\n"
+    g, d = clip.format("g"), clip.format("d")
+    by_turns = f"{TWO}{SCALES['og']}{g}og.step()\n{SCALES['od']}{d}od.step()\n"
+    assert clips(by_turns) == ["xamp.master_params(og)", "xamp.master_params(od)"]
+    together = f"{TWO}{SCALES['og']}{SCALES['od']}{g}{d}og.step()\nod.step()\n"
+    assert clips(together) == ["g.parameters()", "d.parameters()"]
+    crossed = f"{TWO}{SCALES['og']}{d}"
+    assert clips(crossed) == ["d.parameters()"]
+    one_of_both = TWO.replace("[og, od]", "o") + SCALES["og"].replace("og", "o") + g + d
+    assert clips(one_of_both) == ["g.parameters()", "d.parameters()"]
+    part = f"import torch\nfrom apex import amp\ng, og = amp.initialize(g, og, opt_level='O2')\n{SCALES['og']}"
+    assert clips(f"{part}{clip.format('g.head')}{clip.format('g.module')}") == [
+        "g.head.parameters()",
+        "xamp.master_params(og)",
+    ]
+
+
+DEFAULT_TYPES = (
+    "import torch.cuda as c\ntorch.set_default_tensor_type(c.FloatTensor)",
+    "t = {'gpu': torch.cuda.FloatTensor}\ntorch.set_default_tensor_type(t[d])",
+    "def f(t='torch.cuda.FloatTensor'):\n    torch.set_default_tensor_type(t)",
+    "torch.set_default_tensor_type(args.type)",
+    "torch.set_default_tensor_type(f'torch.cuda.{name}Tensor')",
+)
+PLAIN_TYPES = ("torch.FloatTensor", "'torch.DoubleTensor'", "torch.FloatTensor if a else torch.DoubleTensor")
+
+
+def test_a_default_type_of_which_the_file_does_not_tell_is_set_by_xamp() -> None:
+    with cases() as case:
+        for text in DEFAULT_TYPES:
+            with case(text):
+                after = port_text(f"import torch\n{text}\n").text
+                assert "xamp.accel.set_default_tensor_type(" in after
+                assert "torch.set_default" not in after
+        for value in PLAIN_TYPES:
+            with case(value):
+                text = f"import torch\ntorch.set_default_tensor_type({value})\n"
+                assert port_text(text).text == text
+
+
+IDS = (
+    ("[r] if many else [0]", "([r] if many else [0]) if xamp.is_available() else None"),
+    ("([r] if many else [0])", "([r] if many else [0]) if xamp.is_available() else None"),
+    ("[r] if use_cuda else None", "[r] if use_cuda else None"),
+)
+
+
+def test_device_ids_are_given_where_there_is_an_accelerator() -> None:
+    with cases() as case:
+        for name in ("torch.nn.parallel.DistributedDataParallel", "MMDistributedDataParallel"):
+            for before, after in IDS:
+                with case(f"{name} {before}"):
+                    text = port_text(f"import torch\nm = {name}(m, device_ids={before})\n").text
+                    assert text.endswith(f"device_ids={after})\n")
+
+
+def test_random_states_are_forked_by_xamp_in_a_file_without_a_word_of_cuda() -> None:
+    text = "from torch import random\nwith random.fork_rng(devices=[0]):\n    pass\n"
+    assert "with xamp.accel.random.fork_rng(devices=[0]):" in port_text(text).text
 
 
 def test_a_parallel_model_runs_on_a_cpu(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ _COMMENTS = {
         rf"{_SLASHES}|^\s*#(?!\s*(?:include|if|elif|else|endif|define|undef|pragma|error|warning))"
     ),
     Kind.CUDA: re.compile(_SLASHES),
+    Kind.OTHER: re.compile(r"^\s*(?:#|//|;|--\s|/\*|%)"),
 }
 _INI = re.compile(r"^\s*;")
 

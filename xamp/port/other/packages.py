@@ -22,6 +22,7 @@ _WORD = re.compile(rf"(?<![\w./:=@-])[\"']?(?P<name>{_NAME})(?=[\"'\[\s<>=!~;,@&
 _TEXT = re.compile(rf"[\"'](?P<name>{_NAME})(?:\[[^\]]*\])?\s*(?:[<>=!~;@].*?)?[\"']")
 _KEY = re.compile(rf"^(?P<name>{_NAME})\s*=\s*[\"'{{]")
 _URL = re.compile(r"#egg=(?P<name>[\w.-]+)|github\.com[:/][\w.-]+/(?P<repo>[\w.-]+?)(?:\.git)?(?=[@#/\s\"']|$)")
+_WHEEL = re.compile(r"(?:^|[/\s\"'])(?P<name>[A-Za-z]\w*)-\d[^/\s\"']*\.whl\b")
 _WORDS_TOO = ("cuda", "nccl", "cudnn", "apex")
 _WITH_ITEMS = (Kind.YAML, Kind.TOML, Kind.INI)
 
@@ -37,12 +38,13 @@ def port_packages(lines: Lines, line: Line, goes_on: bool) -> bool:
         if lines.kind is not Kind.PACKAGES and not installs and name in _WORDS_TOO:
             continue  # a keyword, or the name of a job
         if library is not None and not line.is_done(*found):
-            lines.say(line, found, Grade.UNSUPPORTED, f"{name}: {library.instead}", ONLY)
+            text = f"{name}: {library.instead}" if library.modules else library.instead  # so that many are one note
+            lines.say(line, found, Grade.UNSUPPORTED, text, ONLY)
     return installs and code.rstrip().endswith(("\\", "`", "^"))
 
 
 def _names(kind: Kind, code: str, installs: bool) -> Iterator[tuple[tuple[int, int], str]]:
-    patterns = [_URL] if installs or kind is Kind.PACKAGES else []
+    patterns = [_URL, _WHEEL] if installs or kind is Kind.PACKAGES else []
     if installs:
         patterns.append(_WORD)
     if kind is Kind.PACKAGES:

@@ -12,7 +12,7 @@ from xamp.port.other.kinds import Kind, kind_of
 from xamp.port.other.lines import ONLY, Line, Lines
 from xamp.port.other.packages import port_packages
 from xamp.port.other.values import SPOKEN, port_values
-from xamp.port.other.variables import port_variables
+from xamp.port.other.variables import is_printed, port_variables
 from xamp.port.rule import Grade, Target
 from xamp.port.rules import load
 
@@ -24,6 +24,7 @@ _BARE = r"(?i)cuda|nccl|nvidia|cudnn|cublas|nvcc|nvtx|nvml|nvrtc|tensorrt|apex"
 _WORD = re.compile(rf"(?i)[\w./:@%+-]*?(?:{MENTIONS.pattern.decode()[4:]})[\w./:@%+-]*")
 _APEX = re.compile(r"(?<![\w.:-])/?\bapex/?(?=[\s\"';)]|$)")
 _KEY = re.compile(r"[\"']?\s*[:=]")
+_SHELLS = (Kind.SHELL, Kind.DOCKER, Kind.MAKE)
 _PEOPLE = "a text for people"
 _COMMENT = "a comment"
 _OWN = "a name of the project's own"
@@ -84,8 +85,8 @@ def _lines(lines: Lines) -> None:
             _cmake(lines, line)
             continue
         port_variables(lines, line)
-        _patterns(lines, line)
         goes_on = port_packages(lines, line, goes_on)
+        _patterns(lines, line)
         _commands(lines, line)
         _apex(lines, line)
         port_values(lines, line, _table())
@@ -139,7 +140,7 @@ def _commands(lines: Lines, line: Line) -> None:
 
 def _apex(lines: Lines, line: Line) -> None:
     """``cd apex``, ``ADD apex /apex/``: Apex is fetched and built."""
-    if lines.kind in (Kind.SHELL, Kind.DOCKER, Kind.MAKE):
+    if lines.kind in _SHELLS:
         for found in _APEX.finditer(line.code):
             if not line.is_done(*found.span()):
                 lines.say(line, found.span(), Grade.NOTED, "xamp takes Apex's place; leave it out", ONLY)
@@ -152,7 +153,7 @@ def _rest(lines: Lines, line: Line, reason: str) -> None:
             continue
         if found.start() >= line.end:
             lines.say(line, found.span(), Grade.NEUTRAL, _COMMENT)
-        elif reason or SPOKEN.match(line.code):
+        elif reason or SPOKEN.match(line.code) or (lines.kind in _SHELLS and is_printed(line.code, found.start())):
             lines.say(line, found.span(), Grade.NEUTRAL, reason or _PEOPLE)
         elif (known := library_of(found[0])) is not None:
             lines.say(line, found.span(), Grade.NOTED, f"{known[0]}: {known[1].instead}", ONLY)

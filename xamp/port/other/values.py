@@ -11,7 +11,7 @@ from xamp.port.rule import Grade, Target
 __all__ = ["CONFIGURED", "SPOKEN", "port_values"]
 
 CONFIGURED = (Kind.YAML, Kind.JSON, Kind.TOML, Kind.INI, Kind.VARIABLES)
-_EDGE = r"(?<![\w./:$-])"
+_EDGE = r"(?:(?<![\w./:$-])|(?<=:[-=]))"  # ${X:-cuda} has one too
 _DEVICE = re.compile(rf"{_EDGE}(?P<word>cuda)(?P<index>:\d+)?(?![\w./-]|\s*[=(]|:\S)(?!['\"]?\s*:(?:\s|$))")
 _BACKEND = re.compile(rf"{_EDGE}nccl(?![\w./-])(?!['\"]?\s*[:=](?:\s|$))")
 _BOTH = re.compile(r"\b(?:cpu:gloo,)?cuda:nccl\b")

@@ -9,10 +9,11 @@ from xamp.port.other.kinds import Kind
 from xamp.port.other.lines import Line, Lines, is_quoted
 from xamp.port.rule import Grade
 
-__all__ = ["port_variables"]
+__all__ = ["is_printed", "port_variables"]
 
 _IN_SHELL = (Kind.SHELL, Kind.DOCKER, Kind.MAKE, Kind.YAML)
 _HIDES_ALL = "hides all of CUDA's devices, and no NPU; XAMP_DEVICE=cpu chooses the CPU on every machine"
+_NO_LIST = "may be no list of indices"
 _READS = "reads what CUDA is told; on an NPU {0} says it"
 _NO_EFFECT = "is read by CUDA or NCCL only, and has no effect on another device"
 _BESIDE = "{0} stands beside it"
@@ -24,7 +25,12 @@ _BEFORE = re.compile(
     rf"(?:\w+=(?:{_VALUE})[ \t]+)*\Z"
 )
 _SET = re.compile(r"(?:setenv|set[ \t]+-\w+)[ \t]+\Z")  # csh, fish
-_SPOKEN = re.compile(r"\b(?:echo|printf|print|log|info|warn|die)\b")
+_PRINTS = re.compile(r"\b(?:echo|printf|print|log|info|warn|die)\b")
+
+
+def is_printed(code: str, at: int) -> bool:
+    """Whether a column stands in a text that a shell prints."""
+    return _PRINTS.search(code[:at]) is not None and is_quoted(code, at)
 
 
 def port_variables(lines: Lines, line: Line) -> None:
@@ -39,10 +45,11 @@ def port_variables(lines: Lines, line: Line) -> None:
             lines.say(line, span, Grade.NOTED, known.text)
         elif lines.has_beside(line, at, known.npu):
             lines.say(line, span, Grade.NEUTRAL, _BESIDE.format(known.npu))
-        elif _SPOKEN.search(line.code[:at]) and is_quoted(line.code, at):
+        elif is_printed(line.code, at):
             lines.say(line, span, Grade.NEUTRAL, "a text that people read")
         elif known.is_certain and (note := _write_beside(lines, line, at, name, known.npu)) is not None:
-            lines.say(line, span, Grade.NOTED if note else Grade.CERTAIN, note and f"{note}; {known.text}")
+            text = note if _HIDES_ALL in note else note and f"{note}; {known.text}"
+            lines.say(line, span, Grade.NOTED if note else Grade.CERTAIN, text)
         else:
             is_read = line.code[:at].endswith(("$", "${", "${!", "%", "$env:"))
             lines.say(line, span, Grade.NOTED, _READS.format(known.npu) if is_read else known.text)
@@ -66,7 +73,7 @@ def _write_beside(lines: Lines, line: Line, at: int, name: str, npu: str) -> str
     if lines.kind is Kind.MAKE and not line.text.startswith("\t"):
         return None  # what follows belongs to the value
     words = _SET.search(before)
-    if words and (found := re.match(rf"[ \t]+({_VALUE})", after)):
+    if words and (found := re.match(rf"[ \t]+({_VALUE})(?=[ \t]*(?:$|[;&|]))", after)):  # of fish's lists none
         new = f"; {words[0]}{npu} {found[1].replace(name, npu)}"
     elif re.search(r"\b(?:export|unset)[ \t]+(?:\w+[ \t]+)*\Z", before) and re.match(r"[ \t]*(?:$|[;&|])", after):
         lines.insert(line, at + len(name), f" {npu}")
@@ -77,7 +84,8 @@ def _write_beside(lines: Lines, line: Line, at: int, name: str, npu: str) -> str
     else:
         return None
     rest = after[found.end() :]
-    note = _misfit(lines.kind, name, f"{found[1]}{rest[:1]}" if rest[:1] in ("`", "(") else found[1])
+    is_asked = rest[:1] in ("`", "(")  # a command's output
+    note = f"the output of a command {_NO_LIST}" if is_asked else _misfit(lines.kind, name, found[1])
     if not note:
         lines.insert(line, at + len(name) + found.end(), new)
     return note
@@ -107,4 +115,4 @@ def _misfit(kind: Kind, name: str, value: str) -> str:
         return "" if sorted(set(numbers)) == numbers else f"{plain} does not ascend"
     of_make = r"|\$\(\w+\)|\$\$\w+" if kind is Kind.MAKE else ""  # in a shell that would run a command twice
     known = re.fullmatch(rf"(?:\$\w+|\$\{{[^}}`(]*\}}{of_make}|\$[@*#]|[\d,])+", plain)
-    return "" if known else f"{plain} may be no list of indices"
+    return "" if known else f"{plain} {_NO_LIST}"

@@ -17,8 +17,10 @@ __all__ = ["KEPT", "RULES", "guards_build", "is_caught"]
 
 _EXTENSION = re.compile(r"_C\d*$|(?:^|_)ext$|_cuda(?:_ext|_kernels?|_ops?|_v\d+)?$|^cuda_ext$|_cuda_\w*kernel$")
 _MAKES = re.compile(r"(?i)cuda\w*ext|ext\w*cuda|nvcc")
+_SOURCE = re.compile(r"\.cu$|nvcc$|^WITH_CUDA$|cuda\w*\.(?:so|dll|pyd)$")
 _BUILDS = ("torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline")
 _PARTS = (*_BUILDS, "torch.utils.cpp_extension.CUDAExtension", "torch.utils.cpp_extension.CUDA_HOME")
+_JOINS = ("BooleanOperation", "UnaryOperation", "Comparison", "ComparisonTarget")
 _ASKS = {f"{home}.{name}" for home in ("torch.cuda", "torch.npu") for name in ("is_available", "device_count")}
 KEPT = "asks for CUDA itself, for it guards what is built for CUDA only; so it stays"
 _MIXED = (
@@ -73,8 +75,7 @@ def _is_built(work: Work, node: Any) -> bool:
     if what == "Import":
         paths = [dotted(alias.name) for alias in node.names]
         return any(is_extension(path) or library_of(path) is not None for path in paths)
-    text = text_of(node) or ""
-    return text.endswith((".cu", "nvcc")) or text == "WITH_CUDA"
+    return _SOURCE.search(text_of(node) or "") is not None
 
 
 class Guards(Rule):
@@ -100,6 +101,16 @@ class Guards(Rule):
         ),
     )
     unchanged = ("from . import cuda_utils\nload('a.cu')\n",)
+
+    def begin(self, work: Work) -> None:
+        """See :meth:`Rule.begin`."""
+        for node in work.source.nodes:
+            if kind(node) == "Call" and work.path(node.func) in _ASKS and guards_build(work, node):
+                ref = work.resolve(node.func)
+                for binding in ref.bindings if ref is not None else ():
+                    if binding.path != "torch" and binding not in work.kept:
+                        work.kept.add(binding)
+                        work.say(self, binding.node, Grade.NEUTRAL, KEPT, inline=False)
 
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
@@ -148,10 +159,17 @@ def guards_build(work: Work, test: Any) -> bool:
 def _guarded(work: Work, node: Any, depth: int) -> Iterator[bool]:
     """For each thing that an answer decides, whether it is a build for CUDA."""
     below, above = node, work.parent(node)
-    while kind(above) in ("BooleanOperation", "UnaryOperation", "Comparison", "ComparisonTarget"):
+    while kind(above) in _JOINS or (kind(above) in ("Arg", "Call") and _is_cast(work, above)):
         below, above = above, work.parent(above)
     what = kind(above)
-    if what in ("If", "IfExp") and above.test is below:
+    if what == "NamedExpr":
+        yield from _guarded(work, above, depth)
+        if depth < 3:
+            yield from _of_name(work, above, depth)
+    elif what == "Arg":
+        call = work.parent(above)
+        yield any(_is_built(work, each) for each in (call, getattr(call, "func", None)) if each is not None)
+    elif what in ("If", "IfExp") and above.test is below:
         yield any(_is_built(work, each) for each in _subtree(work, above)) or _leaves_before(work, above)
     elif what == "Assert":
         yield _leaves_before(work, above)
@@ -159,6 +177,12 @@ def _guarded(work: Work, node: Any, depth: int) -> Iterator[bool]:
         yield from _of_name(work, above, depth)
     else:
         yield False
+
+
+def _is_cast(work: Work, node: Any) -> bool:
+    """Whether a node is, or is an argument of, ``bool(...)`` or ``int(...)``."""
+    call = node if kind(node) == "Call" else work.parent(node)
+    return kind(call) == "Call" and work.code(call.func) in ("bool", "int")
 
 
 def _leaves_before(work: Work, test: Any) -> bool:
@@ -175,19 +199,27 @@ def _leaves_before(work: Work, test: Any) -> bool:
 
 def _of_name(work: Work, statement: Any, depth: int) -> Iterator[bool]:
     """What the name decides that an answer is assigned to, or the function that returns it."""
-    if kind(statement) == "Return":
-        holder: Any = next((each for each in work.source.above(statement) if kind(each) == "FunctionDef"), None)
-        found = [each for each in work.scopes.uses if each.node is holder]
-        uses = [work.parent(use) for each in found for use in work.scopes.uses[each]]
-        uses = [use for use in uses if kind(use) == "Call"]
-    else:
-        target = statement.targets[0].target if kind(statement) == "Assign" else statement.target
-        found = [each for each in work.scopes.uses if each.node is target]
-        uses = [use for each in found for use in work.scopes.uses[each] if use is not target]
-    if not uses:
+    uses = list(_uses(work, statement))
+    if not uses and kind(statement) != "NamedExpr":
         yield False
     for use in uses:
         yield from _guarded(work, use, depth + 1)
+
+
+def _uses(work: Work, statement: Any) -> Iterator[Node]:
+    """Where the answer is used that a statement assigns, or returns: ``ok``, ``self.ok``, ``has()``, ``self.has()``."""
+    if kind(statement) == "Return":
+        target: Any = next((each for each in work.source.above(statement) if kind(each) == "FunctionDef"), None)
+        name = target.name.value if target is not None else ""
+    else:
+        target = statement.targets[0].target if kind(statement) == "Assign" else statement.target
+        name = target.attr.value if kind(target) == "Attribute" else ""
+    found = [use for each, uses in work.scopes.uses.items() if each.node is target for use in uses]
+    found += [each for each in work.source.nodes if name and kind(each) == "Attribute" and each.attr.value == name]
+    for use in found:
+        parent = work.parent(use)
+        if use is not target and kind(parent) not in ("AssignTarget", "AnnAssign"):
+            yield parent if kind(parent) == "Call" and parent.func is use else use
 
 
 RULES = (Guards(),)

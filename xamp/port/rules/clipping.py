@@ -25,7 +25,8 @@ class Clip(Rule):
 
     With Apex's O2 a script that clips the model's parameters runs, and clips gradients that nobody uses. It becomes
     `clip_grad_norm_(xamp.master_params(optimizer), c)`, with the optimizer of `scale_loss` in the same function. Where
-    it cannot be told which that is, a note says so. Levels that keep the parameters need no change.
+    it cannot be told which that is, or a part of a model is clipped, a note says so. Levels that keep the parameters
+    need no change.
     """
 
     name = "clip-masters"
@@ -66,7 +67,8 @@ class Clip(Rule):
         scaled, elsewhere = self._scaled(node, work)
         if elsewhere and scaled is None:
             return  # a branch that does not scale
-        if scaled is None or not re.fullmatch(r"[\w.]+\.parameters\(\)", work.code(arg.value)):
+        receiver = re.fullmatch(r"([\w.]+)\.parameters\(\)", work.code(arg.value))
+        if scaled is None or receiver is None or not _is_whole(work, receiver[1], work.code(scaled)):
             work.say(self, node, Grade.NOTED, _MASTERS)
             return
         masters = work.name("xamp.master_params", node)
@@ -86,24 +88,55 @@ class Clip(Rule):
         return bool(work.found["masters"])
 
     def _scaled(self, node: Node, work: Work) -> tuple[Node | None, bool]:
-        """The optimizer of the last ``scale_loss`` that runs before ``node``, and whether another branch has one."""
+        """The optimizer whose ``scale_loss`` runs before ``node``, and whether another branch has one.
+
+        None where there is none, or where several have not stepped since: then it cannot be told whose gradients are
+        clipped.
+        """
         function = next((each for each in work.source.above(node) if kind(each) == "FunctionDef"), work.source.tree)
         start = work.source.span(node)[0]
-        found, elsewhere = None, False
+        waiting: dict[str, Node | None] = {}
+        elsewhere = False
         for each in work.source.nodes:
-            if kind(each) != "Call" or work.path(each.func) != "apex.amp.scale_loss":
+            if kind(each) != "Call" or work.source.span(each)[0] >= start or function not in work.source.above(each):
                 continue
-            above = list(work.source.above(each))
-            if function not in above:
+            if kind(each.func) == "Attribute" and each.func.attr.value == "step":
+                waiting.pop(work.code(each.func.value), None)
+            elif work.path(each.func) != "apex.amp.scale_loss":
                 continue
-            if _excluded(work, each, node):
+            elif _excluded(work, each, node):
                 elsewhere = True
-            elif work.source.span(each)[0] < start:
+            else:
                 plain, named, _ = arguments(each)
                 arg = plain[1] if len(plain) > 1 else named.get("optimizers")
                 fits = arg is not None and kind(arg.value) in ("Name", "Attribute", "Subscript")
-                found = arg.value if fits and arg is not None else None
-        return found, elsewhere
+                waiting[work.code(arg.value) if arg is not None else ""] = arg.value if fits and arg else None
+        return (next(iter(waiting.values())) if len(waiting) == 1 else None), elsewhere
+
+
+def _is_whole(work: Work, receiver: str, optimizer: str) -> bool:
+    """Whether ``receiver.parameters()`` are all that the optimizer steps on, as far as ``initialize`` tells."""
+    name = receiver.removesuffix(".module")
+    for call in work.source.nodes:
+        if kind(call) != "Call" or work.path(call.func) != "apex.amp.initialize":
+            continue
+        plain, named, _ = arguments(call)
+        arg = plain[0] if plain else named.get("models")
+        models = [work.code(one) for one in _items(arg)]
+        arg = plain[1] if len(plain) > 1 else named.get("optimizers")
+        optimizers = [work.code(one) for one in _items(arg)]
+        if name in models and (len(models), len(optimizers)) != (1, 1):
+            return len(models) == len(optimizers) and optimizers[models.index(name)] == optimizer
+        if any(name.startswith(f"{model}.") for model in models):
+            return False
+    return True
+
+
+def _items(arg: Any) -> list[Node]:
+    """The elements of an argument that is a list or a tuple, or the one thing that stands in place of them."""
+    if arg is None:
+        return []
+    return [each.value for each in arg.value.elements] if kind(arg.value) in ("List", "Tuple") else [arg.value]
 
 
 def _bound(work: Work, node: Any) -> list[Node]:

@@ -6,13 +6,15 @@ import re
 from typing import Any
 
 from xamp.port.rule import Example, Grade, Rule, Target
-from xamp.port.source import Node, kind
+from xamp.port.source import kind
 from xamp.port.work import Work, arguments
 
 __all__ = ["RULES"]
 
 _SET = "torch.set_default_tensor_type"
 _TYPE = re.compile(r"torch\.(?:cuda|npu)\.(\w+Tensor)")
+_ASKS = re.compile(r"is_available|\.type\b|cpu|cuda|npu")
+_OF_CPU = re.compile(r"torch\.\w*Tensor")
 _FORMATS = ("channels_last", "channels_last_3d")
 
 
@@ -61,17 +63,24 @@ class DefaultType(Rule):
         """Whether some call of the file may name a type of the device: then what sets it back is xamp's too."""
         if "default types" not in work.found:
             calls = [each for each in work.source.nodes if kind(each) == "Call" and work.path(each.func) == _SET]
-            texts = [work.code(value) for each in calls for value in _values(work, each.args)]
-            work.found["default types"] = any(_TYPE.search(text) for text in texts)
+            work.found["default types"] = any(not _is_plain(work, each.args) for each in calls)
         return bool(work.found["default types"])
 
 
-def _values(work: Work, args: Any) -> list[Node]:
-    """The arguments of a call, and what the file assigns to them where they are names."""
-    given = [arg.value for arg in args]
-    names = [each for each in given if kind(each) == "Name"]
-    bound = [binding.value for each in names for binding in work.scopes.bindings(each)]
-    return given + [value for value in bound if value is not None]
+def _is_plain(work: Work, args: Any) -> bool:
+    """Whether what a call is given is a type of the CPU, as far as the file says."""
+    waiting: list[Any] = [arg.value for arg in args]
+    values: list[Any] = []
+    while waiting:
+        each = waiting.pop()
+        bound = work.scopes.bindings(each) if kind(each) == "Name" else []
+        if kind(each) == "IfExp":
+            waiting += [each.body, each.orelse]
+        elif bound and all(binding.value is not None and kind(binding.value) != "Name" for binding in bound):
+            waiting += [binding.value for binding in bound]
+        else:
+            values.append(each)
+    return all(_OF_CPU.fullmatch(work.path(each) or work.code(each).strip("'\"")) for each in values)
 
 
 class Layouts(Rule):
@@ -107,7 +116,8 @@ class Layouts(Rule):
 class Ids(Rule):
     """`device_ids` and `output_device` of DistributedDataParallel are given where there is an accelerator.
 
-    On a CPU torch refuses them. What asks for the device already stays.
+    On a CPU torch refuses them. So it is with classes of other libraries that are called so. What asks for the device
+    already stays.
     """
 
     name = "device-ids"
@@ -130,24 +140,26 @@ class Ids(Rule):
     def look(self, node: Any, work: Work) -> None:
         """See :meth:`Rule.look`."""
         path = work.path(node.func)
-        if not (path.startswith("torch.") and path.endswith(".DistributedDataParallel")) or work.is_kept(self, node):
+        is_torchs = path.startswith("torch.") and path.endswith(".DistributedDataParallel")
+        named_so = work.code(node.func).endswith("DistributedDataParallel")  # of a library that hands them on
+        if not (is_torchs or named_so) or path.startswith("apex.") or work.is_kept(self, node):
             return
         plain, named, _ = arguments(node)
-        for arg in (*plain[1:3], named.get("device_ids"), named.get("output_device")):
+        for arg in (*(plain[1:3] if is_torchs else ()), named.get("device_ids"), named.get("output_device")):
             if arg is not None and not self._asks(arg.value, work):
                 self._write(arg.value, work)
 
     def _asks(self, value: Any, work: Work) -> bool:
         """Whether a value, or a test around it, depends on the device already."""
-        if kind(value) == "IfExp" or work.code(value) == "None":
+        if work.code(value) == "None":
             return True
-        tests = [each.test for each in work.source.above(value) if kind(each) == "If"]
-        return any(re.search(r"is_available|\.type\b|\bcpu\b|is_cuda", work.code(test)) for test in tests)
+        tests = [each.test for each in (value, *work.source.above(value)) if kind(each) in ("If", "IfExp")]
+        return any(_ASKS.search(work.code(test)) for test in tests)
 
     def _write(self, value: Any, work: Work) -> None:
         start, end = work.source.span(value)
         asks = f" if {work.name('xamp.is_available', value)}() else None"
-        if kind(value) == "Lambda":
+        if kind(value) in ("Lambda", "IfExp") and not value.lpar:
             work.splice(start, start, "(")
             asks = f"){asks}"
         if getattr(value, "lpar", ()):  # its own brackets stand outside of its span

@@ -23,7 +23,10 @@ _RUNS = {
     *("run", "call", "check_call", "check_output", "Popen", "system", "popen", "getoutput", "getstatusoutput", "which"),
     *("create_subprocess_exec", "create_subprocess_shell", "spawn", "execvp", "execv", "sh", "run_cmd", "exec_command"),
 }
-_LOOKS_UP = ("find_spec", "import_module", "__import__", "find_loader", "importorskip", "is_installed", "require")
+_LOOKS_UP = (
+    *("find_spec", "import_module", "__import__", "find_loader", "importorskip", "is_installed", "require"),
+    *("is_package_available", "_is_package_available"),
+)
 _LISTS = ("install_requires", "extras_require", "setup_requires", "tests_require", "requirements", "dependencies")
 
 
@@ -139,12 +142,27 @@ class Libraries(Rule):
         runs = self._is_run(node, work)
         if kind(work.parent(node)) == "Expr" or (is_spoken(work, node) and not runs):
             return
+        if runs and self._installs(node, text, work):
+            return
         if found := _COMMAND.search(text):
             grade = Grade.UNSUPPORTED if runs or text.startswith(found[0]) else Grade.NOTED
             work.say(self, node, grade, f"{found[0]}: {COMMANDS[found[0]]}")
         for pattern, hint in _TEXTS:
             if pattern.search(text):
                 work.say(self, node, Grade.NOTED, hint)
+
+    def _installs(self, node: Any, text: str, work: Work) -> bool:
+        """``pip install flash-attn``, as one text or as one of a list of words."""
+        calls = (each for each in work.source.above(node) if kind(each) == "Call")
+        words = re.sub(r"[\"',\[\]]+", " ", work.code(next(calls)))
+        if not re.search(r"\b(?:pip[\d.]*|conda|mamba|uv)\b.*\b(?:install|add)\b", words, re.S):
+            return False
+        for found in re.findall(r"[A-Za-z][\w.-]*", text):
+            library = package_of(word := found.removesuffix(".git"))
+            if library is not None and library.modules:
+                work.say(self, node, Grade.UNSUPPORTED, f"{word}: {library.instead}")
+                return True
+        return False
 
     def _is_run(self, node: Any, work: Work) -> bool:
         """Whether a text is, or is part of, what a call starts."""
