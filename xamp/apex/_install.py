@@ -99,7 +99,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not self._decide():
             return None
         if name in _modules.LEFT_OUT or name in _modules.EXTENSIONS:
-            return _refuse(name)
+            _refuse(name)
+            return None
         if name not in _modules.MODULES:
             return None
         package = any(other.startswith(f"{name}.") for other in (*_modules.MODULES, *_modules.LEFT_OUT))
@@ -124,7 +125,9 @@ class _LeftOut(importlib.abc.MetaPathFinder):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
         top, _, rest = name.partition(".")
-        return _refuse(rest) if top == "xamp" and rest in _modules.LEFT_OUT else None
+        if top == "xamp" and rest in _modules.LEFT_OUT:
+            _refuse(rest)
+        return None
 
 
 def _refuse(name: str) -> None:
