@@ -200,10 +200,7 @@ class GradScaler(TorchGradScaler):
     def _check_before_step(self, optimizer: Optimizer, state: OptimizerState) -> None:
         """Unscale, as ``step`` does where the user did not; let a check of a user's subclass count too."""
         earlier: Any = {}
-        if (
-            state.fused.skips_on_device
-            and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device
-        ):
+        if state.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
             earlier = self._check_inf_per_device(optimizer)
         self.unscale_(optimizer)
         if earlier:
