@@ -114,7 +114,8 @@ class Box:
         name = self.wing + ("/" if (ROOT / "xamp" / self.wing).is_dir() else ".py")
         kind = "tool" if self.wing in TOOLS else "core"
         parts = [
-            f'<rect class="{kind}" x="{self.x:.0f}" y="{self.y:.0f}" width="{self.width:.0f}" height="{self.height:.0f}" rx="6"/>',
+            f'<rect class="{kind}" x="{self.x:.0f}" y="{self.y:.0f}" rx="6" '
+            f'width="{self.width:.0f}" height="{self.height:.0f}"/>',
             f'<text class="t" x="{self.x + 10:.0f}" y="{self.y + TITLE:.0f}">{html.escape(name)}</text>',
         ]
         for number, line in enumerate(self.lines, 1):
