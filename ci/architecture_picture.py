@@ -24,6 +24,7 @@ PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, MARGIN, GAP, FLOOR_GAP = 1120, 24, 16, 44
 TITLE, LINE, CHARACTER = 20, 15, 6.1  # heights of a title and a line of modules, width of a character, in pixels
 SHOWN_WITH = {"__main__": "cli"}  # drawn as a part of that wing
+TOOLS = ("cli", "debug", "doctor", "port", "run", "survey", "testing")  # all others are the core: see pyproject.toml
 
 
 def wing_of(module: str) -> str:
@@ -111,8 +112,10 @@ class Box:
     def svg(self) -> str:
         """The box."""
         name = self.wing + ("/" if (ROOT / "xamp" / self.wing).is_dir() else ".py")
+        kind = "tool" if self.wing in TOOLS else "core"
         parts = [
-            f'<rect x="{self.x:.0f}" y="{self.y:.0f}" width="{self.width:.0f}" height="{self.height:.0f}" rx="6"/>',
+            f'<rect class="{kind}" x="{self.x:.0f}" y="{self.y:.0f}" rx="6" '
+            f'width="{self.width:.0f}" height="{self.height:.0f}"/>',
             f'<text class="t" x="{self.x + 10:.0f}" y="{self.y + TITLE:.0f}">{html.escape(name)}</text>',
         ]
         for number, line in enumerate(self.lines, 1):
@@ -124,7 +127,7 @@ class Box:
 def lay_out(rows: Sequence[Sequence[str]]) -> tuple[dict[str, Box], float]:
     """Places each row's boxes side by side, the first row at the top; returns them and the height of the whole."""
     boxes: dict[str, Box] = {}
-    y = float(MARGIN)
+    y = float(MARGIN) + LINE + GAP
     for row in rows:
         share = [max(7, 3 + len(modules_of(wing))) for wing in row]
         free = WIDTH - 2 * MARGIN - GAP * (len(row) - 1)
@@ -140,10 +143,15 @@ def lay_out(rows: Sequence[Sequence[str]]) -> tuple[dict[str, Box], float]:
 
 STYLE = """
 svg { font-family: ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
-rect { fill: #f6f8fb; stroke: #9fb1c7 } .page { fill: #ffffff; stroke: none }
+.core { fill: #eaf1fa; stroke: #8ba6c9 } .tool { fill: #fbf7ee; stroke: #cdbb92 } .page { fill: #ffffff; stroke: none }
 .t { font-size: 14px; font-weight: 600; fill: #14263d } .s { font-size: 11.5px; fill: #3d4f66 }
 .m { font-size: 11px; fill: #5d7391 } path { fill: none; stroke: #7d92ad; stroke-width: 1.3 }
 """
+
+
+def _legend(kind: str, x: float, text: str) -> str:
+    square = f'<rect class="{kind}" x="{x}" y="{MARGIN}" width="{LINE}" height="{LINE}" rx="3"/>'
+    return f'{square}<text class="s" x="{x + LINE + 8}" y="{MARGIN + 12}">{text}</text>'
 
 
 def draw() -> str:
@@ -170,6 +178,8 @@ def draw() -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',
             f"<title>{title}</title><style>{STYLE}</style><defs>{head}</defs>",
             '<rect class="page" width="100%" height="100%"/>',
+            _legend("core", MARGIN, "core: what a training process loads"),
+            _legend("tool", MARGIN + 260, "tools around it; nothing in the core imports one"),
             *ways,
             *(box.svg() for box in boxes.values()),
             "</svg>\n",

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from xamp.sessions.session import StepOutcome, load_state_dict, session, state_dict
     from xamp.sessions.sharding import fsdp_policy
 
-# Pickles of version 0.1.0 name modules that are no more; in this folder their names lead on to where the code is.
-__path__.append(f"{__path__[0]}/pickled/from_0_1")
-
 _HOMES = {
     "accel": ("accel",),
     "apex": ("apex",),

@@ -115,7 +115,7 @@ class ByHandAlone(InRanks):
     """Of a GradScaler's ranks each moves its own scale."""
 
     def sabotage(self, rank: int) -> None:
-        def move(self: Any) -> None:
+        def move(self: Any, flags: Any) -> None:
             self.scaler.update(self.memory.sticky.max() * rank)
 
         ManualEngine.move = move  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from mutants import Mutant, also, patched, registered
 from saturating_chip import SaturatingBackend
+from torch.amp.grad_scaler import OptState
 
 from xamp import policy
 from xamp.policy import Policy
@@ -22,7 +23,7 @@ from xamp.scaling.scale import CollapseWatch, LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import scale_loss
 from xamp.sessions.grad_scaler import GradScaler
-from xamp.sessions.manual_engine import ManualEngine, Stage
+from xamp.sessions.manual_engine import ManualEngine
 
 _update, _enter_block = LossScaler.update, Engine.enter
 _check = Engine._check
@@ -136,13 +137,13 @@ def _whatever_session(call: str, optimizers: Any) -> Any:
     return [optimizer._xamp for optimizer in given], given[0]._xamp.engine
 
 
-def _forgets_that_it_unscaled(self: ManualEngine, use: Any) -> None:
+def _forgets_that_it_unscaled(self: ManualEngine, state: Any, use: Any) -> None:
     """``step`` unscales once more."""
-    _manual_unscale(self, use)
-    use.stage = Stage.READY
+    _manual_unscale(self, state, use)
+    use["stage"] = OptState.READY
 
 
-def _once_for_each(self: ManualEngine) -> None:
+def _once_for_each(self: ManualEngine, flags: Any) -> None:
     """The scale moves once for each optimizer."""
     for index in sorted(self.checked):
         self.scaler.update(self.memory.sticky[index])

@@ -17,7 +17,7 @@ import torch
 from op_entries import anew
 
 from xamp.backends.cpu import CpuBackend
-from xamp.casting.ops.samples import operator
+from xamp.casting.ops.parts import operator
 from xamp.casting.ops.table import LAYERS
 from xamp.contract import RecurrentLayer
 

@@ -10,25 +10,9 @@ from typing import Any
 
 from xamp.accel.dispatch import attribute, call, call_on, find, takes_indices
 from xamp.accel.use import Device, check_device
+from xamp.ground.accel_names import MEMORY
 
-__all__ = [
-    "empty_cache",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_snapshot",
-    "memory_stats",
-    "memory_summary",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
-]
+__all__ = [*MEMORY]
 
 
 def empty_cache() -> None:

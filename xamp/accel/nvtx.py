@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from xamp.accel.use import in_use
+from xamp.ground.accel_names import NVTX
 
-__all__ = ["mark", "range", "range_end", "range_pop", "range_push", "range_start"]
+__all__ = [*NVTX]
 
 _thread = threading.local()  # .open: the ranges that range_push opened, innermost last
 _started: dict[int, Any] = {}  # ranges of range_start, which may end in another thread

@@ -14,20 +14,10 @@ import torch
 
 from xamp.accel.dispatch import call, takes_indices
 from xamp.accel.use import Device, check_device, in_use
+from xamp.ground.accel_names import RANDOM
 from xamp.registry.registry import HOST
 
-__all__ = [
-    "fork_rng",
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-]
+__all__ = ["fork_rng", *RANDOM]
 
 
 @contextlib.contextmanager

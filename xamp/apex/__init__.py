@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from xamp.apex._install import install, uninstall
+from xamp.apex._install import install, tell_left_out, uninstall
 from xamp.apex._modules import LEFT_OUT
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ __all__ = [
 ]
 
 _MORE = ("amp_C", "apex_C", "fused_dense", "mlp", "pyprof")
+
+tell_left_out()
 
 
 def __getattr__(name: str) -> Any:

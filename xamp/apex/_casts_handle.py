@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from xamp.apex import _casts, _functions, _patches
+from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._casts import Casting
-from xamp.apex._state import state
 
 __all__ = ["CastsHandle", "clear_caches", "disable_casts", "start"]
 

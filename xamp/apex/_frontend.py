@@ -12,11 +12,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from xamp.apex import _casts_handle, _handle
+from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._engine import ApexEngine
 from xamp.apex._properties import LEVELS, OVERRIDES, Properties, tell, warn_or_err
 from xamp.apex._scaler import LossScaler
 from xamp.apex._start import Scaling, start_engine
-from xamp.apex._state import state
 from xamp.errors import StateError
 from xamp.ground.log import say
 from xamp.scaling.optimizer import state_of

@@ -3,7 +3,8 @@
 :func:`install` puts a finder in front of Python's. It answers only the names in :data:`xamp.apex._modules.MODULES`,
 each with a module that hands every attribute over to the module of xamp. For a compiled module of Apex that xamp does
 without it raises an error that says what to use. Whether it answers at all is decided when a
-script first imports one of the names: only then the script's own folder is on the path. This module needs no torch.
+script first imports one of the names: only then the script's own folder is on the path. A second finder, behind
+Python's, says the same of ``xamp.apex`` and a name that is left out. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from xamp.apex import _modules, _real
 from xamp.errors import PolicyError
 
-__all__ = ["choice", "install", "is_installed", "uninstall"]
+__all__ = ["choice", "install", "is_installed", "tell_left_out", "uninstall"]
 
 _TOP = ("apex", "amp_C", "apex_C")
 _PREFER = ("real", "xamp")
@@ -98,9 +99,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not self._decide():
             return None
         if name in _modules.LEFT_OUT or name in _modules.EXTENSIONS:
-            if sys._getframe(2).f_globals.get("__name__") == "importlib.util":
-                return None  # a script that asks whether it is there, by importlib.util.find_spec
-            raise _modules.left_out(name)
+            _refuse(name)
+            return None
         if name not in _modules.MODULES:
             return None
         package = any(other.startswith(f"{name}.") for other in (*_modules.MODULES, *_modules.LEFT_OUT))
@@ -113,6 +113,36 @@ class _Finder(importlib.abc.MetaPathFinder):
             if self.real is not None:
                 _log.warning(_told(self.real, self.answers))
         return self.answers
+
+
+class _LeftOut(importlib.abc.MetaPathFinder):
+    """Raises what :func:`xamp.apex._modules.left_out` says for ``import xamp.apex.transformer`` and its like."""
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        top, _, rest = name.partition(".")
+        if top == "xamp" and rest in _modules.LEFT_OUT:
+            _refuse(rest)
+        return None
+
+
+def _refuse(name: str) -> None:
+    """Raise for the import of a name that is left out; return where a script asks by ``importlib.util.find_spec``."""
+    if sys._getframe(3).f_globals.get("__name__") != "importlib.util":
+        raise _modules.left_out(name)
+
+
+_left_out = _LeftOut()
+
+
+def tell_left_out() -> None:
+    """Put the finder for names of ``xamp.apex`` behind Python's, which find none of them."""
+    if _left_out not in sys.meta_path:
+        sys.meta_path.append(_left_out)
 
 
 def _told(real: _real.Installed, answers: bool) -> str:

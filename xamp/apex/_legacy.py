@@ -9,11 +9,11 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.apex import _casts_handle
+from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._engine import ApexEngine, ApexLoss
 from xamp.apex._properties import Properties
 from xamp.apex._scale_loss import scale_loss
 from xamp.apex._start import Scaling, start_engine
-from xamp.apex._state import state
 from xamp.scaling.optimizer import state_of
 from xamp.sessions.set_up import Arguments
 

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from xamp.apex import _rnn
 from xamp.apex._casts import process
-from xamp.apex._lists import LISTS, in_place
-from xamp.apex._wrappers import make_wrapper
+from xamp.apex._lists import CELLS, LISTS, RNNS, in_place
+from xamp.apex._wrappers import CHECK_INPUT, check_input_wrapper, make_wrapper
 from xamp.casting.needs import needs
 from xamp.casting.script import forget_script, tell_script
 from xamp.ground import cache_keys
@@ -92,7 +91,7 @@ class _Patch:
     def install(self, place: _Place) -> None:
         """Replace the function by a wrapper, or an earlier wrapper by one of other kinds."""
         before, self.place = self.made, place
-        maker = _rnn.check_input_wrapper if place.kinds == (_rnn.CHECK_INPUT,) else None
+        maker = check_input_wrapper if place.kinds == (CHECK_INPUT,) else None
         if maker is not None:
             self.made = maker(self.original)
         else:
@@ -206,8 +205,8 @@ def _plan() -> dict[tuple[int, str], _Place]:
     for owner, name, kind, message in _listed():
         if (id(owner), name) not in preferred or not kind.startswith(("lower", "float")):
             add(owner, name, kind, message)
-    add(torch.nn.RNNBase, "check_input", _rnn.CHECK_INPUT)
-    for name in (*_rnn.RNNS, *_rnn.CELLS):
+    add(torch.nn.RNNBase, "check_input", CHECK_INPUT)
+    for name in (*RNNS, *CELLS):
         add(RECURRENT, name, "lower")
     registered = {(id(owner), name) for wanted in _wanted for owner, name, _ in wanted.registrations}
     for owner, name, place in _aliases({key: place for key, place in found.items() if key not in registered}):

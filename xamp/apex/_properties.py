@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from xamp.apex._state import state
+from xamp.apex._amp_state import _amp_state as state
 from xamp.ground.log import say
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE
 

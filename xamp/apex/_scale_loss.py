@@ -1,21 +1,22 @@
-"""``amp.scale_loss``, ``amp.master_params``, and the functions that save and load the loss scales."""
+"""``amp.scale_loss``, and the functions that save and load the loss scales."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from xamp.apex._amp_state import _amp_state as state
+from xamp.apex._amp_state import master_params
 from xamp.apex._engine import ApexEngine, ApexLoss
 from xamp.apex._several import LossOfSeveralCalls
-from xamp.apex._state import state
 from xamp.errors import StateError
 from xamp.ground.log import say
-from xamp.scaling.optimizer import lent_params, state_of
+from xamp.scaling.optimizer import state_of
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import scale_loss as of_sessions
 
@@ -105,11 +106,6 @@ class _Unscaled(contextlib.AbstractContextManager[torch.Tensor]):
 
     def __exit__(self, *_: object) -> None:
         self._engine.after_backward()
-
-
-def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Iterate over the parameters that ``optimizer`` steps: at O2 and O5 the fp32 masters."""
-    return lent_params(optimizer)
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The wrappers that replace listed functions: each casts the arguments where needed, then calls the original.
 
 A wrapper first looks at the types and dtypes of its arguments. Where they show that no cast is needed, it calls the
-original at once, without asking whether casts are on. Each kind of wrapper has this look written out, since a call of
-another function would cost as much as the look. Where the look cannot decide, the rule does. Only then the wrapper asks
-:func:`xamp.apex._casts.here` which casting is in force. So a wrapper that outlives its handle casts nothing.
+original at once, without asking whether casts are on. Where the look cannot decide, the rule does. Only then the
+wrapper asks :func:`xamp.apex._casts.here` which casting is in force. So a wrapper that outlives its handle casts
+nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from xamp.apex._casts import here
 from xamp.apex._rules import CHANGES, Change, banned
 from xamp.ground.compiler import own_code
 
-__all__ = ["make_wrapper"]
+__all__ = ["CHECK_INPUT", "check_input_wrapper", "make_wrapper"]
 
 HALF, BFLOAT16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
 _Call = Callable[..., Any]
+
+CHECK_INPUT = "check_input"
+"""The kind of wrapper for ``RNNBase.check_input``."""
 
 _REFUSING = ("refuse_method", "refuse_function", "banned")
 """The kinds of wrappers that also act while casts are switched off, as in Apex."""
@@ -55,36 +58,22 @@ def make_wrapper(original: _Call, name: str, kinds: tuple[str, ...], message: st
     return functools.wraps(original)(own_code(made))
 
 
-def _lowering(original: _Call, name: str, change: Change) -> _Call:
+def _looking(
+    original: _Call, name: str, change: Change, cast: tuple[torch.dtype, ...] = (), always: bool = False
+) -> _Call:
+    """A wrapper that leaves the decision to the rule where a tensor has a dtype in ``cast``, or two have two dtypes."""
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
-                if value.dtype is FLOAT:
-                    break
-            elif kind is int or value is None or kind is float or kind is bool or kind is str:
-                continue
-            elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
-                break
-        else:
-            return original(*args, **kwargs) if kwargs else original(*args)
-        casting = here()
-        if casting is None or not casting.active:
-            return original(*args, **kwargs)
-        args, kwargs = change(casting, name, args, kwargs)
-        return original(*args, **kwargs)
-
-    return wrapper
-
-
-def _raising(original: _Call, name: str, change: Change, always: bool = False) -> _Call:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        first = None
         for value in (*args, *kwargs.values()) if kwargs else args:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 dtype = value.dtype
-                if dtype is HALF or dtype is BFLOAT16:
+                if dtype is first:
+                    continue
+                if first is not None or dtype in cast:
                     break
+                first = dtype
             elif kind is int or value is None or kind is float or kind is bool or kind is str:
                 continue
             elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
@@ -93,31 +82,6 @@ def _raising(original: _Call, name: str, change: Change, always: bool = False) -
             return original(*args, **kwargs) if kwargs else original(*args)
         casting = here()
         if casting is None or not (casting.active or always):
-            return original(*args, **kwargs)
-        args, kwargs = change(casting, name, args, kwargs)
-        return original(*args, **kwargs)
-
-    return wrapper
-
-
-def _promoting(original: _Call, name: str, change: Change) -> _Call:
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        first = None
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
-                if first is None:
-                    first = value.dtype
-                elif value.dtype is not first:
-                    break
-            elif kind is int or value is None or kind is float or kind is bool or kind is str:
-                continue
-            elif (kind is not tuple and kind is not list) or (value and type(value[0]) is not int):
-                break
-        else:
-            return original(*args, **kwargs) if kwargs else original(*args)
-        casting = here()
-        if casting is None or not casting.active:
             return original(*args, **kwargs)
         args, kwargs = change(casting, name, args, kwargs)
         return original(*args, **kwargs)
@@ -142,7 +106,7 @@ _PLAIN = "({0} is None or (_d := {0}.dtype) is not _H and _d is not _B)"
 def _generated(original: _Call, name: str, change: Change) -> _Call | None:
     """A wrapper of kind ``"float"`` with the signature of ``original``; annotations tell which arguments are tensors.
 
-    It costs half as much as :func:`_raising`, since it packs and unpacks no arguments. None where ``original`` is no
+    It costs half as much as :func:`_looking`, since it packs and unpacks no arguments. None where ``original`` is no
     Python function of ``torch.nn.functional``, or its annotations are incomplete.
     """
     if getattr(original, "__module__", None) != "torch.nn.functional" or hasattr(original, "__wrapped__"):
@@ -232,13 +196,38 @@ def _sequences(original: _Call, name: str, change: Change) -> _Call:
     return wrapper
 
 
+_LOWERING = functools.partial(_looking, cast=(FLOAT,))
+_RAISING = functools.partial(_looking, cast=(HALF, BFLOAT16))
+
 _MAKERS: dict[str, Callable[..., _Call]] = {
-    "lower": _lowering,
-    "lower_fp16": _lowering,
-    "lower_bf16": _lowering,
-    "float": _raising,
-    **dict.fromkeys(_REFUSING, functools.partial(_raising, always=True)),
-    "promote": _promoting,
-    "match": _promoting,
+    "lower": _LOWERING,
+    "lower_fp16": _LOWERING,
+    "lower_bf16": _LOWERING,
+    "float": _RAISING,
+    **dict.fromkeys(_REFUSING, functools.partial(_RAISING, always=True)),
+    "promote": _looking,
+    "match": _looking,
     "sequence": _sequences,
 }
+
+
+def check_input_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the wrapper that replaces ``RNNBase.check_input``, which requires an input of the weights' dtype.
+
+    Apex packed the weights into one flat buffer by arithmetic on addresses, which needs cuDNN's layout, and missed
+    ``nn.RNN``. xamp replaces the attributes of ``torch._VF``, and casts and caches each weight by itself. If the input
+    and the weights will both be cast, the wrapper passes an empty tensor of that dtype. So the original still checks
+    the shapes.
+    """
+
+    @functools.wraps(original)
+    def wrapper(self: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        casting = here()
+        if casting is None or not casting.active:
+            return original(self, input, *args, **kwargs)
+        given, own = input.dtype, self._flat_weights[0].dtype
+        if given is not own and {given, own} == {torch.float32, casting.lower}:
+            input = torch.empty(input.shape, dtype=own, device="meta")
+        return original(self, input, *args, **kwargs)
+
+    return wrapper

@@ -6,6 +6,7 @@ from xamp.registry.registry import require_torch
 
 require_torch(__name__)
 
+from xamp.apex._amp_state import _amp_state, master_params
 from xamp.apex._casts_handle import disable_casts
 from xamp.apex._frontend import initialize
 from xamp.apex._functions import (
@@ -19,8 +20,7 @@ from xamp.apex._functions import (
     register_promote_function,
 )
 from xamp.apex._handle import init
-from xamp.apex._scale_loss import load_state_dict, master_params, scale_loss, state_dict
-from xamp.apex._state import state as _amp_state
+from xamp.apex._scale_loss import load_state_dict, scale_loss, state_dict
 
 __all__ = [
     "_amp_state",

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-from xamp.casting.ops.samples import exists
-from xamp.casting.ops.survey import own_list
+from xamp.casting.ops.parts import exists
 from xamp.casting.ops.table import LAYERS, OWN, REFERENCE, RULES
 from xamp.registry.findings import NOTE, Finding
 from xamp.registry.registry import HOST
+from xamp.survey.survey import own_list
 
 __all__ = ["list_findings"]
 

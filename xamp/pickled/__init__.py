@@ -1,8 +1,4 @@
-"""The names that pickles of managed models contain. These names stay, so that a pickle outlives every move of the code.
-
-Pickles of version 0.1.0 name ``xamp._forward``, ``xamp._containers`` and ``xamp._masters``. Those modules stand in the
-folder ``from_0_1`` and hold nothing but these names.
-"""
+"""The names that pickles of managed models contain. These stay, so that a pickle outlives every move of the code."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from xamp.ground.accel_names import CLASSES, DEVICES, MEMORY, NVTX, RANDOM, STREAMS
 from xamp.ground.torch_private.originals import DEVICE_CONTEXT, STORAGE_BASE
 
 __all__ = ["ANSWERED", "ASKED", "REFUSED", "ROWS", "TENSOR_TYPES", "Row"]
@@ -118,45 +119,7 @@ ROWS = (
     Row("torch.nn:SyncBatchNorm", ("forward",), "sync_batch_norm", ""),
 )
 
-_RANDOM = (
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-)
-_MEMORY = (
-    "empty_cache",
-    "max_memory_allocated",
-    "max_memory_cached",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_cached",
-    "memory_reserved",
-    "memory_snapshot",
-    "memory_stats",
-    "memory_summary",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
-)
-ANSWERED = {
-    "functions": (
-        *("set_device", "current_device", "synchronize", "ipc_collect", "init", "is_current_stream_capturing"),
-        *("stream", "current_stream", "default_stream", "set_stream", "get_device_name"),
-        *_RANDOM,
-        *_MEMORY,
-    ),
-    "classes": ("Stream", "Event", "StreamContext", "device", "device_of"),
-    "nvtx": ("mark", "range", "range_end", "range_pop", "range_push", "range_start"),
-}
+ANSWERED = {"functions": (*DEVICES, *STREAMS, *RANDOM, *MEMORY), "classes": CLASSES, "nvtx": NVTX}
 """Names of torch.cuda (or torch.npu) that :mod:`xamp.accel` answers; ``nvtx`` are those of torch.cuda.nvtx."""
 
 ASKED = ("is_available", "device_count", "is_bf16_supported")

@@ -1,25 +1,32 @@
-"""``GradScaler``: the interface of ``torch.cuda.amp.GradScaler`` on the engine that serves ``initialize`` too.
+"""``GradScaler``: torch's own, on the engine that serves ``initialize`` too.
 
-This module checks the arguments and keeps the scaler's settings. The engine is in :mod:`xamp.sessions.manual_engine`
-and is made on the device of the first loss. ``unscale_`` raises the sticky flag of an optimizer, ``step`` skips if that
-flag is raised, and ``update`` moves the scale by the flags of all optimizers.
+It is a subclass of torch's oldest GradScaler, for scripts and libraries ask ``isinstance``, and subclasses override
+methods with names that begin with an underscore: these are called as torch calls them. The engine is in
+:mod:`xamp.sessions.manual_engine` and is made on the device of the first loss. ``unscale_`` raises the sticky flag of
+an optimizer, ``step`` skips if that flag is raised, and ``update`` moves the scale by the flags of all optimizers.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
+from torch.cuda.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE, Request
+from xamp.registry import device_in_use
 from xamp.scaling import distributed
+from xamp.scaling.fused import honours_found_inf
 from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
+from xamp.scaling.step import OptimizerState
 from xamp.scaling.unprofiled import bound_step
 from xamp.sessions import formats, metrics
 from xamp.sessions.grad_scaler_arguments import (
@@ -30,15 +37,16 @@ from xamp.sessions.grad_scaler_arguments import (
     one_element,
     scaler_number,
 )
-from xamp.sessions.manual_engine import ManualEngine, Stage, has_nothing_to_do, sharing
+from xamp.sessions.manual_engine import ManualEngine, Use, sharing
 
 __all__ = ["GradScaler"]
 
-# Methods of torch's GradScaler that the engine does not call. An override in a subclass would have no effect, silently.
-_NOT_CALLED = ("_check_inf_per_device", "_maybe_opt_step", "_unscale_grads_")
+
+def _unused() -> Use:
+    return {"stage": OptState.READY, "found_inf_per_device": {}, "state": None}
 
 
-class GradScaler:
+class GradScaler(TorchGradScaler):
     """Scales losses by hand, with the methods, names and numbers of ``torch.cuda.amp.GradScaler``, on any device.
 
     ::
@@ -84,6 +92,7 @@ class GradScaler:
         growth_interval: int = Request.growth_interval,
         enabled: bool = True,
     ) -> None:
+        # torch's own __init__ warns that its name is old, and switches itself off where that name's device is missing.
         spelt: object = enabled
         self._enabled = boolean("enabled", spelt, call="GradScaler") is True if isinstance(spelt, str) else bool(spelt)
         self._init_scale, self._growth_interval = init_scale, growth_interval
@@ -93,15 +102,7 @@ class GradScaler:
         self._init_growth_tracker = 0
         self._lowest_set = self._init_scale
         self._engine: ManualEngine | None = None  # made when the device is known
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        own = [name for name in _NOT_CALLED if name in cls.__dict__]
-        if own:
-            raise PolicyError(
-                f"class {cls.__name__}(GradScaler): overrides {', '.join(own)}, which this scaler does not call. "
-                "Override scale, unscale_, step or update instead."
-            )
+        self._per_optimizer_states: defaultdict[int, Use] = defaultdict(_unused)
 
     def _check_arguments(self) -> None:
         self._init_scale = scaler_number("init_scale", self._init_scale)
@@ -135,17 +136,19 @@ class GradScaler:
         if not self._enabled:
             return
         engine = self._require("unscale_")
-        use = engine.use_of(optimizer, "unscale_")
-        if use.stage is Stage.UNSCALED:
+        state, use = self._use(engine, optimizer, "unscale_")
+        if use["stage"] is OptState.UNSCALED:
             raise StateError("unscale_() has already been called on this optimizer since the last update().")
-        if use.stage is Stage.STEPPED:
+        if use["stage"] is OptState.STEPPED:
             raise StateError("unscale_() is being called after step().")
-        if any((g := p.grad) is not None and g.dtype is torch.float16 for p in use.state.gradients.stepped):
+        if any((g := p.grad) is not None and g.dtype is torch.float16 for p in state.gradients.stepped):
             raise PolicyError(
                 "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
                 "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
             )
-        engine.unscale(use)
+        found = self._unscale_grads_(optimizer, engine.scaler.inverse, state.sticky, False)
+        if found is not use["found_inf_per_device"]:
+            engine.take_flags(state, use, found)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
@@ -165,29 +168,43 @@ class GradScaler:
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 self._has_told.tell_off(sharing(self.process_group, params), params)
             return optimizer.step(*args, **kwargs)
-        use = self._require("step").use_of(optimizer, "step")
-        if use.stage is Stage.STEPPED:
+        state, use = self._use(self._require("step"), optimizer, "step")
+        if use["stage"] is OptState.STEPPED:
             raise StateError("step() has already been called since the last update().")
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise StateError("Closure use is not currently supported if GradScaler is enabled.")
-        if use.stage is Stage.READY:
-            self.unscale_(optimizer)
-        if not use.checked and not has_nothing_to_do(use, optimizer):
+        if use["stage"] is OptState.READY:
+            self._check_before_step(optimizer, state)
+        nothing = not use["found_inf_per_device"]
+        if nothing and not (honours_found_inf(optimizer) and all(p.grad is None for p in state.gradients.stepped)):
             raise NothingChecked(
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
         try:
-            step = bound_step(optimizer.step)
-            if use.checked:
-                return use.state.step(step, args, kwargs)
-            use.state.outcomes.last = None
-            return step(*args, **kwargs)
+            if nothing:
+                state.outcomes.last = None
+                return bound_step(optimizer.step)(*args, **kwargs)
+            if state.fused.skips_on_device:  # torch calls _maybe_opt_step where the host decides
+                return state.step(bound_step(optimizer.step), args, kwargs)
+            result = self._maybe_opt_step(optimizer, use, *args, **kwargs)
+            if state.gradients.ready:  # a method of a subclass has stepped or skipped, by the same flag
+                state.step(lambda: None, (), {})
+            return result
         finally:
-            if not use.state.gradients.ready:  # still ready: the optimizer raised before the step was over
-                use.stage = Stage.STEPPED
-            if use.state.outcomes.last is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            if not state.gradients.ready:  # still ready: the optimizer raised before the step was over
+                use["stage"] = OptState.STEPPED
+            if state.outcomes.last is StepOutcome.SKIPPED and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler reads it, and else warns
+
+    def _check_before_step(self, optimizer: Optimizer, state: OptimizerState) -> None:
+        """Unscale, as ``step`` does where the user did not; let a check of a user's subclass count too."""
+        earlier: Any = {}
+        if state.fused.skips_on_device and type(self)._check_inf_per_device is not GradScaler._check_inf_per_device:
+            earlier = self._check_inf_per_device(optimizer)
+        self.unscale_(optimizer)
+        if earlier:
+            self._require("step").take_flags(state, self._per_optimizer_states[id(optimizer)], earlier)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
@@ -208,12 +225,15 @@ class GradScaler:
             self._lowest_set = min(self._lowest_set, number)
             self._follow_rules(engine.scaler)
             engine.scaler.fill(engine.scaler.rules.within(number))
-        elif not engine.checked:
-            raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
         else:
+            uses = self._per_optimizer_states.values()
+            flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
+            if not (flags or engine.checked):
+                raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
             self._follow_rules(engine.scaler)
-            engine.move()
-        engine.finish()
+            engine.move(flags)
+        self._per_optimizer_states = defaultdict(_unused)
+        engine.finish()  # last: where this is interrupted, it runs again, and the scale has moved
 
     # ---------------------------------------------------------------- what it knows
 
@@ -248,7 +268,9 @@ class GradScaler:
         """
         if not self._enabled or self._engine is None:
             return metrics.collect(None, (), wait=wait, scale=self.get_scale())
-        return metrics.collect(self._engine, self._engine.states, wait=wait, scaled=self._engine.holds_scaled)
+        states = self._engine.states
+        ready = any(self._per_optimizer_states[id(each.optimizer)]["stage"] is OptState.READY for each in states)
+        return metrics.collect(self._engine, states, wait=wait, scaled=self._engine.began and ready)
 
     def get_scale(self) -> float:
         """Return the scale; 1.0 where disabled. Waits for the device."""
@@ -274,43 +296,19 @@ class GradScaler:
     def max_loss_scale(self, ceiling: float) -> None:
         self._ceiling = scaler_number("max_loss_scale", ceiling)
 
-    def get_growth_factor(self) -> float:
-        """Return the factor by which the scale is multiplied when it grows."""
-        return self._growth_factor
-
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor to ``new_factor``, which is above 0. A factor of 1 stops the growth."""
         self._growth_factor = scaler_number("growth_factor", new_factor, low=0)
-
-    def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale is multiplied after an overflow."""
-        return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor to ``new_factor``."""
         self._backoff_factor = scaler_number("backoff_factor", new_factor, high=LARGEST_SCALE)
 
-    def get_growth_interval(self) -> int:
-        """Return the number of clean updates after which the scale grows."""
-        return self._growth_interval
-
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval to ``new_interval``, a number of clean updates."""
         self._growth_interval = int(scaler_number("growth_interval", new_interval))
 
-    def is_enabled(self) -> bool:
-        """Return whether the scaler is enabled."""
-        return self._enabled
-
     # ---------------------------------------------------------------- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of torch's GradScaler; empty where disabled. Waits for the device."""
-        if not self._enabled:
-            return {}
-        factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        saved = formats.SavedScale(self.get_scale(), self._get_growth_tracker(), True, factors)
-        return formats.write_foreign(saved, "torch")
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load a state of this GradScaler, of torch's or torch_npu's, or of apex.amp or xamp with one loss scale.
@@ -346,13 +344,12 @@ class GradScaler:
             self._engine.outdate_losses()
 
     def __getstate__(self) -> dict[str, Any]:
-        uses = () if self._engine is None else self._engine.uses.values()
-        if any(use.stage is not Stage.READY for use in uses):
+        if any(use["stage"] is not OptState.READY for use in self._per_optimizer_states.values()):
             raise NothingChecked(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        state = {**self.__dict__, "_engine": None}
+        state = {**self.__dict__, "_engine": None, "_per_optimizer_states": defaultdict(_unused)}
         state.pop("process_group", None)  # exists in this process only
         state.pop("_has_told", None)
         if self._engine is not None:
@@ -367,7 +364,7 @@ class GradScaler:
         return None if self._engine is None else self._engine.scaler.factor
 
     @_scale.setter
-    def _scale(self, scale: float | torch.Tensor) -> None:
+    def _scale(self, scale: torch.Tensor | None) -> None:
         number = scaler_number("_scale", one_element(scale))
         self._lowest_set = min(self._lowest_set, number)
         if self._engine is None:
@@ -376,20 +373,43 @@ class GradScaler:
             self._follow_rules(self._engine.scaler)
             self._engine.scaler.fill(number)
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, torch.Tensor]:
-        """Return, by device, the sticky flag itself (1.0: overflow), so that ranks can share it before a step."""
-        engine = self._require("_found_inf_per_device")
-        return {engine.device: engine.use_of(optimizer, "_found_inf_per_device").state.sticky}
-
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
-        """Clean updates since the scale last moved, on the device; None before the first loss."""
+        """Clean updates since the scale last moved, on the device. It can be written to. None before the first loss."""
         return None if self._engine is None else self._engine.scaler.growth_tracker
 
-    def _get_growth_tracker(self) -> int:
-        if not self._enabled:
-            return 0
-        return self._init_growth_tracker if self._engine is None else int(self._engine.scaler.growth_tracker)
+    @_growth_tracker.setter
+    def _growth_tracker(self, count: torch.Tensor | None) -> None:
+        self._init_growth_tracker = int(count or 0)
+        if self._engine is not None:
+            self._engine.scaler.growth_tracker.fill_(self._init_growth_tracker)
+
+    @property
+    def _device(self) -> str:  # type: ignore[override]  # torch's can be set, to no effect
+        """The type of the device, to which torch compares that of a new scale."""
+        return device_in_use.device_type() if self._engine is None else self._engine.device.type
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        scaler = self._require(funcname).scaler
+        return scaler.factor, scaler.growth_tracker
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """Unscale and check; what is called with another scale or flag than the scaler's own, torch does."""
+        engine = self._require("_unscale_grads_")
+        use = self._per_optimizer_states[id(optimizer)]
+        state = use["state"] or engine.state_for(optimizer, "_unscale_grads_")
+        if inv_scale is not engine.scaler.inverse or found_inf is not state.sticky:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        engine.unscale(state, use)
+        flags: dict[torch.device, torch.Tensor] = use["found_inf_per_device"]
+        return flags
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: Use, *args: Any, **kwargs: Any) -> Any:
+        """Step, or skip the step by the flag of the optimizer."""
+        state: OptimizerState = optimizer_state["state"]
+        return state.step(bound_step(optimizer.step), args, kwargs)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the engine on ``dev``."""
@@ -424,6 +444,12 @@ class GradScaler:
         self._engine.process_group = self.process_group
         self._engine.begin()
         return self._engine.scaler.factor
+
+    def _use(self, engine: ManualEngine, optimizer: Optimizer, call: str) -> tuple[OptimizerState, Use]:
+        """Return what the engine keeps of ``optimizer``, and what was called for it since the last ``update``."""
+        use = self._per_optimizer_states[id(optimizer)]
+        state = use["state"] = engine.state_for(optimizer, call)
+        return state, use
 
     def _require(self, call: str) -> ManualEngine:
         if self._engine is None:

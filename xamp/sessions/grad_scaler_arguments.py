@@ -57,7 +57,7 @@ def scaler_number(name: str, value: object, low: float | None = None, high: floa
     )
 
 
-def one_element(value: float | torch.Tensor) -> object:
+def one_element(value: float | torch.Tensor | None) -> object:
     """Return the number that ``update`` was given; a tensor must have one element and need no gradient."""
     if not isinstance(value, torch.Tensor):
         return value

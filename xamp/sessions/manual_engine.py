@@ -7,11 +7,11 @@ It does not change the optimizers and holds them weakly, so they may come and go
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,7 +21,7 @@ from xamp.policy import LEVELS, Request, compile_policy
 from xamp.registry import registry
 from xamp.scaling import distributed
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedForm, honours_found_inf
+from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.rank_groups import widest
 from xamp.scaling.rank_settings import ScalerSettings
@@ -29,37 +29,16 @@ from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session
 
-__all__ = ["ManualEngine", "Stage", "Use", "has_nothing_to_do", "sharing"]
+__all__ = ["ManualEngine", "Use", "sharing"]
 
 _SLOTS = 4  # number of optimizers for which the device state has room at first
 
 
-class Stage(enum.Enum):
-    """What the user has called for an optimizer since the last ``update``: nothing, ``unscale_``, ``step``."""
+Use = dict[str, Any]
+"""What torch's GradScaler keeps of one optimizer since the last ``update``: ``"stage"`` and ``"found_inf_per_device"``.
 
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
-@dataclasses.dataclass
-class Use:
-    """One optimizer in the current iteration.
-
-    Attributes:
-        state: what the engine keeps for the optimizer.
-        stage: what was called for it since the last ``update``.
-        checked: its gradients were checked since then; False where it had none.
-    """
-
-    state: OptimizerState
-    stage: Stage = Stage.READY
-    checked: bool = False
-
-
-def has_nothing_to_do(use: Use, optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is fused and has no gradient at all. torch's scaler accepts such a step."""
-    return honours_found_inf(optimizer) and all(p.grad is None for p in use.state.gradients.stepped)
+Under ``"state"`` it has the engine's state of the optimizer too.
+"""
 
 
 def sharing(process_group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
@@ -75,9 +54,9 @@ class ManualEngine(Engine):
         process_group: see :func:`xamp.initialize`.
 
     Attributes:
-        uses: optimizer -> :class:`Use`.
         checked: indices of the optimizers whose gradients were checked since the last update. A new optimizer gets none
             of these indices before the next update, so that the flag of an optimizer that is gone by then still counts.
+        began: a loss was scaled since the last update.
     """
 
     moves_before_step = False
@@ -85,7 +64,7 @@ class ManualEngine(Engine):
     def __init__(self, device: torch.device, process_group: Any) -> None:
         policy = compile_policy(Request(), LEVELS["O1"], tuple(ops.OP_POLICIES))
         backend = registry.resolve("auto", device.type)
-        self.uses: Any = WeakIdKeyDictionary()
+        self._state_of: Any = WeakIdKeyDictionary()  # by optimizer
         self.checked: set[int] = set()
         super().__init__(policy, backend, device, [], process_group=process_group)
         self._fused = backend.capabilities(device).fused_optimizers  # here, for it may wait for trials: no step does
@@ -94,59 +73,52 @@ class ManualEngine(Engine):
         self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
         self._factors = [self.scaler.factor]
         self._known_version = self.scaler.factor._version  # when the engine last looked at it
-        self._began = False  # a loss was scaled since the last update
+        self.began = False
         self._finished_updates = self.scaler.updates  # moves of the scale of which the iteration has ended
 
     @property
     def states(self) -> list[OptimizerState]:
         """The states of the optimizers that are alive. A stored list would keep the parameters of dead ones alive."""
-        return [use.state for use in self.uses.values()]
+        return list(self._state_of.values())
 
     @property
     def scaler(self) -> LossScaler:
         """The one loss scale."""
         return self.scalers[0]
 
-    @property
-    def holds_scaled(self) -> bool:
-        """Whether a loss was scaled since the last update, and some optimizer's gradients are not unscaled yet."""
-        return self._began and any(use.stage is Stage.READY for use in self.uses.values())
-
     def begin(self) -> None:
         """Clear the device's overflow flag before the first loss after an update is scaled."""
-        if not self._began:
+        if not self.began:
             self.backend.clear_overflow(self.device)
-            self._began = True
+            self.began = True
 
-    def use_of(self, optimizer: Optimizer, call: str) -> Use:
-        """Return the :class:`Use` of ``optimizer``, up to date with its groups.
+    def state_for(self, optimizer: Optimizer, call: str) -> OptimizerState:
+        """Return the state of ``optimizer``, up to date with its groups.
 
         Raises:
             StateError: ``initialize`` manages the optimizer.
             PolicyError: it is not an optimizer.
         """
         try:
-            use: Use | None = self.uses.get(optimizer)
+            state: OptimizerState | None = self._state_of.get(optimizer)
             iter(optimizer.param_groups)
         except (AttributeError, TypeError) as error:
             raise PolicyError(
                 f"GradScaler.{call}({type(optimizer).__name__}): must be given an optimizer, or what has its "
                 f"param_groups and step and can be referred to weakly: {error}."
             ) from None
-        if use is None or state_of(optimizer) is not None:
+        if state is None or state_of(optimizer) is not None:
             self._refuse_managed(optimizer, call)
-        if use is None:
-            use = Use(self._new_state(optimizer))
-            self.uses[optimizer] = use
+        if state is None:
+            state = self._state_of[optimizer] = self._new_state(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        held = use.state.gradients.stepped
+        held = state.gradients.stepped
         if len(params) != len(held) or any(a is not b for a, b in zip(params, held, strict=True)):
-            use.state.find_parameters()
-        return use
+            state.find_parameters()
+        return state
 
-    def unscale(self, use: Use) -> None:
+    def unscale(self, state: OptimizerState, use: Use) -> None:
         """Unscale and check the gradients of one optimizer. After an error half-way they are dropped."""
-        state = use.state
         if distributed.is_running() and not self._scaler_settings.is_settled:
             self._compare_settings(state.gradients.stepped)
         try:
@@ -155,14 +127,27 @@ class ManualEngine(Engine):
             for group in self._deciders(state) if distributed.is_running() else ():
                 distributed.share_overflow(state.sticky, group)
             state.fresh = False
-            if state.gradients.ready:
-                self.checked.add(state.index)
-            use.stage, use.checked = Stage.UNSCALED, state.gradients.ready
+            self._note_checked(state, use, {self.device: state.sticky} if state.gradients.ready else {})
         except BaseException:
-            if use.stage is Stage.READY:  # nobody can tell which of them are unscaled
+            if use["stage"] is OptState.READY:  # nobody can tell which of them are unscaled
                 state.forget_backwards()
                 self.checked.discard(state.index)
             raise
+
+    def take_flags(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
+        """Take in what a method of a user's subclass found, by device. Where it left the gradients scaled, they are."""
+        for flag in found.values():
+            if flag is not state.sticky:
+                torch.maximum(state.sticky, flag.to(self.device, non_blocking=True), out=state.sticky)
+        if use["stage"] is OptState.READY:
+            state.fresh, state.gradients.ready = False, len(found) > 0
+            state.gradients.used[self.scaler.index] = self.scaler.updates
+            self._note_checked(state, use, found)
+
+    def _note_checked(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
+        if found:
+            self.checked.add(state.index)
+        use.update(stage=OptState.UNSCALED, found_inf_per_device=dict(found))
 
     def _compare_settings(self, params: Sequence[torch.Tensor]) -> None:
         """Compare with the scalers of the ranks that share ``params``; ranks that share none may have any."""
@@ -190,18 +175,24 @@ class ManualEngine(Engine):
     def move_scales(self, state: OptimizerState) -> None:
         """Do nothing: the scale moves after the step, in :meth:`move`."""
 
-    def move(self) -> None:
-        """Back off or grow the scale by the sticky flags of all optimizers, once until :meth:`finish` is done."""
+    def move(self, flags: Iterable[torch.Tensor]) -> None:
+        """Back off or grow the scale, once until :meth:`finish` is done.
+
+        Args:
+            flags: the overflow flags that count, besides the sticky flags of all optimizers.
+        """
         if self.scaler.updates is self._finished_updates:
-            self.scaler.update(self.memory.sticky.max())
+            found = self.memory.sticky.max()
+            for flag in flags:
+                if flag._base is not self.memory.values:  # else it is a sticky flag
+                    found = torch.maximum(found, flag.to(self.device, non_blocking=True))
+            self.scaler.update(found)
 
     def finish(self) -> None:
         """End the iteration, after the scale has moved or was set. Where this was interrupted, it runs again."""
         self.outdate_losses()
         self.memory.lower_flags()
-        for use in self.uses.values():
-            use.stage, use.checked = Stage.READY, False
-        self._began = False
+        self.began = False
         self.checked, self._finished_updates = set(), self.scaler.updates  # one line, so that both are done or none
 
     def outdate_losses(self) -> None:
@@ -227,7 +218,7 @@ class ManualEngine(Engine):
             )
 
     def _new_state(self, optimizer: Optimizer) -> OptimizerState:
-        taken = {use.state.index for use in self.uses.values()} | self.checked
+        taken = {state.index for state in self.states} | self.checked
         index = next(i for i in range(len(taken) + 1) if i not in taken)
         if index >= len(self.memory.flags):
             self._make_room()
@@ -244,6 +235,6 @@ class ManualEngine(Engine):
         self.scaler.live_in(new)
         self._factors.append(self.scaler.factor)
         self._known_version = self.scaler.factor._version
-        for use in self.uses.values():
-            use.state.outcomes.observe_all()
-            use.state.live_in(new)
+        for state in self.states:
+            state.outcomes.observe_all()
+            state.live_in(new)

@@ -16,10 +16,11 @@ from torch import nn
 
 import xamp
 from xamp.casting.ops.fixed_dtype import fixed
-from xamp.casting.ops.observe import attempt, expected
-from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
+from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.policy import best_level
+from xamp.survey.observe import attempt, expected
+from xamp.survey.samples import Call, Sample, samples
 from xamp.testing import foreign
 from xamp.testing.lane import Lane
 from xamp.testing.processes import command, environment

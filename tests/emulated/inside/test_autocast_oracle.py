@@ -10,8 +10,8 @@ import torch
 from gpu_kernels import GPU_KERNELS
 
 from xamp.backends.npu.chips import Chip
-from xamp.casting.ops.observe import observe
-from xamp.casting.ops.samples import HERE
+from xamp.casting.ops.parts import HERE
+from xamp.survey.observe import observe
 
 # What CUDA's list has and torch_npu's has not.
 ONLY_CUDA = {

@@ -15,9 +15,9 @@ from torch import nn
 
 from xamp.apex import _functions as functions
 from xamp.apex import _handle, _patches
+from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._casts_handle import disable_casts
 from xamp.apex._handle import AmpHandle, NoOpHandle, init
-from xamp.apex._state import state
 
 square = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 

@@ -12,9 +12,9 @@ from apex_casts import BF16, FP16, FP32, FP64, casts, stop
 from torch import nn
 
 from xamp.apex import _patches
+from xamp.apex._amp_state import _amp_state as state
 from xamp.apex._casts_handle import disable_casts
 from xamp.apex._handle import init
-from xamp.apex._state import state
 
 square = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
 

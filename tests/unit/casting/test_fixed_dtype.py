@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import xamp
 from xamp.casting.needs import needs
-from xamp.casting.ops.survey import survey
 from xamp.contract import RecurrentLayer
+from xamp.survey.survey import survey
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LAYERS: dict[str, Callable[..., Any]] = {

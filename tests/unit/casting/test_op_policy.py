@@ -29,10 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xamp
 from xamp.casting import ops, registered
 from xamp.casting.ops import parts
-from xamp.casting.ops.observe import expected
-from xamp.casting.ops.samples import HERE, Call, Sample, operator, samples
+from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import RULES
 from xamp.errors import StateError
+from xamp.survey.observe import expected
+from xamp.survey.samples import Call, Sample, samples
 
 FP64 = torch.float64
 ON_CPU = [name for name in HERE if name not in GPU_KERNELS]
@@ -436,7 +437,7 @@ def test_a_native_region_does_what_autocast_does(overload: str, level: str) -> N
 
 def test_a_native_session_installs_nothing() -> None:
     code = (
-        "import torch, xamp; from xamp.casting.ops.samples import operator\n"
+        "import torch, xamp; from xamp.casting.ops.parts import operator\n"
         "key = lambda: len(torch._C._dispatch_get_registrations_for_dispatch_key('AutocastCPU'))\n"
         "before = key()\n"
         "xamp.initialize(torch.nn.Linear(1, 1), level='O4', op_policy='native', backend='cpu', verbosity=0)\n"

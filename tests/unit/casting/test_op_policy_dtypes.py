@@ -13,10 +13,11 @@ from table_ops import BF16, FP16, FP32, LOWER, assert_equal, gradients, region
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from xamp.casting.ops.observe import Observed, attempt
+from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.portable import additions
-from xamp.casting.ops.samples import HERE, operator, samples
 from xamp.casting.ops.table import RULES
+from xamp.survey.observe import Observed, attempt
+from xamp.survey.samples import samples
 
 FP64, FP8 = torch.float64, torch.float8_e4m3fn
 OTHER = {FP16: BF16, BF16: FP16}

@@ -11,8 +11,9 @@ import torch
 from forked_python import python
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from xamp.casting.ops.parts import operator
 from xamp.casting.ops.portable import PLAIN
-from xamp.casting.ops.samples import operator, samples
+from xamp.survey.samples import samples
 
 WORKER = Path(__file__).resolve().parents[2] / "support" / "foreign_code.py"
 

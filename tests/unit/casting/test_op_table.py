@@ -11,10 +11,11 @@ import torch
 from gpu_kernels import GPU_KERNELS
 
 from xamp.casting.ops import fixed_dtype
-from xamp.casting.ops import observe as observing
-from xamp.casting.ops.observe import attempt, expected, has_entry, is_present, observe
-from xamp.casting.ops.samples import HERE, operator, samples
+from xamp.casting.ops.parts import HERE, operator
 from xamp.casting.ops.table import OWN, RULES, Rule
+from xamp.survey import observe as observing
+from xamp.survey.observe import attempt, expected, has_entry, is_present, observe
+from xamp.survey.samples import samples
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LAYERS = {f"{layer}.{kind}" for layer in ("gru", "lstm", "rnn_relu", "rnn_tanh") for kind in ("data", "input")}

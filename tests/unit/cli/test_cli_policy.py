@@ -18,15 +18,15 @@ from site_packages import ROOT, plain_environment
 from torch_versions import MINIMUM
 
 import xamp
-from xamp.casting.ops.observe import is_present
-from xamp.casting.ops.samples import HERE
-from xamp.casting.ops.survey import _kind
+from xamp.casting.ops.parts import HERE
 from xamp.casting.ops.table import LAYERS, RULES
 from xamp.cli import main, policy
 from xamp.cli._policy_diff import compare
 from xamp.cli._policy_text import render_diff, render_show
 from xamp.contract import Backend, BackendSpec
 from xamp.registry.registry import BUILT_INS, REGISTRY, Registry
+from xamp.survey.observe import is_present
+from xamp.survey.survey import _kind
 
 DEVICES = ("cpu", "cuda", "mps", "xpu")
 SERVED = ", ".join(sorted({kind for spec in REGISTRY.specs() for kind in spec.device_types}))

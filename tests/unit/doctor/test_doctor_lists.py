@@ -10,14 +10,14 @@ import torch
 from site_packages import distribution, doctor_finds
 
 import xamp
-from xamp.casting.ops.observe import has_entry
-from xamp.casting.ops.samples import HERE
-from xamp.casting.ops.survey import own_list
+from xamp.casting.ops.parts import HERE
 from xamp.casting.ops.table import LAYERS, OWN, RULES
 from xamp.cli._doctor_text import render, report
 from xamp.doctor import lists
 from xamp.doctor.lists import list_findings
 from xamp.registry.findings import NOTE, Finding
+from xamp.survey.observe import has_entry
+from xamp.survey.survey import own_list
 
 version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 WRITTEN_FROM = (2, 13)

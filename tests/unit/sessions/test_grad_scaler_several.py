@@ -47,7 +47,7 @@ def test_many_optimizers_are_told_apart(lane: Lane) -> None:
     optimizers = [SGD([w], lr=0.125) for w in weights]
     for weight, optimizer in zip(weights, optimizers, strict=True):
         scaler.scale(weight.sum()).backward()
-        if len(scaler._engine.uses) in (1, 6):  # type: ignore[union-attr]
+        if len(scaler._engine.states) in (1, 6):  # type: ignore[union-attr]
             spoil([weight])
         scaler.step(optimizer)
     found = [scaler.last_step[optimizer].name for optimizer in optimizers]

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import xamp
-from xamp.errors import PolicyError
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -303,10 +302,109 @@ def test_the_scale_may_be_assigned_as_many_scripts_do() -> None:
     assert float(scaler.scale(torch.ones(()))) == 128.0
 
 
-@pytest.mark.parametrize("name", ["_maybe_opt_step", "_unscale_grads_", "_check_inf_per_device"])
-def test_a_subclass_that_would_be_ignored_is_refused(name: str) -> None:
-    with pytest.raises(PolicyError, match=f"overrides {name}, which this scaler does not call. Override scale"):
-        type("Mine", (xamp.GradScaler,), {name: lambda self: None})
+def test_it_is_torchs() -> None:
+    for enabled in (True, False):
+        scaler = xamp.GradScaler(enabled=enabled)
+        assert isinstance(scaler, torch.cuda.amp.GradScaler)
+        assert isinstance(scaler, torch.amp.GradScaler)
+        assert scaler.is_enabled() is enabled
+
+
+def hands_on(base: Any) -> Any:
+    """Calls the methods of the base, and notes in which order it was called itself."""
+
+    class Notes(base):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.calls: list[str] = []
+
+        def _unscale_grads_(self, *args: Any) -> Any:
+            self.calls.append("unscale")
+            return super()._unscale_grads_(*args)
+
+        def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append("step")
+            return super()._maybe_opt_step(*args, **kwargs)
+
+    return Notes
+
+
+def does_all(base: Any) -> Any:
+    """Unscales and steps by itself, and gives the flags that it found."""
+
+    class Own(base):  # type: ignore[misc]
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+            del allow_fp16
+            flag = torch.zeros_like(found_inf)
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad.mul_(inv_scale)
+                flag = torch.maximum(flag, (~param.grad.isfinite().all()).float())
+            return {flag.device: flag}
+
+        def _maybe_opt_step(self, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(flag.item() for flag in optimizer_state["found_inf_per_device"].values()):
+                return None
+            return optimizer.step(*args, **kwargs)
+
+    return Own
+
+
+def asks_first(base: Any) -> Any:
+    """Skips steps with large gradients as well, which torch's asks before a fused step."""
+
+    class Asks(base):  # type: ignore[misc]
+        def _check_inf_per_device(self, optimizer: Any) -> Any:
+            found = super()._check_inf_per_device(optimizer)
+            for param in optimizer.param_groups[0]["params"]:
+                for flag in found.values():
+                    flag.masked_fill_(param.grad.abs().max() > 0.9 * self._scale, 1.0)
+            return found
+
+    return Asks
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [hands_on, does_all, asks_first])
+def test_methods_that_a_subclass_overrides_are_called_as_torchs_are(make: Any, fused: bool) -> None:
+    found: list[Any] = []
+    for base, options in ((xamp.GradScaler, {}), (torch.amp.GradScaler, {"device": "cpu"})):
+        scaler = make(base)(init_scale=16.0, growth_interval=2, **options)
+        torch.manual_seed(0)
+        model, seen = net(), []
+        optimizer = AdamW(model.parameters(), lr=0.1, fused=fused)
+        for index in range(12):
+            optimizer.zero_grad()
+            scaler.scale(model(data(index)).square().mean()).backward()
+            if index % 4 == 2:
+                spoil(model.parameters())
+            if index % 3 == 1:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append((note(scaler, model), scaler.calls[:] if make is hands_on and not fused else None))
+        found.append(seen)
+        if base is xamp.GradScaler:
+            assert scaler.stats.skipped >= 3
+            assert scaler.stats.applied + scaler.stats.skipped == 12
+    assert_same(*found)
+
+
+def test_the_states_of_an_iteration_are_where_torch_has_them() -> None:
+    def run(scaler: Any) -> Any:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = SGD([weight], lr=0.125)
+        scaler.scale(weight.sum()).backward()
+        stages = []
+        for call in (lambda: None, lambda: scaler.unscale_(optimizer), lambda: scaler.step(optimizer), scaler.update):
+            call()
+            use = scaler._per_optimizer_states[id(optimizer)]
+            flags = {str(device): float(flag) for device, flag in use["found_inf_per_device"].items()}
+            stages.append(
+                (use["stage"].name, flags, scaler._found_inf_per_device(optimizer) == use["found_inf_per_device"])
+            )
+        return stages
+
+    assert run(xamp.GradScaler()) == run(torch.amp.GradScaler("cpu"))
 
 
 def test_ranks_can_share_the_flag_by_hand() -> None:

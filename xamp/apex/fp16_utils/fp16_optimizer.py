@@ -10,13 +10,40 @@ import torch
 
 from xamp.apex import amp_C
 from xamp.apex._loss_scaler import LossScaler
-from xamp.apex._wrapped import ShowsInner
 from xamp.apex.fp16_utils.fp16util import clip_grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.errors import CheckpointError
 from xamp.ground.log import say
 
 __all__ = ["FP16_Optimizer"]
+
+
+class ShowsInner:
+    """Passes ``state`` and ``param_groups`` on to :attr:`optimizer`.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+    """
+
+    optimizer: Any
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of the wrapped optimizer, with the masters in them."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.optimizer.param_groups = value
 
 
 class FP16_Optimizer(ShowsInner):

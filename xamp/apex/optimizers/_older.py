@@ -15,7 +15,7 @@ import torch
 
 from xamp.apex import amp_C
 from xamp.apex._tensor_lists import floats, norms, whole_norm
-from xamp.apex._wrapped import ShowsInner
+from xamp.apex.fp16_utils.fp16_optimizer import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD

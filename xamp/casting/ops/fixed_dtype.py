@@ -20,8 +20,16 @@ from xamp.casting import active, recompute
 from xamp.casting.needs import needs
 from xamp.casting.ops import OpPolicy
 from xamp.casting.ops.layers import layer_caster, serve
-from xamp.casting.ops.parts import CastArguments, autocast_key, cast_all, device_test, has_entry, python_function
-from xamp.casting.ops.samples import HERE, operator
+from xamp.casting.ops.parts import (
+    HERE,
+    CastArguments,
+    autocast_key,
+    cast_all,
+    device_test,
+    has_entry,
+    operator,
+    python_function,
+)
 from xamp.casting.ops.table import LAYERS
 from xamp.contract import Backend
 from xamp.ground import cache_keys

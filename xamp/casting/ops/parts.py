@@ -1,18 +1,20 @@
-"""What entries in a device's autocast are made of: names of keys, casts of arguments, what calls an operator."""
+"""What entries in a device's autocast are made of: rows of the table, names of keys, casts of arguments, operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from xamp.casting.ops.samples import operator
+from xamp.casting.ops.table import RULES, Rule
 from xamp.ground.caster import TO
 from xamp.ground.torch_private import dispatch
 
 __all__ = [
+    "HERE",
     "LOWER",
     "SINGLE",
     "CastArguments",
@@ -20,7 +22,9 @@ __all__ = [
     "autocast_key",
     "cast_all",
     "device_test",
+    "exists",
     "has_entry",
+    "operator",
     "python_function",
 ]
 
@@ -34,6 +38,21 @@ CastArguments = Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, dict[str,
 
 _NOT_BY_NAME = frozenset(("binary_cross_entropy", "frobenius_norm", "linalg_matrix_norm", "nuclear_norm", "norm"))
 """Operators that several overloads share whose arguments do not tell them apart for certain."""
+
+
+def exists(overload: str) -> bool:
+    """Whether this torch has ``overload``; ``"mm"`` stands for the default one."""
+    return dispatch.has_kernel(f"aten::{overload}")
+
+
+HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in RULES.items() if exists(name)})
+"""The rows of the table whose overloads this torch has: an older one lacks operators that a newer one brought."""
+
+
+def operator(overload: str) -> dispatch.OpOverload[..., Any]:
+    """Return the operator overload of that name: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
+    packet, _, name = overload.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]
 
 
 def autocast_key(device_type: str) -> str:

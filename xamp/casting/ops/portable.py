@@ -29,6 +29,7 @@ from xamp.casting.needs import needs
 from xamp.casting.ops import OpPolicy, fixed_dtype
 from xamp.casting.ops.layers import layer_caster, serve
 from xamp.casting.ops.parts import (
+    HERE,
     LOWER,
     SINGLE,
     CastArguments,
@@ -37,9 +38,9 @@ from xamp.casting.ops.parts import (
     cast_all,
     device_test,
     has_entry,
+    operator,
     python_function,
 )
-from xamp.casting.ops.samples import HERE, operator
 from xamp.casting.ops.table import LAYERS, RULES
 from xamp.contract import Backend
 from xamp.errors import StateError

@@ -33,7 +33,6 @@ _MODULES = (
     "comparisons",
     "backend_names",
     "tensor_types",
-    "scaler",
     "remarks",
     "mentions",
 )

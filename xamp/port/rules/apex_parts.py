@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from xamp.apex._modules import LEFT_OUT
 from xamp.port.rule import Example, Grade, Rule, Target
 
 __all__ = ["RULES"]
@@ -82,21 +83,6 @@ _FILES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 # Those of them that xamp.apex has as files too.
 _FILES_TOO = ("distributed", "multiproc")
-# What xamp.apex leaves out, and what takes its place.
-_LEFT_OUT = {
-    "RNN": "use torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
-    "reparameterization": "use torch.nn.utils.parametrizations.weight_norm",
-    "transformer": "use torch.distributed.tensor.parallel and torch.distributed.pipelining",
-    "contrib.combine_tensors": "use torch._utils._flatten_dense_tensors",
-    "contrib.group_norm": "use torch.nn.GroupNorm",
-    "contrib.layer_norm": "use torch.nn.LayerNorm",
-    "contrib.multihead_attn": "use torch.nn.MultiheadAttention",
-    "contrib.fmha": "use torch.nn.functional.scaled_dot_product_attention",
-    "contrib.focal_loss": "use torchvision.ops.sigmoid_focal_loss",
-    "contrib.groupbn": "use torch.nn.SyncBatchNorm with a process_group",
-    "contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
-    "contrib.transducer": "use torchaudio.functional.rnnt_loss",
-}
 
 
 def _table() -> dict[str, Target]:
@@ -113,9 +99,8 @@ def _table() -> dict[str, Target]:
             for name in inside:
                 home = f"xamp.apex.{part}" if name in names else here
                 table[f"apex.{part}.{file}.{name}"] = Target(f"{home}.{name}")
-    for part, instead in _LEFT_OUT.items():
-        text = f"xamp does not have apex.{part}: {instead}"
-        table[f"apex.{part}"] = Target(None, Grade.UNSUPPORTED, text, is_module=True)
+    for part, instead in LEFT_OUT.items():
+        table[part] = Target(None, Grade.UNSUPPORTED, f"xamp does not have {part}: {instead}", is_module=True)
     return table | {name: Target(f"xamp.apex.{name}") for name in ("amp_C", "apex_C")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from xamp.ground.accel_names import CLASSES, DEVICES, MEMORY, NVTX, OLD, RANDOM, STREAMS
 from xamp.port.rule import Example, Grade, Rule, Target
 from xamp.port.source import kind, text_of
 from xamp.port.work import Work
@@ -11,61 +12,16 @@ from xamp.port.work import Work
 __all__ = ["HOMES", "RULES"]
 
 HOMES = ("torch.cuda", "torch.npu", "torch_npu.npu")
-_FUNCTIONS = [
-    "current_device",
-    "device_count",
-    "get_device_name",
-    "get_device_properties",
-    "get_device_capability",
-    "get_arch_list",
-    "can_device_access_peer",
-    "init",
-    "is_initialized",
-    "ipc_collect",
-    "set_device",
-    "device",
-    "device_of",
-    "synchronize",
-    "empty_cache",
-    "memory_allocated",
-    "memory_reserved",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "memory_stats",
-    "memory_summary",
-    "memory_snapshot",
-    "mem_get_info",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_max_memory_cached",
-    "reset_peak_memory_stats",
-    "set_per_process_memory_fraction",
-    "OutOfMemoryError",
-    "get_rng_state",
-    "get_rng_state_all",
-    "initial_seed",
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "seed_all",
-    "set_rng_state",
-    "set_rng_state_all",
-    "is_bf16_supported",
-    "is_tf32_supported",
-    "Event",
-    "Stream",
-    "StreamContext",
-    "stream",
-    "current_stream",
-    "default_stream",
-    "set_stream",
-    "is_current_stream_capturing",
-]
-_OLD = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+_FUNCTIONS = (
+    *DEVICES,
+    *("device_count", "get_device_properties", "get_device_capability", "get_arch_list", "can_device_access_peer"),
+    *("is_initialized", "is_bf16_supported", "is_tf32_supported", "OutOfMemoryError"),
+    *CLASSES,
+    *STREAMS,
+    *RANDOM,
+    *MEMORY,
+)
 _TENSORS = ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"]
-_MEMORY = [name for name in _FUNCTIONS if "mem" in name or name == "empty_cache"]
-_RANDOM = [name for name in _FUNCTIONS if "rng" in name or "seed" in name]
-_NVTX = ("range_push", "range_pop", "range", "mark", "range_start", "range_end")
 _ELSEWHERE = [
     "utilization",
     "temperature",
@@ -101,11 +57,11 @@ def _table() -> dict[str, Target]:
         table[home] = Target("xamp.accel", is_module=True, text=text)
         table[f"{home}.is_available"] = Target("xamp.is_available")
         table.update({f"{home}.{name}": Target(f"xamp.accel.{name}") for name in _FUNCTIONS})
-        table.update({f"{home}.{old}": Target(f"xamp.accel.{new}") for old, new in _OLD.items()})
-        for part, names in (("memory", _MEMORY), ("random", _RANDOM), ("nvtx", _NVTX)):
+        for part, names in (("memory", MEMORY), ("random", RANDOM), ("nvtx", NVTX)):
             table[f"{home}.{part}"] = Target(f"xamp.accel.{part}", is_module=True, text=text)
             table.update({f"{home}.{part}.{name}": Target(f"xamp.accel.{part}.{name}") for name in names})
-        table.update({f"{home}.memory.{old}": Target(f"xamp.accel.memory.{new}") for old, new in _OLD.items()})
+        for place in ("", "memory."):
+            table.update({f"{home}.{place}{old}": Target(f"xamp.accel.{place}{new}") for old, new in OLD.items()})
         for part in ("streams", "storage"):
             table[f"{home}.{part}"] = Target(None, Grade.UNSUPPORTED, text, is_module=True)
         table.update({f"{home}.streams.{name}": Target(f"xamp.accel.{name}") for name in ("Stream", "Event")})

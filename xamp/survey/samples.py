@@ -1,4 +1,4 @@
-"""The rows of the table that this torch has, and sample calls of them.
+"""Sample calls of the rows of the table of operators.
 
 The calls show what a device does and test what the table promises. Each calls the overload itself, so that the autocast
 entry of that overload gets the call. Training never uses them.
@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from xamp.casting.ops.calls import CALLS, Make, Maker
-from xamp.casting.ops.table import RULES, Rule
-from xamp.ground.torch_private.dispatch import OpOverload, has_kernel
+from xamp.casting.ops.parts import operator
+from xamp.survey.calls import CALLS, Make, Maker
 
-__all__ = ["HERE", "Call", "Sample", "exists", "operator", "samples"]
-
-
-def exists(overload: str) -> bool:
-    """Whether this torch has ``overload``; ``"mm"`` stands for the default one."""
-    return has_kernel(f"aten::{overload}")
-
-
-HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in RULES.items() if exists(name)})
-"""The rows of the table whose overloads this torch has: an older one lacks operators that a newer one brought."""
+__all__ = ["Call", "Sample", "samples"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +59,6 @@ class Sample:
         ``values`` the tensors are empty, as fake ones are.
         """
         return Call(self.make(Maker(device, given, grad, values)), {"dtype": given[0]} if self.names_dtype else {})
-
-
-def operator(overload: str) -> OpOverload[..., Any]:
-    """Return the operator overload of that name: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
-    packet, _, name = overload.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]
 
 
 def samples(overload: str) -> tuple[Sample, ...]:
