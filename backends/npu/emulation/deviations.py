@@ -44,7 +44,8 @@ def _no_momentum(*args: Any, momentum: float, **kwargs: Any) -> str:  # noqa: AR
 def _other_format(tensor: torch.Tensor, *, memory_format: torch.memory_format = torch.contiguous_format) -> str:
     if memory_format is torch.contiguous_format or tensor.is_contiguous(memory_format=memory_format):
         return ""
-    return f"NPU contiguous operator only supported contiguous memory format. {CHANNELS_LAST}"
+    words = "NPU contiguous operator only supported contiguous memory format."
+    return f"{words} {CHANNELS_LAST}\nERR01007 OPS feature not supported"
 
 
 _FUSED_SGD = "op-plugin, FusedSgdKernelOpApi.cpp"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,11 +38,12 @@ def test_a_part_of_the_cell_that_ran_alone_is_told(level: str, caplog: pytest.Lo
     initialized(model, optimizer, level)
     train(model, optimizer)
     another = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for call, said in (
+    told: list[tuple[Callable[[], None], str]] = [
         (lambda: initialized(model, optimizer, level), "was given to initialize before"),
         (lambda: train(model, another), "was not given to xamp.initialize"),
         (lambda: initialized(model, another, level), "was given to initialize before"),
-    ):
+    ]
+    for call, said in told:
         assert said in page
         with pytest.raises(xamp.StateError, match=said):
             call()
