@@ -172,7 +172,11 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
                 take_back_traced(lent)
         if out_of is None:
             return result
-        return cast(result, out_of) if result_leaf is None else TracedWalk(result_leaf, see_type).run(result)
+        return (
+            cast(result, out_of)
+            if result_leaf is None
+            else TracedWalk(result_leaf, see_type, is_result=True).run(result)
+        )
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more

@@ -101,3 +101,11 @@ def traces_attributes_of_optimizers() -> bool:
 def traces_attributes() -> bool:
     """The compiler traces what lists the attributes of an object."""
     return torch.__version__ >= "2.13"
+
+
+@_since(
+    "2.13", without="a container that stands twice in a result is copied twice in one graph; arguments break the graph"
+)
+def compares_containers() -> bool:
+    """The compiler traces whether two containers are one."""
+    return torch.__version__ >= "2.13"

@@ -22,7 +22,7 @@ from xamp.ground.forms import (
     makes_itself_its_dict,
     slots_of,
 )
-from xamp.ground.torch_features import traces_attributes
+from xamp.ground.torch_features import compares_containers, traces_attributes
 from xamp.ground.walk import INSIDE, Leaf, refuse_proxy
 
 __all__ = ["TracedCopy", "TracedWalk", "put_items", "same", "stored_in", "write_attribute"]
@@ -45,6 +45,8 @@ class TracedWalk:
     Args:
         leaf: what is to be put in the place of which value.
         left: called with the type of an object that is not looked into.
+        is_result: nothing is written back into what is copied, so a container that stands twice may be copied twice
+            where the compiler cannot tell.
 
     Attributes:
         copied: the mutable containers that were copied.
@@ -52,9 +54,10 @@ class TracedWalk:
         argument: the name of the argument that is cast now.
     """
 
-    def __init__(self, leaf: Leaf, left: Callable[[type], object] | None = None) -> None:
+    def __init__(self, leaf: Leaf, left: Callable[[type], object] | None = None, *, is_result: bool = False) -> None:
         self._leaf = leaf
         self._left = left
+        self._finds_again = not is_result or compares_containers()
         self.copied: list[TracedCopy] = []
         self.tensors: list[tuple[Any, Any, str]] = []
         self.argument = ""
@@ -86,7 +89,7 @@ class TracedWalk:
             if self._left is not None:
                 self._left(type(value))
             return value, False
-        if form not in ("tuple", "struct"):
+        if self._finds_again and form not in ("tuple", "struct"):
             for each in self.copied:
                 if each.old is value:
                     return each.new, True

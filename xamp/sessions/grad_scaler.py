@@ -447,8 +447,10 @@ class GradScaler(TorchGradScaler):
 
     def _use(self, engine: ManualEngine, optimizer: Optimizer, call: str) -> tuple[OptimizerState, Use]:
         """Return what the engine keeps of ``optimizer``, and what was called for it since the last ``update``."""
-        use = self._per_optimizer_states[id(optimizer)]
-        state = use["state"] = engine.state_for(optimizer, call)
+        use, state = self._per_optimizer_states[id(optimizer)], engine.state_for(optimizer, call)
+        if use["state"] not in (None, state):  # another optimizer had this id and is gone; its flag counts all the same
+            use = self._per_optimizer_states[id(optimizer)] = _unused()
+        use["state"] = state
         return state, use
 
     def _require(self, call: str) -> ManualEngine:

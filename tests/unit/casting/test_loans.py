@@ -422,6 +422,14 @@ def test_it_arrives_from_a_graph(name: str, level: str, lane: Lane) -> None:
     check(model, name, found, lane)
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_arrives_from_compiled_code_whether_or_not_it_is_one_graph(name: str, lane: Lane) -> None:
+    forget()
+    found = PROGRAMS[name]
+    level = CAST[-1]
+    check(torch.compile(start(Writer(found[1]).to(lane.device), level, lane), backend="aot_eager"), name, found, lane)
+
+
 class Raising(Writer):
     def forward(self, x: torch.Tensor, **given: Any) -> Any:
         super().forward(x, **given)

@@ -266,13 +266,13 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "own __init__": OwnInit,
     "frozen": Frozen,
     "slots": Slotted,
-    "shared list": lambda v: (lambda c: [c, c])([v]),
     "a dict that refuses": lambda v: Locked(a=v),
     "a named tuple": lambda v: Named(v, 3),
     "a named tuple with an own __iter__": Sparse,
     "a dict with own items()": lambda v: Prefixed(x=v),
     "a dict in a dataclass": lambda v: Held({"a": v}, [v]),
 }
+TWICE: dict[str, Callable[[Any], Any]] = {"shared list": lambda v: (lambda c: [c, c])([v])}
 WITH_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {"a dict that is its attributes": lambda v: Attributes(a=v)}
 
 
@@ -293,12 +293,26 @@ def values(result: Any) -> Any:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_result_is_what_it_is_without_the_compiler(level: str, lane: Lane) -> None:
+    compare_results(RESULTS, level, lane, fullgraph=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_stands_twice_in_a_result_stays_one(level: str, lane: Lane) -> None:
+    compare_results(TWICE, level, lane, fullgraph=True)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_result_has_the_attributes_that_it_has_without_the_compiler(level: str, lane: Lane) -> None:
+    compare_results(WITH_ATTRIBUTES, level, lane, fullgraph=False)
+
+
+def compare_results(makers: dict[str, Any], level: str, lane: Lane, *, fullgraph: bool) -> None:
     with cases() as case:
-        for name, make in {**RESULTS, **WITH_ATTRIBUTES}.items():
+        for name, make in makers.items():
             with case(name):
                 torch._dynamo.reset()
                 model = start(Tupled(make).to(lane.device), level, lane)
-                compiled: Any = torch.compile(model, backend="eager", fullgraph=name in RESULTS)
+                compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
                 state = make(batch(lane))
                 found, wanted = compiled(batch(lane), state), model(batch(lane), state)
                 assert values(found) == values(wanted)
