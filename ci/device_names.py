@@ -19,7 +19,7 @@ _PORT = ("__init__", "backend_names", "comparisons", "device_method", "device_te
 _RUN = ("ascend", "devices", "handlers", "ranks", "redirect", "site", "table")
 EXEMPT = (
     *("casting/ops/table.py", "registry/registry.py", "backends/"),
-    "port/places.py",
+    *("port/magics.py", "port/places.py"),
     *("port/other/packages.py", "port/other/values.py"),
     *(f"port/rules/{name}.py" for name in (*_PORT, "torch_amp", "torch_cuda")),
     *(f"run/{name}.py" for name in _RUN),

@@ -243,7 +243,7 @@ MUTANTS = [
     Mutant(
         "an overflow is found again in the sum",
         "scaling.optimizers_that_step_at_different_moments",
-        patched(OptimizerState, "mask_flag", lambda self: None),
+        patched(Gradients, "_notice_counted", lambda *_: None),
     ),
     Mutant(
         "unscales by an old scale",
