@@ -13,7 +13,7 @@ from xamp.casting.left import say_uncopied
 from xamp.casting.loans import prepare_traced, take_back
 from xamp.errors import PolicyError
 from xamp.ground.caster import TO, Caster
-from xamp.ground.compiler import keep_eager
+from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import CASTABLE, cast_floats, leaf_of, sparing
 from xamp.ground.log import Once
 from xamp.ground.torch_private.autograd import InferenceMode, set_grad_enabled
@@ -257,7 +257,7 @@ def _lend_traced(
         named = {name: value if spares(name) else walk.run(value, name) for name, value in kwargs.items()}
         return given, named, walk
 
-    return lend
+    return own_code(lend)
 
 
 def _parameters(function: Callable[..., Any], skip: bool) -> list[inspect.Parameter]:

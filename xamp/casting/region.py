@@ -153,6 +153,13 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
     ddp = ddp_attributes
 
+    def cast_traced(result: Any) -> Any:
+        if out_of is None:
+            return result
+        if result_leaf is None:
+            return cast(result, out_of)
+        return TracedWalk(result_leaf, see_type, is_result=True).run(result)
+
     def traced(self: Any, args: Any, kwargs: Any) -> Any:
         lent = None
         if lend_traced is not None:
@@ -170,13 +177,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
                 result = run(*first, *args, **kwargs)
             finally:
                 take_back_traced(lent)
-        if out_of is None:
-            return result
-        return (
-            cast(result, out_of)
-            if result_leaf is None
-            else TracedWalk(result_leaf, see_type, is_result=True).run(result)
-        )
+        return cast_traced(result)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or compiler[IS_COMPILING]:  # is_compiling() is two calls: 0.3 us more
@@ -213,7 +214,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
 
     with contextlib.suppress(AttributeError):  # a callable object has no __name__
         functools.update_wrapper(method, function)
-    traced = own_code(traced)
+    traced, cast_traced = own_code(traced), own_code(cast_traced)
     return watched(own_code(method)) if region.watched else own_code(method)
 
 
