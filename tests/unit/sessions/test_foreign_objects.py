@@ -219,6 +219,7 @@ def test_a_step_without_any_gradient_warns_once(level: str, caplog: pytest.LogCa
     assert record.getMessage().startswith("SGD.step() finds no gradient on anything that this optimizer holds")
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # torch 2.8, of its LBFGS
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
 def test_a_usual_step_does_not_warn(level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "xamp"):
