@@ -81,7 +81,7 @@ def is_missing(kernel: str, tensors: Sequence[torch.Tensor]) -> bool:
     gaps = _missing.get((kernel, tensors[0].device.type)) if _missing and tensors else None
     if gaps is not None and not gaps.isdisjoint({tensor.dtype for tensor in tensors}):
         return True
-    return bool(_formats) and not _are_plain(tensors)
+    return not _are_plain(tensors) if _formats else False
 
 
 def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
