@@ -325,7 +325,7 @@ print(json.dumps([wrong, {name: [found["ended"], found["test"].rpartition("::")[
 
 def test_a_fault_may_hang_kill_the_process_or_break_the_import(project: Path) -> None:
     body = """
-mutants_run.CPU_LIMIT = 1
+mutants_run.CPU_LIMIT = 4
 code, tests = "xamp/room/code.py", ["tests/unit/room/test_code.py"]
 text = (root / code).read_text()
 hangs, dies = (text.replace(":", f":\\n    {line}", 1) for line in ("while True: pass", "import os; os.abort()"))
