@@ -212,8 +212,7 @@ def _made(value: Any, form: str, items: Any, stored: dict[str, Any]) -> Any:
 
 
 def _make_tuple(kind: Any, items: list[Any]) -> Any:
-    if is_made_of_fields(
-        kind
-    ):  # before torch 2.13 there is no other way to make a named tuple of one that a graph made
+    # Before torch 2.13 the compiler makes a named tuple of one that it has made in no other way.
+    if is_made_of_fields(kind):
         return kind(*items)
     return tuple.__new__(kind, items)
