@@ -21,9 +21,8 @@ from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
-from xamp.scaling.optimizer_attributes import note_call
+from xamp.scaling.own_step import note_call, step_of, zero_grad_of
 from xamp.scaling.step import OptimizerState
-from xamp.scaling.unprofiled import step_of, zero_grad_of
 
 __all__ = ["cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
 

@@ -17,16 +17,14 @@ from torch.optim import Optimizer
 from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
 from xamp.scaling import distributed, masters
-from xamp.scaling.closures import call_closure
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.master_versions import MasterVersions
-from xamp.scaling.optimizer_attributes import lend_flag, take_flag_back
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
-from xamp.scaling.refusals import Refuser, StepRefusals
+from xamp.scaling.own_step import lend_flag, returned_from_step, take_flag_back
+from xamp.scaling.refusals import Refuser, StepRefusals, call_closure
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.scope import Scope
-from xamp.scaling.unprofiled import returned_from_step
 from xamp.scaling.warm import WarmState
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner"]

@@ -24,10 +24,10 @@ from xamp.registry import device_in_use
 from xamp.scaling import distributed
 from xamp.scaling.fused import honours_found_inf
 from xamp.scaling.outcomes import Stats, StepOutcome
+from xamp.scaling.own_step import bound_step
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
-from xamp.scaling.unprofiled import bound_step
 from xamp.sessions import formats, metrics
 from xamp.sessions.grad_scaler_arguments import (
     BadFactor,

@@ -1,8 +1,9 @@
-"""The ``step`` and ``zero_grad`` of torch's optimizers, without their entries for the profiler where nobody profiles.
+"""What xamp does to an optimizer itself: it calls the class's own ``step`` and ``zero_grad``, and sets its attributes.
 
-Each entry takes 15 to 35 us on a CPU, a third of the step of one small parameter. Everything else that torch's wrapper
-does is done: where a step hook is registered, for this optimizer or for all, the wrapper itself runs. An
-``ExecutionTraceObserver`` that is started by itself, without a profiler, does not see the two entries.
+They are called without their entries for the profiler where nobody profiles. Each entry takes 15 to 35 us on a CPU, a
+third of the step of one small parameter. Everything else that torch's wrapper does is done: where a step hook is
+registered, for this optimizer or for all, the wrapper itself runs. An ``ExecutionTraceObserver`` that is started by
+itself, without a profiler, does not see the two entries.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
+from xamp.ground.compiler import break_graphs
+from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.ground.torch_private.autograd import is_profiling
 from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
 
-__all__ = ["bound_step", "returned_from_step", "step_of", "zero_grad_of"]
+__all__ = ["bound_step", "lend_flag", "note_call", "returned_from_step", "step_of", "take_flag_back", "zero_grad_of"]
 
 _is_compiling, _is_profiling = torch.compiler.is_compiling, is_profiling
 
@@ -75,3 +78,39 @@ def _drop_gradients(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
+
+
+# ---------------------------------------------------------------- attributes that a step sets
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _writes(function: _Function) -> _Function:
+    """Break the graph of compiled code there where the compiler ends in an error of its own at such an assignment."""
+    if traces_attributes_of_optimizers():
+        return function
+    return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
+
+
+@_writes
+def note_call(optimizer: Any) -> None:
+    """Let a scheduler see that ``optimizer.step`` was called: it warns of a wrong order elsewhere."""
+    optimizer._opt_called = True
+
+
+@_writes
+def lend_flag(optimizer: Any, found_inf: torch.Tensor) -> None:
+    """Give the optimizer, for one step, the flag by which its fused form skips.
+
+    Args:
+        optimizer: the optimizer. A ``grad_scale`` of the user's own counts for this step.
+        found_inf: fp32 scalar on its device: above 0 the step is skipped.
+    """
+    optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+    optimizer.found_inf = found_inf
+
+
+@_writes
+def take_flag_back(optimizer: Any) -> None:
+    """Undo :func:`lend_flag` after the step."""
+    del optimizer.grad_scale, optimizer.found_inf
