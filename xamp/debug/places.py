@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizers
 
 from xamp.ground.torch_private.autograd import current_autograd_node, get_sequence_nr
 from xamp.ground.torch_private.modes import tree_iter
-from xamp.sessions.wrappers import unwrap
+from xamp.sessions.foreign import unwrap
 
 __all__ = ["Place", "Places", "storage_of", "tensors_in"]
 

@@ -26,8 +26,8 @@ from xamp.ground.version import __version__
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.step import OptimizerState
+from xamp.sessions.foreign import optimizer_in, unwrap
 from xamp.sessions.session import find_session
-from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = ["Recorder", "trace"]
 

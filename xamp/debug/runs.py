@@ -23,9 +23,9 @@ from xamp.errors import PolicyError
 from xamp.ground.torch_private.autograd import current_autograd_node
 from xamp.ground.torch_private.modes import tree_map
 from xamp.scaling import masters
+from xamp.sessions.foreign import unwrap
 from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import find_session
-from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Batch", "copied", "measure"]
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from xamp.errors import StateError, UnsupportedPolicy
 from xamp.integrations._lightning_plugin import Plugin
 from xamp.sessions.clipping import clip_grad_norm_
+from xamp.sessions.foreign import unwrap
 from xamp.sessions.initialize import initialize
 from xamp.sessions.scale_loss import scale_loss
 from xamp.sessions.session import Session, end_session, session
-from xamp.sessions.wrappers import unwrap
 
 __all__ = ["TrainerRules"]
 

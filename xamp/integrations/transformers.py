@@ -27,9 +27,9 @@ import torch
 
 from xamp.ground.log import is_rank_zero
 from xamp.integrations.accelerate import check_free, drive
+from xamp.sessions.foreign import unwrap
 from xamp.sessions.initialize import initialize
 from xamp.sessions.session import Session, end_session, find_session
-from xamp.sessions.wrappers import unwrap
 
 if TYPE_CHECKING:
     Trainer: Any

@@ -18,8 +18,8 @@ from torch import nn
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
 from xamp.scaling import distributed, foreach, fsdp, masters
+from xamp.sessions.foreign import unwrap
 from xamp.sessions.last_outcome import was_skipped
-from xamp.sessions.wrappers import unwrap
 
 __all__ = ["Average", "ema"]
 

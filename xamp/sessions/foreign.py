@@ -1,4 +1,4 @@
-"""Optimizers and engines of other libraries that do part of xamp's work: which of them work beside it, and which not.
+"""What other libraries wrap around models and optimizers, and those of them that do part of xamp's work.
 
 They are known by the modules that their classes come from; nothing is imported. A user's subclass counts too.
 """
@@ -6,13 +6,17 @@ They are known by the modules that their classes come from; nothing is imported.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import Policy, levels_where, listed
 
-__all__ = ["keeps_own_state", "refuse", "refuse_optimizer"]
+__all__ = ["keeps_own_state", "optimizer_in", "refuse", "refuse_optimizer", "unwrap"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,3 +136,29 @@ def refuse_optimizer(optimizer: Optimizer, policy: Policy) -> None:
 def keeps_own_state(optimizer: object) -> bool:
     """Return whether ``optimizer`` keeps state in 8 or 4 bits, whose parts must stay in the dtypes that it chose."""
     return _is_from(optimizer, _LOW_BITS)
+
+
+# ---------------------------------------------------------------- inside of what they wrap
+
+_MODELS = ("_orig_mod", "_forward_module")  # of torch.compile, and of Lightning Fabric
+_OPTIMIZERS = ("optimizer", "_optimizer")  # of accelerate, and of Lightning and Fabric
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel, torch.compile and Fabric's module."""
+    while True:
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+            continue
+        inner = None
+        if not isinstance(model, torch.jit.ScriptModule):
+            inner = next((model._modules[name] for name in _MODELS if name in model._modules), None)
+        if inner is None:
+            return model
+        model = inner
+
+
+def optimizer_in(wrapper: Any) -> Optimizer | None:
+    """The optimizer that ``wrapper`` keeps in an attribute of one of the usual names; None where there is none."""
+    held = getattr(wrapper, "__dict__", {}) if hasattr(wrapper, "zero_grad") else {}
+    return next((held[name] for name in _OPTIMIZERS if isinstance(held.get(name), Optimizer)), None)

@@ -27,8 +27,8 @@ from xamp.scaling.masters import is_lowered
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.sessions import checkpoint, metrics
+from xamp.sessions.foreign import optimizer_in, unwrap
 from xamp.sessions.typed import LastStep, SessionState
-from xamp.sessions.wrappers import optimizer_in, unwrap
 
 __all__ = [
     "Session",

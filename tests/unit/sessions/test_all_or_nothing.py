@@ -290,7 +290,7 @@ def test_any_failure_at_the_last_moment(
     def fail(*_: object) -> NoReturn:
         raise failure("at the last moment")
 
-    monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
+    monkeypatch.setattr("xamp.sessions.set_up.manage", fail)
     with refused(failure, "at the last moment", model, optimizer):
         xamp.initialize(model, optimizer, level=level, keep_fp32=["head"], verbosity=0)
 
@@ -325,7 +325,7 @@ def test_a_failure_after_the_step_counters_were_made_fp32(
     def fail(*_: object) -> NoReturn:
         raise MemoryError("at the last moment")
 
-    monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
+    monkeypatch.setattr("xamp.sessions.set_up.manage", fail)
     with refused(MemoryError, "at the last moment", model, optimizer):
         xamp.initialize(model, optimizer, level=level, verbosity=0)
     assert all(optimizer.state[param]["step"] is counter for param, counter in counters.items())

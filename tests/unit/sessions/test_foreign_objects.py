@@ -58,7 +58,7 @@ def test_a_refused_half_model_is_as_it_was(level: str, dtype: torch.dtype, monke
     def fail(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("xamp.sessions.managed_optimizers.manage", fail)
+    monkeypatch.setattr("xamp.sessions.set_up.manage", fail)
     with pytest.raises(MemoryError):
         xamp.initialize(model, SGD(model.parameters(), lr=0.1), level, verbosity=0)
     for name, param in model.named_parameters():
