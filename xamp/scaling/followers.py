@@ -9,24 +9,15 @@ wherever the model's forward is the outermost function that is compiled: ``torch
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs, keep_eager
 
-__all__ = ["Follower", "catch_up", "follow", "follow_in_graph", "graphs", "look"]
-
-
-class Follower(Protocol):
-    """The part of :class:`xamp.scaling.engine.Engine` that writes masters into models."""
-
-    def follow_masters(self) -> None:
-        """Write the masters that changed since the last step into the model."""
-
-    def may_be_behind(self) -> bool:
-        """Return whether compiled code may have changed masters, or changes come where nothing tells of them."""
+__all__ = ["catch_up", "follow", "follow_in_graph", "graphs", "look"]
 
 
 class Graphs:
@@ -43,22 +34,29 @@ class Graphs:
 
 graphs = Graphs()
 
-_followers: Any = WeakIdKeyDictionary()  # model -> weakref of its Follower
+_followers: Any = WeakIdKeyDictionary()  # model -> its two functions; see follow
 
 
-def follow(model: nn.Module, follower: Follower) -> None:
-    """Have ``follower``, which is held weakly, write its masters into ``model`` before each forward."""
-    _followers[model] = weakref.ref(follower)
-    look()  # another follower may have gone, with what made graphs ask
+def follow(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool]) -> None:
+    """Let ``model`` follow its masters before each forward.
+
+    Args:
+        model: the model.
+        write: writes the masters that changed since the last step into the model. A method, held weakly.
+        may_be_behind: whether compiled code may have changed masters, or changes come where nothing tells of them. A
+            method of the same object.
+    """
+    _followers[model] = weakref.WeakMethod(write), weakref.WeakMethod(may_be_behind)
+    look()  # another one may have gone, with what made graphs ask
 
 
 @keep_eager
 def catch_up(model: nn.Module) -> None:
     """Write the masters that changed since the last step into ``model``."""
     found = _followers.get(model)
-    follower: Follower | None = None if found is None else found()
-    if follower is not None:
-        follower.follow_masters()
+    write = None if found is None else found[0]()
+    if write is not None:
+        write()
 
 
 def follow_in_graph() -> None:
@@ -71,20 +69,20 @@ def follow_in_graph() -> None:
 
 @keep_eager
 def look() -> None:
-    """Decide anew whether graphs ask. Called where a follower may have changed its mind."""
-    graphs.ask = any(follower.may_be_behind() for follower in _alive())
+    """Decide anew whether graphs ask. Called where the answer of a ``may_be_behind`` may have changed."""
+    graphs.ask = any(may_be_behind() for may_be_behind in _alive(1))
 
 
-def _alive() -> list[Follower]:
-    return [follower for ref in list(_followers.values()) if (follower := ref()) is not None]
+def _alive(which: int) -> list[Callable[[], Any]]:
+    return [method for found in list(_followers.values()) if (method := found[which]()) is not None]
 
 
 @break_graphs(
     "something other than optimizer.step() has written into the fp32 masters, and the model follows them here"
 )
 def _all_catch_up() -> None:
-    for follower in _alive():
-        follower.follow_masters()
+    for write in _alive(0):
+        write()
 
 
 def _all_catch_up_once() -> None:

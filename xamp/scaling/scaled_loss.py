@@ -52,7 +52,7 @@ class ScaledLoss:
                 "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
                 "Leave it first, or add the losses up and scale their sum."
             )
-        self._scope = scope = Scope(self, self._engine, self._states, self._scaler)
+        self._scope = scope = Scope(self, self._engine.end_backward, self._states, self._scaler)
         try:
             self._scaler.scope = scope
             for state in self._states:

@@ -11,14 +11,10 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["Scope", "is_held"]
-
-
-class _Engine(Protocol):
-    def end_backward(self) -> None: ...
 
 
 class Scope:
@@ -26,7 +22,7 @@ class Scope:
 
     Args:
         owner: the context manager, which is known weakly.
-        engine: the engine of the session.
+        end_backward: tells the engine of the session that the backward is over.
         states: the states of its optimizers.
         scaler: the scale of its loss.
 
@@ -35,11 +31,11 @@ class Scope:
         ended: the block is left. Set in one moment, so that an interrupt comes before it or after it.
     """
 
-    __slots__ = ("_backward_ended", "_engine", "_owner", "_scaler", "_states", "ended", "entered")
+    __slots__ = ("_backward_ended", "_end_backward", "_owner", "_scaler", "_states", "ended", "entered")
 
-    def __init__(self, owner: object, engine: _Engine, states: Sequence[Any], scaler: Any) -> None:
+    def __init__(self, owner: object, end_backward: Callable[[], None], states: Sequence[Any], scaler: Any) -> None:
         self._owner = weakref.ref(owner)
-        self._engine = engine
+        self._end_backward = end_backward
         self._states = states
         self._scaler = scaler
         self.entered: list[Any] = []
@@ -56,7 +52,7 @@ class Scope:
         """Tell the engine, once, that the backward is over."""
         if not self._backward_ended:
             self._backward_ended = True
-            self._engine.end_backward()
+            self._end_backward()
 
     def abandon(self) -> None:
         """Clean up after an exception: the gradients of a backward that came half-way are dropped."""

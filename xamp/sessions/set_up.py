@@ -102,7 +102,7 @@ def set_up(
         if plan.lowered and policy.master_weights:
             serve_torch_states()
         for model in arguments.models if policy.master_weights else ():
-            followers.follow(model, engine.masters)
+            followers.follow(model, engine.masters.follow_masters, engine.masters.may_be_behind)
         take_optimizers(engine, arguments.optimizers, forms, undo)
         rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
         register(engine, arguments.objects)

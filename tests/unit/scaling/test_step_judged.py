@@ -366,7 +366,7 @@ class _Scaler:
 def test_a_scope_that_is_abandoned_twice_ends_its_backward_once() -> None:
     """As where Ctrl-C comes while it cleans up: a chip's watch counts the ends."""
     engine = _Engine()
-    scope = Scope(_Engine(), engine, [], _Scaler())
+    scope = Scope(_Engine(), engine.end_backward, [], _Scaler())
     scope.abandon()
     scope.abandon()
     assert engine.ended == 1
