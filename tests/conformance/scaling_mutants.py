@@ -158,7 +158,7 @@ def _one_scale_for_all() -> Iterator[None]:
         _prepare_state(self, optimizers)
         if self.policy.dynamic:
             shared[:] = shared or self.scalers
-            self._scalers = shared
+            self.scalers = shared
 
     with mock.patch.object(Engine, "prepare_state", prepare_state):
         yield

@@ -153,17 +153,12 @@ class DelegatedEngine(Engine):
     def __init__(self, policy: Policy, backend: Backend, device: torch.device, amp: Any, arguments: Arguments) -> None:
         super().__init__(policy, backend, device, arguments.models, verbosity=arguments.verbosity)
         self.amp = amp
-        self._apex_scalers = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
+        self.scalers: Any = [_Scale(scaler, policy) for scaler in amp._amp_state.loss_scalers]
         self._own = amp._amp_state.loss_scalers, getattr(amp._amp_state, "opt_properties", None)
         self._optimizers = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
         self._outcomes: Any = WeakIdKeyDictionary()
         for optimizer in arguments.optimizers:
             optimizer.register_step_post_hook(self._stepped)
-
-    @property
-    def scalers(self) -> Any:
-        """The loss scales of the real ``apex.amp``."""
-        return self._apex_scalers
 
     def prepare_checkpoint(self) -> None:
         """See :meth:`Engine.prepare_checkpoint`. Records the masters, which Apex makes late and only Apex knows."""

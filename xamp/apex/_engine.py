@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,9 +92,9 @@ class ApexOutcomes(Outcomes):
         super().__init__(engine, index, gradients)
         self.found: dict[int, torch.Tensor] = {}
 
-    def tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+    def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:
         """See :meth:`Outcomes.tell_of_overflow`."""
-        first = next((index for index, found in self.found.items() if bool(found)), used[0])
+        first = next((index for index, found in self.found.items() if bool(found)), next(iter(used)))
         tell(f"Gradient overflow.  Skipping step, loss scaler {first} reducing loss scale to {scales[first]}")
 
 
@@ -156,7 +156,7 @@ class ApexState(OptimizerState):
         if given and (skips or self.engine.policy.master_weights):
             raise RuntimeError(_CLOSURE)
         result, mark = None if skips else NOT_STEPPED, self._mark()
-        used, applied = tuple(self.gradients.used), self.engine.counts.applied
+        used, applied = self.gradients.used, self.engine.counts.applied
         try:
             if not skips:
                 with self.engine.around_step():
@@ -179,7 +179,7 @@ class ApexState(OptimizerState):
                 level=logging.WARNING,
             )
 
-    def _account(self, skips: bool, values: Sequence[float] | None, used: Sequence[int], applied: int) -> None:
+    def _account(self, skips: bool, values: Sequence[float] | None, used: Collection[int], applied: int) -> None:
         """End a step. After an error this runs again, however much of it is done; ``applied``: the count before."""
         for scaler in self.engine.scalers if values is not None else ():
             scaler.know(values)  # type: ignore[arg-type]

@@ -45,6 +45,7 @@ class Engine:
         backend: the backend in use.
         device: the device of the loss scale, which is that of the models' first parameter.
         saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
+        scalers: the loss scales, by ``loss_id``.
         memory: all numbers that the session keeps on the device; made by :meth:`prepare_state`.
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
@@ -87,8 +88,8 @@ class Engine:
         self.enabled = enabled
         self.verbosity = verbosity
         self.memory: DeviceState
-        self._scalers: list[LossScaler] = []
-        self._states: list[OptimizerState] = []
+        self.scalers: Sequence[LossScaler] = ()
+        self._states: Sequence[OptimizerState] = ()
         self.counts = Stats()
         self.overflow_runs: dict[int, int] = {}
         self.undo = Undo()
@@ -107,11 +108,6 @@ class Engine:
         self.refusal = ""
 
     @property
-    def scalers(self) -> Sequence[LossScaler]:
-        """The loss scales, by ``loss_id``."""
-        return self._scalers
-
-    @property
     def states(self) -> Sequence[OptimizerState]:
         """The states, one for each optimizer."""
         return self._states
@@ -119,7 +115,7 @@ class Engine:
     def add_states(self, states: Iterable[OptimizerState]) -> None:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         states = list(states)
-        self._states += states
+        self._states = [*self._states, *states]
         self._wrappers.note_held([p for state in states for p in state.gradients.model_params()])
 
     def remove_states(self, states: Iterable[OptimizerState]) -> None:
@@ -169,11 +165,11 @@ class Engine:
 
     def prepare_state(self, optimizers: int) -> None:
         """Make the device state for a number of optimizers. Scales that were loaded before stay."""
-        before = self._scalers
+        before = self.scalers
         captures = self.backend.capture_check(self.device)
         self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, captures)
-        self._scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
-        for old, new in zip(before, self._scalers, strict=False):
+        self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        for old, new in zip(before, self.scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
 
     def pairs(self) -> Sequence[masters.Pair]:
@@ -232,7 +228,7 @@ class Engine:
         self,
         states: Sequence[OptimizerState],
         scaler: LossScaler,
-        entered: list[OptimizerState] | None,
+        entered: list[OptimizerState],
         delay_unscale: bool,
     ) -> None:
         """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
@@ -243,7 +239,10 @@ class Engine:
             entered: gets those of ``states`` whose gradients were touched.
             delay_unscale: the gradients are not unscaled on leaving, but later.
         """
-        self._begin_backward()  # first: what follows may raise, and then end_backward is called
+        if self._watch is None:  # first: what follows may raise, and then end_backward is called
+            self.backend.clear_overflow(self.device)
+        else:
+            self._watch.open()
         for state in states:
             state.notice_groups("scale_loss")
         self._alone = self._wrappers.absent()
@@ -252,8 +251,7 @@ class Engine:
             self.masters.settle(fresh, self._alone)
         shared = not self._alone and self._wrappers.hold_any()
         for state in states:
-            if entered is not None:
-                entered.append(state)
+            entered.append(state)
             gradients = state.gradients
             gradients.hidden = functools.partial(self._hidden, state) if shared else None
             gradients.enter(scaler)
@@ -267,7 +265,7 @@ class Engine:
 
         Not where a graph holds the scale: replays would do it each time, and a step reads the flag of its capture.
         """
-        reached = [s.gradients for s in self._states if s.gradients.used.get(scaler.index) is scaler.updates]
+        reached = [s.gradients for s in self.states if s.gradients.used.get(scaler.index) is scaler.updates]
         if reached and all(gradients.were_cleared() for gradients in reached) and not scaler.in_graph():
             scaler.end_window(stepped=False)
 
@@ -302,12 +300,6 @@ class Engine:
             params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
             self._rank_checks.compare(self, params)
 
-    def _begin_backward(self) -> None:
-        if self._watch is None:
-            self.backend.clear_overflow(self.device)
-        else:
-            self._watch.open()
-
     def end_backward(self) -> None:
         """End a backward. Called at the end of the body of ``scale_loss``, also after an exception."""
         if self._watch is not None:
@@ -319,7 +311,7 @@ class Engine:
         Raises:
             StateError: a step would move the old parameters, or masters of whole ones, and not the model.
         """
-        params = [(state, p) for state in self._states if state.is_alive for p in state.gradients.model_params()]
+        params = [(state, p) for state in self.states if state.is_alive for p in state.gradients.model_params()]
         lost = self._wrappers.lost([p for _, p in params])
         if lost:
             name = next(type(state.optimizer).__name__ for state, p in params if p is lost[0])
@@ -359,7 +351,7 @@ class Engine:
         if not self.policy.dynamic:
             return
         for index in dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)]):
-            found = self._scalers[index].found
+            found = self.scalers[index].found
             torch.maximum(found, found_inf, out=found)
         for state in states:
             state.gradients.owed.clear()
@@ -367,7 +359,7 @@ class Engine:
     def move_scales(self, state: OptimizerState) -> None:
         """At a step of ``state``: move the scales whose backwards reached it, unless another step has moved them."""
         for index, updates in state.gradients.used.items():
-            scaler = self._scalers[index]
+            scaler = self.scalers[index]
             if scaler.updates is updates:
                 scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
 

@@ -437,7 +437,8 @@ class Gradients:
         if self.hidden is not None:
             foreach.zero_(self._unreduced())
         self._pending = None
-        self.owed.clear()
+        if self.owed:
+            self.owed.clear()
         if self.pairs:
             self.drop_lowered()
             if self._witness is not None:

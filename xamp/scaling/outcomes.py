@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,10 +59,7 @@ class OutcomeOwner(Protocol):
     counts: Stats
     verbosity: int
     moves_before_step: bool
-
-    @property
-    def scalers(self) -> Sequence[LossScaler]:
-        """The loss scales, by ``loss_id``."""
+    scalers: Sequence[LossScaler]
 
     def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
         """Return the qualified names of parameters, for messages."""
@@ -110,10 +107,10 @@ class Outcomes:
             moved = engine.moves_before_step
             self.replays.count(flag, scales, engine.scalers, self._gradients.used, moved_before_step=moved)
             return ()
-        return self._history.push((tuple(self._gradients.used), clock()))
+        return self._history.push((self._gradients.used, clock()))
 
     @keep_eager
-    def observe(self, note: tuple[Sequence[int], int], values: Sequence[float]) -> None:
+    def observe(self, note: tuple[Collection[int], int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has.
 
         Args:
@@ -188,7 +185,7 @@ class Outcomes:
         complete = [self._judge(watch, used, values) for (used, _), values in self._history.peek()]
         return COLLAPSE_RUN - 1 if any(complete) else watch.run
 
-    def _judge(self, watch: CollapseWatch, used: Sequence[int], values: Sequence[float]) -> bool:
+    def _judge(self, watch: CollapseWatch, used: Collection[int], values: Sequence[float]) -> bool:
         """Record one step in ``watch``. Return whether a run of overflows is complete."""
         scales = self._memory.scales_in(values)
         if self._memory.overflowed(values, self._index):
@@ -216,7 +213,7 @@ class Outcomes:
 
     # ---------------------------------------------------------------- messages
 
-    def tell_of_overflow(self, scales: Sequence[float], used: Sequence[int]) -> None:
+    def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:
         """Log that a step was skipped.
 
         Args:
@@ -227,9 +224,9 @@ class Outcomes:
             scales = [s.rules.after_overflow(scale) for s, scale in zip(self._engine.scalers, scales, strict=True)]
         say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
 
-    def _collapse_message(self, scales: Sequence[float], used: Sequence[int]) -> str:
+    def _collapse_message(self, scales: Sequence[float], used: Collection[int]) -> str:
         at = ", ".join(f"{scales[i]:g}" for i in used)
-        rules = self._engine.scalers[used[0]].rules
+        rules = self._engine.scalers[next(iter(used))].rules
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self._engine.names_of(self._gradients.not_finite())
         whole = len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped)

@@ -69,7 +69,7 @@ def returned_from_step(error: BaseException) -> bool:
 
 def zero_grad_of(optimizer: Any, own: Callable[..., None], args: Any, kwargs: Any) -> Callable[..., None]:
     """Return what runs in place of ``own``, the ``zero_grad`` of the optimizer's class, with the optimizer bound."""
-    if own is Optimizer.zero_grad and not (args or kwargs or _is_compiling() or _is_profiling()):
+    if own is Optimizer.zero_grad and not (args or kwargs or _is_profiling()):
         return functools.partial(_drop_gradients, optimizer)
     return functools.partial(own, optimizer)
 

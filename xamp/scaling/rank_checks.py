@@ -36,10 +36,7 @@ class _Engine(Protocol):
     policy: Policy
     process_group: Any
     enabled: bool
-
-    @property
-    def scalers(self) -> Sequence[LossScaler]:
-        """The loss scales, by ``loss_id``."""
+    scalers: Sequence[LossScaler]
 
     def models(self) -> Mapping[int, nn.Module]:
         """Return the models that are still alive."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -283,11 +283,11 @@ class LossScaler:
             return
         # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
         safe = 0 if _is_compiling() or (self._captures is not None and self.in_graph()) else self._safe_updates
-        scale, done = self.scale, _Moment()
+        scale = self.scale
         before = scale._version
         self._safe_updates = 0
         self._inverse_is_stale = True
-        self.version = _Moment()
+        self.version = done = _Moment()
         try:
             kernels.update_scale_(
                 scale,
@@ -339,7 +339,7 @@ class CollapseWatch:
         self.run = 0
         self._scales = scales
 
-    def collapsed(self, scales: Sequence[float], used: Sequence[int]) -> bool:
+    def collapsed(self, scales: Sequence[float], used: Iterable[int]) -> bool:
         """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:

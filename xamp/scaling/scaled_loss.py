@@ -68,7 +68,8 @@ class ScaledLoss:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        scope, updates, left = self._scope, self._scaler.updates, False
+        scope = self._scope
+        before: object = self._scaler.updates
         try:
             if kind is not None:
                 scope.abandon()
@@ -76,12 +77,12 @@ class ScaledLoss:
                 return
             scope.end_backward()
             self._engine.leave(self._states, self._scaler, self._delay_unscale, self._delay_overflow_check)
-            left = True
+            before = None  # all is unscaled, and nothing to be forgotten
             scope.end()
         except BaseException:
             if not scope.ended and kind is not None:
                 scope.abandon()
-            elif not (scope.ended or left) and self._scaler.updates is updates:
+            elif not scope.ended and self._scaler.updates is before:
                 scope.forget()
             else:  # all is done; in xamp.apex the scale moves last
                 scope.end()

@@ -240,7 +240,7 @@ class OptimizerState:
         if not self.fresh:
             self.sticky.zero_()
             self.fresh = True
-        self.gradients.used.clear()
+        self.gradients.used = {}
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
@@ -288,11 +288,10 @@ class OptimizerState:
         self.engine.move_scales(self)
         values = self._memory.values.tolist()  # the one wait for the device
         result, outcome = NOT_STEPPED, StepOutcome.APPLIED
-        used: tuple[int, ...] = ()
-        mark = self._mark()
+        mark, used = self._mark(), self.gradients.used
         try:
             if self._memory.overflowed(values, self.index):
-                result, outcome, used = None, StepOutcome.SKIPPED, tuple(self.gradients.used)
+                result, outcome = None, StepOutcome.SKIPPED
             else:
                 result = base(*args, **kwargs)
             for scaler in self.engine.scalers:
@@ -340,9 +339,9 @@ class OptimizerState:
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
         """End the step: write the masters into the model and lower the sticky flag."""
-        self.outcomes.last = outcome
-        if self.gradients.pairs and outcome is not StepOutcome.SKIPPED:
-            masters.copy_back(self.gradients.pairs)
+        self.outcomes.last, gradients = outcome, self.gradients
+        if gradients.pairs and outcome is not StepOutcome.SKIPPED:
+            masters.copy_back(gradients.pairs)
             self.master_versions.note()
         if self.master_versions.lent:
             self.master_versions.follow()
@@ -352,9 +351,8 @@ class OptimizerState:
             # after the step and lowers it itself.
             self.sticky.zero_()
         self.fresh = True
-        gradients = self.gradients
         gradients.ready = False
-        gradients.used.clear()
+        gradients.used = {}  # another: the record of this step holds the old one
         if not checks:  # else when the host sees the flag
             if self.outcomes.replays.capturing():
                 self.outcomes.record(torch.zeros_like(self.sticky))
@@ -371,7 +369,7 @@ class OptimizerState:
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
-        self.gradients.used.clear()
+        self.gradients.used = {}
         for scaler in self.engine.scalers:
             scaler.lower_found()
         if not self.fresh:
@@ -382,12 +380,11 @@ class OptimizerState:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
         gradients = self.gradients
         found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
-        return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, dict(gradients.used), found
+        return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, gradients.used, found
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        outcomes, sticky, self.fresh, self.gradients.ready, used, found = kept
-        self.gradients.used.update(used)
+        outcomes, sticky, self.fresh, self.gradients.ready, self.gradients.used, found = kept
         for scaler, scaler.has_own_flag, scaler.found, value in found:
             scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
