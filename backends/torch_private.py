@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 __all__ = [
     "cudnn_built_with",
     "cudnn_rnn_flatten_weight",
+    "default_to_fused_or_foreach",
     "foreach_mul_",
     "get_cudnn_enabled",
     "has_kernel_for_key",
@@ -24,6 +26,9 @@ has_kernel_for_key: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_f
 """Returns whether an operator, such as ``"aten::mm"``, has a kernel for a key of the dispatcher."""
 
 foreach_mul_ = torch._foreach_mul_
+
+default_to_fused_or_foreach: Any = _default_to_fused_or_foreach
+"""Returns whether an optimizer chooses its fused form, and whether its form on lists, for parameters by itself."""
 
 get_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 use_cudnn_rnn_flatten_weight: Callable[[], bool] = torch._use_cudnn_rnn_flatten_weight

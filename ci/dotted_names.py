@@ -28,6 +28,9 @@ class _Names(ast.NodeVisitor):
             return self._stands_for.get(node.id, node.id)
         if isinstance(node, ast.Attribute) and (owner := self._dotted(node.value)):
             return f"{owner}.{node.attr}"
+        if isinstance(node, ast.Subscript) and self._dotted(node.value) == "sys.modules":
+            key = node.slice
+            return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
         return ""
 
     def _note(self, node: ast.AST, name: str) -> None:

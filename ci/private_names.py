@@ -12,6 +12,7 @@ underscore (two are Python's own). It is found in the code of xamp/ and backends
 
 - as it is written, ``torch._C._x``, also where an import or an assignment gave its beginning another name: after
   ``import torch._C as c``, ``from torch import _C as c`` or ``c = torch._C`` it is ``c._x``;
+- as it is looked up, ``sys.modules["torch.x"]._y``;
 - as it is imported: ``import torch._x``, ``from torch.y import _x``, ``from torch._y import x``;
 - as a text that ``getattr``, ``hasattr``, ``setattr`` or ``delattr`` gets after a dotted name, ``hasattr(torch, "_x")``
 - as a text that is such a name and no more, as ``importlib.import_module`` and ``sys.modules`` take it:

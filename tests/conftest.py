@@ -279,12 +279,16 @@ def _children_are_as_their_test(request: pytest.FixtureRequest, monkeypatch: pyt
 
 
 @pytest.fixture(scope="session")
-def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Not the machine's: an entry that an earlier version of xamp left there, with stale casts in it, was found again.
-
-    One for all: what inductor finds out of the C++ compiler, and the headers that it compiles, take it 10 seconds.
-    """
+def _inductor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all: what inductor finds out of the C++ compiler, and the headers that it compiles, take 10 seconds."""
     return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture
+def inductor_cache(_inductor_folder: Path) -> Iterator[None]:
+    """Not the machine's: an entry that an earlier version of xamp left there, with stale casts, was found again."""
+    with compiling.files_in(_inductor_folder):
+        yield
 
 
 @pytest.fixture

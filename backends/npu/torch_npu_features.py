@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from xamp.backends.torch_private import default_to_fused_or_foreach
 from xamp.policy import levels_where
 
 __all__ = ["join_gradients", "optimizer_refusal", "plain"]
@@ -85,8 +86,7 @@ def _steps_lists(group: Mapping[str, Any], params: list[torch.Tensor]) -> bool:
         return False
     if group.get("foreach") is not None or "foreach" not in group:
         return bool(group.get("foreach"))
-    choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
-    return bool(choose(params, bool(group.get("differentiable")), use_fused=False)[1])
+    return bool(default_to_fused_or_foreach(params, bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def join_gradients(optimizer: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 
 def log_less() -> None:
@@ -21,6 +25,24 @@ def log_less() -> None:
             trace.removeHandler(handler)
     if (guards := sys.modules.get("torch._dynamo.guards")) is not None:
         vars(guards)["profile_guard_manager"] = lambda *_: 0.0
+
+
+@contextlib.contextmanager
+def files_in(folder: Path) -> Iterator[None]:
+    """Let inductor keep its files in ``folder``.
+
+    torch 2.7 remembers the path of a header there, which it must forget before and after: code that a later test
+    compiles, and that is kept for later processes, would include it.
+    """
+    from torch._inductor import codecache
+
+    forget = getattr(getattr(codecache, "cpp_prefix_path", None), "cache_clear", lambda: None)
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
 
 
 def forget() -> None:

@@ -245,11 +245,11 @@ class Engine:
             self._watch.open()
         for state in states:
             state.notice_groups("scale_loss")
-        self._alone = self._wrappers.absent()
-        fresh = () if self._alone else self._find_wrappers(states)
+        self._alone = alone = self._wrappers.absent()
+        fresh = () if alone else self._find_wrappers(states)
         if self.masters.pairs:
-            self.masters.settle(fresh, self._alone)
-        shared = not self._alone and self._wrappers.hold_any()
+            self.masters.settle(fresh, alone)
+        shared = not alone and self._wrappers.hold_any()
         for state in states:
             entered.append(state)
             gradients = state.gradients

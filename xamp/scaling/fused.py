@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, UnsupportedPolicy
+from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.registry.causes import may_pass, one_line
 from xamp.registry.trial_state import as_in_a_new_process
 from xamp.scaling.shards import is_dtensor
@@ -260,8 +260,7 @@ def list_refusal(optimizer: Optimizer) -> str:
 def _steps_lists(group: dict[str, Any]) -> bool:
     if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
         return bool(group.get("fused") or group.get("foreach"))
-    choose: Any = sys.modules["torch.optim.optimizer"]._default_to_fused_or_foreach
-    return bool(choose(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
+    return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
 
 
 def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:

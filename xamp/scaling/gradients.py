@@ -300,14 +300,15 @@ class Gradients:
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
             self._unscaler.run(grads, scaler, found_inf, self.plain)
-        moved = len(self.pairs) > 0 and self._move_to_masters(scaler, found_inf, first)
+        moved = self._move_to_masters(scaler, found_inf, first) if self.pairs else False
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
                 self._check_left_over([old for _, old in back], found_inf)
             foreach.add_(back)
         self._entry = OUTSIDE
-        self.ready = self.ready or len(grads) > 0 or moved or self.in_shards
+        if grads or moved or self.in_shards:
+            self.ready = True
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 

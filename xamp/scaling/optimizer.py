@@ -21,7 +21,7 @@ from xamp.errors import PolicyError
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.containers import CASTABLE
 from xamp.scaling.masters import LOWER, master_of
-from xamp.scaling.own_step import note_call, step_of, zero_grad_of
+from xamp.scaling.own_step import note_call, step_of, unwrapped, zero_grad_of
 from xamp.scaling.step import OptimizerState
 
 __all__ = ["cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
@@ -100,7 +100,7 @@ def _subclass(base: type) -> type:
             "__doc__": base.__doc__,
             "_xamp_base": base,
             "step": _step_of(base),
-            "zero_grad": _zero_grad_of(base),
+            "zero_grad": zero_grad_of(base),
         }
         found = make_subclass(base, _Managed, namespace)
         _subclasses[id(base)] = found
@@ -109,30 +109,17 @@ def _subclass(base: type) -> type:
 
 def _step_of(base: Any) -> Callable[..., Any]:
     inner = base.step
+    plain = unwrapped(inner)
 
     @functools.wraps(inner)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("_opt_called"):
             note_call(self)
-        own = self.__dict__.get("_xamp_own_step")
-        if own is None:
-            own = step_of(self, inner)
-        return self._xamp.step(own, args, kwargs)
+        return self._xamp.step(self._xamp_own_step or step_of(self, inner, plain), args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
-
-
-def _zero_grad_of(base: Any) -> Callable[..., None]:
-    """Make a ``zero_grad`` that calls that of ``base`` and clears the gradients of the lowered parameters too."""
-    inner = base.zero_grad
-
-    @functools.wraps(inner)
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._xamp.zero_grad(zero_grad_of(self, inner, args, kwargs), args, kwargs)
-
-    return zero_grad
 
 
 class _Managed:
@@ -140,6 +127,7 @@ class _Managed:
 
     _xamp: OptimizerState
     _xamp_base: type
+    _xamp_own_step: Callable[..., Any] | None = None  # what somebody has put into the instance
     param_groups: list[dict[str, Any]]
     state: Any
 

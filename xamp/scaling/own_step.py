@@ -21,30 +21,50 @@ from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.ground.torch_private.autograd import is_profiling
 from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
 
-__all__ = ["bound_step", "lend_flag", "note_call", "returned_from_step", "step_of", "take_flag_back", "zero_grad_of"]
+__all__ = [
+    "bound_step",
+    "lend_flag",
+    "note_call",
+    "returned_from_step",
+    "step_of",
+    "take_flag_back",
+    "unwrapped",
+    "zero_grad_of",
+]
 
 _is_compiling, _is_profiling = torch.compiler.is_compiling, is_profiling
 
 
-def step_of(optimizer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs in place of ``own``, the ``step`` of the optimizer's class, with the optimizer bound."""
+def unwrapped(own: Any) -> Callable[..., Any] | None:
+    """Return the ``step`` that torch's wrapper ``own`` calls; None where ``own`` is no such wrapper."""
+    return own.__wrapped__ if getattr(own, "__code__", None) is _WRAPPER else None
+
+
+def step_of(optimizer: Any, own: Callable[..., Any], inner: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return what runs in place of ``own``, the ``step`` of the optimizer's class, with the optimizer bound.
+
+    Args:
+        optimizer: the optimizer.
+        own: the ``step`` of its class.
+        inner: what :func:`unwrapped` says of ``own``.
+    """
     if (
-        _is_compiling()
+        inner is None
+        or _is_compiling()
         or _is_profiling()
-        or getattr(own, "__code__", None) is not _WRAPPER
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or optimizer_pre_hooks
         or optimizer_post_hooks
     ):
         return functools.partial(own, optimizer)  # a bound method would come back as `optimizer.step` when traced
-    return functools.partial(_call, own.__wrapped__, optimizer)  # type: ignore[attr-defined]
+    return functools.partial(_call, inner, optimizer)
 
 
 def bound_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return what runs in place of ``step``, the attribute of an optimizer that no session manages."""
     own = getattr(step, "__func__", None)  # there is none where a scheduler or a user put a function there
-    return step if own is None else step_of(step.__self__, own)  # type: ignore[attr-defined]
+    return step if own is None else step_of(step.__self__, own, unwrapped(own))  # type: ignore[attr-defined]
 
 
 def _call(inner: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,11 +87,18 @@ def returned_from_step(error: BaseException) -> bool:
     return any(frame.f_code in _CALLERS and "out" in frame.f_locals for frame in frames)
 
 
-def zero_grad_of(optimizer: Any, own: Callable[..., None], args: Any, kwargs: Any) -> Callable[..., None]:
-    """Return what runs in place of ``own``, the ``zero_grad`` of the optimizer's class, with the optimizer bound."""
-    if own is Optimizer.zero_grad and not (args or kwargs or _is_profiling()):
-        return functools.partial(_drop_gradients, optimizer)
-    return functools.partial(own, optimizer)
+def zero_grad_of(base: Any) -> Callable[..., None]:
+    """Return the ``zero_grad`` of the managed class of ``base``. It clears what the session keeps as well."""
+    own = base.zero_grad
+    drops = own is Optimizer.zero_grad
+
+    @functools.wraps(own)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The compiler cannot trace the second question, so it gets the answer to the first alone.
+        plain = drops and not (args or kwargs or _is_compiling() or _is_profiling())
+        self._xamp.zero_grad(functools.partial(_drop_gradients if plain else own, self), args, kwargs)
+
+    return zero_grad
 
 
 def _drop_gradients(optimizer: Optimizer) -> None:

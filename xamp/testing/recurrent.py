@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import xamp
-from xamp.ground.torch_private.modes import TorchDispatchMode, tree_map_only
+from xamp.ground.torch_private.modes import TorchDispatchMode, tree_iter
 from xamp.policy import LEVELS
 from xamp.testing.lane import Lane
 from xamp.testing.tier import Tier, at_levels
@@ -115,7 +115,7 @@ class _Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, lambda t: self.dtypes.add(t.dtype), (args, kwargs, made))
+        self.dtypes.update(t.dtype for t in tree_iter((args, kwargs, made)) if isinstance(t, torch.Tensor))
         return made
 
 

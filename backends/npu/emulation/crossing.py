@@ -14,7 +14,7 @@ import torch
 
 from xamp.backends.npu.emulation import arithmetic, limits, products, sparse, strided
 from xamp.backends.npu.emulation.strided import CPU, dense
-from xamp.backends.npu.emulation.torch_private import NOT_HERE, DisableTorchFunction, ExcludeDispatchKeyGuard
+from xamp.backends.npu.emulation.torch_private import NOT_HERE, ExcludeDispatchKeyGuard
 
 __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", "over"]
 
@@ -22,7 +22,7 @@ __all__ = ["CPU", "NOT_HERE", "Crossing", "aside", "computed", "dense", "give", 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
     """A context in which torch computes as on a plain CPU. It costs a microsecond more than its two parts by hand."""
-    with DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
+    with torch.DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
         yield
 
 

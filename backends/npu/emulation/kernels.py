@@ -39,7 +39,6 @@ from xamp.backends.npu.emulation.crossing import CPU, Crossing, give, over
 from xamp.backends.npu.emulation.torch_private import (
     AUTOCAST,
     NOT_HERE,
-    DisableTorchFunction,
     ExcludeDispatchKeyGuard,
     OpOverload,
     forget_kernel,
@@ -211,7 +210,7 @@ def generic(operator: OpOverload) -> Callable[..., Any]:
     makes_beside = "batch_norm" in name or (bool(written_at) and None in returned)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
+        with torch.DisableTorchFunction(), ExcludeDispatchKeyGuard(NOT_HERE):
             crossing = Crossing(name, lenient)
             values = [crossing.over(value) for value in args]
             named = {key: crossing.over(value) for key, value in kwargs.items() if key not in outs}

@@ -17,7 +17,6 @@ from torch._prims_common import suggest_memory_format
 __all__ = [
     "AUTOCAST",
     "NOT_HERE",
-    "DisableTorchFunction",
     "ExcludeDispatchKeyGuard",
     "OpOverload",
     "coalescing",
@@ -41,14 +40,13 @@ __all__ = [
     "work_of",
 ]
 
-DisableTorchFunction = torch._C.DisableTorchFunction
 ExcludeDispatchKeyGuard: Any = torch._C._ExcludeDispatchKeyGuard
 
-AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+AUTOCAST = torch.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
 NOT_HERE = (
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    torch.DispatchKeySet(torch.DispatchKey.AutogradCPU)
+    | torch.DispatchKeySet(torch.DispatchKey.ADInplaceOrView)
+    | torch.DispatchKeySet(torch.DispatchKey.AutocastCPU)
 )
 """Keys to exclude in a kernel: autograd has already run, and an active CPU autocast must not see the computation."""
 
@@ -77,7 +75,7 @@ def forget_kernel(namespace: str, name: str, key: str) -> None:
 
 def pack_padded_sequence(*args: Any) -> Any:
     """Call torch's own kernel, which calls the operators of the tensors' device."""
-    return torch.ops.aten._pack_padded_sequence.default._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
+    return torch.ops.aten._pack_padded_sequence.default._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 # ---- process groups

@@ -10,7 +10,6 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import compiling
@@ -57,8 +56,7 @@ PROBES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch, inductor_cache: Path) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_cache))
+def _fresh_compiler(inductor_cache: None) -> Iterator[None]:
     compiling.forget()
     yield
     stop()

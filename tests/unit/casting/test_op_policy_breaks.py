@@ -342,9 +342,8 @@ def test_tracing_a_block_of_a_session_warns_of_nothing() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_what_is_cached_on_disk_is_cached_for_this_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_cached_on_disk_is_cached_for_this_table(tmp_path: Path) -> None:
     """The key of a graph that is compiled in a region holds the operators that are called, and not their casts."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     session = xamp.session(start(nn.Linear(1, 1)))
     x = batch().detach()
     tag = CONFIG.cache_key_tag
@@ -353,7 +352,8 @@ def test_what_is_cached_on_disk_is_cached_for_this_table(monkeypatch: pytest.Mon
         compiling.forget()
         counters.clear()
         config = CONFIG.patch(cache_key_tag=tag)
-        with torch._functorch.config.patch(enable_autograd_cache=True), config, region:
+        caching = torch._functorch.config.patch(enable_autograd_cache=True)
+        with compiling.files_in(tmp_path), caching, config, region:
             made = torch.compile(look)(x)
         counted = counters["aot_autograd"]
         assert counted["autograd_cache_hit"] + counted["autograd_cache_miss"] == 1

@@ -45,6 +45,7 @@ FOUND = {
     "import torch\nclass A(torch._B):\n    x: torch._D": ["torch._B", "torch._D"],
     'import torch\nhasattr(torch.a, "_b")': ["torch.a._b"],
     'import torch as t\ngetattr(t._C, "x", t._d)': ["torch._C.x", "torch._d"],
+    'import sys\nsys.modules["torch.a"]._b': ["torch.a._b"],
     'names = ["torch._dynamo.x", "torch.a:_B"]': ["torch._dynamo.x", "torch.a._B"],
     "import torch\ntorch._B.__name__": ["torch._B"],
 }

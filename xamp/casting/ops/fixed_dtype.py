@@ -98,7 +98,7 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
 
 def _entry(overload: str, own: torch.dtype, device_type: str) -> Callable[..., Any]:
     """Make the entry of an overload that the device casts to ``own``, by an entry of its own or further inside."""
-    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
+    key = getattr(torch.DispatchKey, autocast_key(device_type))
     below = dispatch.keyset_full_after(key)
     cast_inside = not has_entry(overload, autocast_key(device_type))
     to_region, to_own = _lowering(overload, None, device_type), _lowering(overload, own, device_type)

@@ -143,7 +143,7 @@ def _tag_caches(device_type: str, missing: Mapping[str, str | None]) -> None:
 
 def _entry(overload: str, native: str | None, device_type: str) -> Callable[..., Any]:
     """Make the entry of an overload that the device has a rule for, or that calls nothing which it has a rule for."""
-    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
+    key = getattr(torch.DispatchKey, autocast_key(device_type))
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)
     cast_natively = None if native is None else _rule_caster(overload, native, device_type)
@@ -160,7 +160,7 @@ def _entry(overload: str, native: str | None, device_type: str) -> Callable[...,
             exclude(key, True)
             if cast is not None:
                 return target(*args, **kwargs)
-            with dispatch.DisableTorchFunction():  # who calls from C++ is not seen by modes and subclasses
+            with torch.DisableTorchFunction():  # who calls from C++ is not seen by modes and subclasses
                 return target(*args, **kwargs)
         finally:
             exclude(key, False)
@@ -174,7 +174,7 @@ def _passing_entry(overload: str, native: str | None, device_type: str) -> Calla
     torch makes the first argument, the keys of the dispatcher, for each call: 2 us where other operators emptied the
     caches.
     """
-    key = getattr(dispatch.DispatchKey, autocast_key(device_type))
+    key = getattr(torch.DispatchKey, autocast_key(device_type))
     below = dispatch.keyset_full_after(key)
     target = _target(overload)
     cast_portably = _rule_caster(overload, RULES[overload].kind, device_type)

@@ -12,8 +12,6 @@ from torch._ops import OpOverload
 __all__ = [
     "HOMES",
     "AutoDispatchBelowAutograd",
-    "DisableTorchFunction",
-    "DispatchKey",
     "OpOverload",
     "get_privateuse1_backend_name",
     "has_kernel",
@@ -27,8 +25,6 @@ __all__ = [
     "set_key_excluded",
 ]
 
-DispatchKey: Any = torch._C.DispatchKey
-DisableTorchFunction = torch._C.DisableTorchFunction
 AutoDispatchBelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
 
 HOMES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, torch._C._linalg)  # type: ignore[attr-defined]

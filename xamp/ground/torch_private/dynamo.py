@@ -79,7 +79,7 @@ def graphs_seen() -> bool:
 
 def reset() -> None:
     """Make the compiler forget what it has compiled."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def list_functions() -> None:

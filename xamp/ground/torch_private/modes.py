@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map
 
 __all__ = [
     "TorchDispatchMode",
@@ -15,7 +15,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "tree_iter",
     "tree_map",
-    "tree_map_only",
 ]
 
 disable_current_modes = _disable_current_modes

@@ -8,7 +8,11 @@ import torch
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _default_to_fused_or_foreach,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 __all__ = [
     "RECURRENT",
@@ -16,6 +20,7 @@ __all__ = [
     "InstanceNorm",
     "NormBase",
     "SyncBatchNormFunction",
+    "default_to_fused_or_foreach",
     "optimizer_post_hooks",
     "optimizer_pre_hooks",
 ]
@@ -30,6 +35,9 @@ InstanceNorm = _InstanceNorm
 
 RECURRENT: Any = torch._VF
 """Has the functions that recurrent layers and cells call. Each is looked up here when it is called."""
+
+default_to_fused_or_foreach: Any = _default_to_fused_or_foreach
+"""Returns whether an optimizer chooses its fused form, and whether its form on lists, for parameters by itself."""
 
 optimizer_pre_hooks = _global_optimizer_pre_hooks
 """The hooks before the steps of all optimizers: torch adds to this dict, and to the next one."""

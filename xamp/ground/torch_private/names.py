@@ -31,13 +31,6 @@ class Name(NamedTuple):
 
 
 NAMES = (
-    Name("torch._C.DisableTorchFunction", "casting emulation", "2.7"),
-    Name("torch._C.DispatchKey", "casting", "2.7"),
-    Name("torch._C.DispatchKey.ADInplaceOrView", "emulation", "2.7"),
-    Name("torch._C.DispatchKey.AutocastCPU", "emulation", "2.7"),
-    Name("torch._C.DispatchKey.AutogradCPU", "emulation", "2.7"),
-    Name("torch._C.DispatchKey.CompositeExplicitAutograd", "emulation", "2.7"),
-    Name("torch._C.DispatchKeySet", "emulation", "2.7"),
     Name("torch._C.TensorBase.is_cuda", "run", "2.7"),
     Name("torch._C.TensorBase.to", "run", "2.7"),
     Name("torch._C._AutoDispatchBelowAutograd", "survey", "2.7"),
@@ -95,7 +88,6 @@ NAMES = (
     Name("torch._dynamo.convert_frame.output_codes", "ground", "2.7"),
     Name("torch._dynamo.exc.Unsupported", "casting", "2.7"),
     Name("torch._dynamo.graph_break", "apex", "2.7"),
-    Name("torch._dynamo.reset", "ground", "2.7"),
     Name("torch._dynamo.trace_rules.get_tensor_method", "apex run", "2.7"),
     Name("torch._dynamo.trace_rules.get_torch_obj_rule_map", "apex casting run", "2.7"),
     Name("torch._foreach_add", "apex", "2.7"),
@@ -155,6 +147,7 @@ NAMES = (
     Name("torch.ops.aten._pack_padded_sequence.default._op_dk", "emulation", "2.7"),
     Name("torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors", "emulation", "2.7"),
     Name("torch.ops.aten._to_copy.default", "emulation testing", "2.7"),
+    Name("torch.optim.optimizer._default_to_fused_or_foreach", "backends scaling", "2.7"),
     Name("torch.optim.optimizer._global_optimizer_post_hooks", "scaling", "2.7"),
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", "scaling", "2.7"),
     Name("torch.storage._StorageBase", "run", "2.7"),
@@ -165,7 +158,6 @@ NAMES = (
     Name("torch.utils._python_dispatch.is_traceable_wrapper_subclass", "debug", "2.7"),
     Name("torch.utils._pytree.tree_iter", "debug testing", "2.7"),
     Name("torch.utils._pytree.tree_map", "debug", "2.7"),
-    Name("torch.utils._pytree.tree_map_only", "testing", "2.7"),
     Name("torch.utils.checkpoint._checkpoint_without_reentrant_generator", "casting", "2.7"),
     Name(
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
