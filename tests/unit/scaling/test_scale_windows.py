@@ -225,6 +225,24 @@ def test_an_overflow_counts_in_its_own_window_only(lane: Lane, level: str) -> No
     assert (found, outcome(often), outcome(seldom)) == ([32, 32, 16, 16, 16], "APPLIED", "SKIPPED")
 
 
+@each_level
+@pytest.mark.parametrize("init_scale", [64.0, 1000.0])
+def test_a_delayed_backward_counts_no_overflow_again(lane: Lane, level: str, init_scale: float) -> None:
+    """What was counted in a window lies under the gradients of a later backward, which is checked with another one."""
+    model = Dot().to(lane.device)
+    first, second = optimizers = [SGD([param], lr=0.125) for param in (model.a, model.b)]
+    xamp.initialize(model, optimizers, init_scale=init_scale, growth_interval=100, **at(level))
+    x, y, z = inputs(3, lane)
+    run_backward(model(x), optimizers, lane, [model.b])
+    first.step()  # ends the window
+    with xamp.scale_loss(model(y), second, delay_unscale=True) as scaled:
+        scaled.backward()
+    run_backward(model(z), second, lane)
+    assert xamp.loss_scale(model) == init_scale / 2
+    second.step()
+    assert (xamp.loss_scale(model), outcome(first), outcome(second)) == (init_scale / 2, "APPLIED", "SKIPPED")
+
+
 CLEAR: dict[str, Any] = {
     "optimizer.zero_grad()": lambda model, optimizer: optimizer.zero_grad(),
     "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),

@@ -508,6 +508,7 @@ def test_an_interrupt_before_the_check_is_done_forgets_the_backward(overflow: bo
 def test_after_a_forgotten_backward_the_next_is_the_first() -> None:
     """Gradients of a skipped step that nobody cleared are checked again, however many backwards were lost before."""
     model, optimizer = start("O1", fused=False, init_scale=1000.0)  # no power of two: they are put aside
+    backward(model, optimizer)  # one that was checked, and is lost with the next
     with pytest.raises(KeyboardInterrupt), xamp.scale_loss(model(ONES), optimizer) as scaled:  # noqa: PT012
         scaled.backward()
         interrupt: Any = Once(CHECK, after=True)
