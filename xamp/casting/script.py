@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from typing import Any, NoReturn
 
 from xamp.errors import StateError
@@ -31,6 +32,8 @@ def tell_script(function: Any, wrapper: Any) -> None:
     op = script.find_builtin(function)
     if op is not None:
         script.register_builtin(wrapper, op)
+        # Also where nobody calls forget_script, as where other code replaces the wrapper: a later function gets its id.
+        weakref.finalize(wrapper, script.forget_builtin, id(wrapper)).atexit = False
     dispatched = script.boolean_dispatched
     if isinstance(function, types.FunctionType) and function in dispatched:
         dispatched[wrapper] = dispatched[function]
@@ -39,5 +42,5 @@ def tell_script(function: Any, wrapper: Any) -> None:
 
 
 def forget_script(wrapper: Any) -> None:
-    """Remove ``wrapper`` from torch's table, which is keyed by the id of the object and would keep a stale entry."""
-    script.forget_builtin(wrapper)
+    """Make TorchScript forget what :func:`tell_script` told of ``wrapper``."""
+    script.forget_builtin(id(wrapper))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import subprocess
 import sys
@@ -464,6 +465,19 @@ def test_torchscript_compiles_the_function_itself() -> None:
     registered._unregister_all()
     torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()  # compile it anew
     assert torch.equal(torch.jit.script(Scripted())(x), expected)
+
+
+def test_torchscript_takes_no_later_function_for_a_wrapper_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table is by the id of a function. Other code may replace a wrapper, so that nobody takes it out."""
+    table, own = torch.jit._builtins._get_builtin_table(), torch.cumsum
+    before = set(table)
+    monkeypatch.setattr(torch, "cumsum", own)  # and afterwards again
+    for _ in range(2):
+        xamp.register_half_function(torch, "cumsum")
+        torch.cumsum = own
+    registered._unregister_all()
+    gc.collect()
+    assert set(table) == before
 
 
 def test_a_symbolic_trace_names_it() -> None:

@@ -16,6 +16,6 @@ register_builtin: Callable[[Any, str], None] = torch.jit._builtins._register_bui
 boolean_dispatched: Any = torch._jit_internal.boolean_dispatched
 
 
-def forget_builtin(function: Any) -> None:
-    """Remove ``function`` from the table, which is keyed by ``id``."""
-    torch.jit._builtins._get_builtin_table().pop(id(function), None)
+def forget_builtin(identity: int) -> None:
+    """Remove the function that has this ``id``, by which the table is keyed."""
+    torch.jit._builtins._get_builtin_table().pop(identity, None)
