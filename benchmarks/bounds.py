@@ -50,7 +50,7 @@ BYTECODES_RATIO = {
     "Adam fused, 50": 0.88,
 }
 """Python's bytecodes in xamp's step over those in the ``torch.amp`` loop with ``unscale_``, by optimizer and number of
-parameters: some 8 % above what was counted, since versions of Python differ."""
+parameters: 5 to 8 % above what was counted, since versions of Python differ."""
 
 INSTRUCTIONS_RATIO = 0.90
 """The processor's instructions of xamp's step over those of the ``torch.amp`` loop with ``unscale_``."""

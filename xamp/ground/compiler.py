@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from xamp.ground.torch_private import dynamo
 
 __all__ = ["break_graphs", "forget_graphs", "keep_eager", "own_code"]
@@ -65,4 +67,4 @@ def forget_graphs() -> None:
     if dynamo.graphs_seen():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dynamo.reset()
+            torch.compiler.reset()

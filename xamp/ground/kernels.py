@@ -199,7 +199,7 @@ def update_scale_(
         backoff: the factor after an overflow.
         interval: clean updates until the scale grows.
     """
-    if not _missing or not is_missing(_UPDATE, [scale]):
+    if not _missing or not is_missing(_UPDATE, [scale]):  # mostly nothing is, which costs no call
         operators.amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
         return
     overflowed, clean = found_inf.reshape(scale.shape).ne(0), tracker + 1

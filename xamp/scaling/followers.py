@@ -34,7 +34,8 @@ class Graphs:
 
 graphs = Graphs()
 
-_followers: Any = WeakIdKeyDictionary()  # model -> its two functions; see follow
+_followers: Any = WeakIdKeyDictionary()  # model -> its two functions, in this order; see follow
+_WRITE, _MAY_BE_BEHIND = 0, 1
 
 
 def follow(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[[], bool]) -> None:
@@ -54,7 +55,7 @@ def follow(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[
 def catch_up(model: nn.Module) -> None:
     """Write the masters that changed since the last step into ``model``."""
     found = _followers.get(model)
-    write = None if found is None else found[0]()
+    write = None if found is None else found[_WRITE]()
     if write is not None:
         write()
 
@@ -70,7 +71,7 @@ def follow_in_graph() -> None:
 @keep_eager
 def look() -> None:
     """Decide anew whether graphs ask. Called where the answer of a ``may_be_behind`` may have changed."""
-    graphs.ask = any(may_be_behind() for may_be_behind in _alive(1))
+    graphs.ask = any(may_be_behind() for may_be_behind in _alive(_MAY_BE_BEHIND))
 
 
 def _alive(which: int) -> list[Callable[[], Any]]:
@@ -81,7 +82,7 @@ def _alive(which: int) -> list[Callable[[], Any]]:
     "something other than optimizer.step() has written into the fp32 masters, and the model follows them here"
 )
 def _all_catch_up() -> None:
-    for write in _alive(0):
+    for write in _alive(_WRITE):
         write()
 
 

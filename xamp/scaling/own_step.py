@@ -94,7 +94,7 @@ def zero_grad_of(base: Any) -> Callable[..., None]:
 
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        # The compiler cannot trace the second question, so it gets the answer to the first alone.
+        # In this order: the compiler cannot trace _is_profiling, and does not come to it.
         plain = drops and not (args or kwargs or _is_compiling() or _is_profiling())
         self._xamp.zero_grad(functools.partial(_drop_gradients if plain else own, self), args, kwargs)
 

@@ -24,7 +24,6 @@ __all__ = [
     "is_tracing",
     "list_functions",
     "peek_interpreter_stack",
-    "reset",
     "rules_of_functions",
     "skip_code",
     "unsupported",
@@ -72,14 +71,9 @@ def unsupported(message: str) -> Exception:
 
 
 def graphs_seen() -> bool:
-    """Return whether the compiler has compiled anything since its start or :func:`reset`."""
+    """Return whether the compiler has compiled anything since its start or its last reset."""
     codes = if_imported("torch._dynamo.convert_frame.output_codes")
     return codes is not None and bool(codes.seen)
-
-
-def reset() -> None:
-    """Make the compiler forget what it has compiled."""
-    torch.compiler.reset()
 
 
 def list_functions() -> None:
