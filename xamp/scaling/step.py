@@ -19,13 +19,13 @@ from xamp.ground.compiler import keep_eager
 from xamp.scaling import distributed, masters
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.master_versions import MasterVersions
 from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
 from xamp.scaling.own_step import lend_flag, returned_from_step, take_flag_back
 from xamp.scaling.refusals import Refuser, StepRefusals, call_closure
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.scope import Scope
 from xamp.scaling.warm import WarmState
+from xamp.scaling.weights import MasterVersions
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "StepOwner"]
 
