@@ -13,10 +13,10 @@ from mutants import Mutant, also, patched
 
 import xamp
 from xamp.scaling import foreach, fused, masters, optimizer, own_step, step
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState

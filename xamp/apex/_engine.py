@@ -21,12 +21,12 @@ from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import shards
+from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
-from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
-from xamp.scaling.scale import LossScaler, clock
+from xamp.scaling.scale import DeviceState, LossScaler, clock
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import NOT_STEPPED, OptimizerState
 from xamp.scaling.weights import Weights
@@ -88,8 +88,8 @@ class ApexOutcomes(Outcomes):
         found: the overflow flag of the last backwards, by ``loss_id``.
     """
 
-    def __init__(self, engine: OutcomeOwner, index: int, gradients: Gradients) -> None:
-        super().__init__(engine, index, gradients)
+    def __init__(self, counts: Counts, memory: DeviceState, index: int, gradients: Gradients) -> None:
+        super().__init__(counts, memory, index, gradients)
         self.found: dict[int, torch.Tensor] = {}
 
     def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:

@@ -25,8 +25,8 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, masters
+from xamp.scaling.counts import Counts, Stats
 from xamp.scaling.optimizer import replace_params
-from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_checks import RankChecks
 from xamp.scaling.rank_groups import Layout
@@ -50,7 +50,6 @@ class Engine:
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
         process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
-        overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
@@ -86,18 +85,16 @@ class Engine:
         self.backend = backend
         self.device = device
         self.enabled = enabled
-        self.verbosity = verbosity
         self.memory: DeviceState
         self.scalers: Sequence[LossScaler] = ()
         self._states: Sequence[OptimizerState] = ()
-        self.counts = Stats()
-        self.overflow_runs: dict[int, int] = {}
         self.undo = Undo()
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
         self.process_group = process_group
         self._wrappers = distributed.Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
+        self.counts = Counts(verbosity, self.names_of, moves_before_step=self.moves_before_step, by_flag=self.saturates)
         watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
@@ -174,6 +171,7 @@ class Engine:
         before = self.scalers
         self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, self._captures)
         self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        self.counts.scalers = self.scalers
         for old, new in zip(before, self.scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
 

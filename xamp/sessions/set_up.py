@@ -20,10 +20,11 @@ from torch.utils.weak import TensorWeakRef
 from xamp.casting import ops
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground import followers
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
-from xamp.scaling import followers, masters
+from xamp.scaling import masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
