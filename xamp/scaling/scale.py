@@ -10,12 +10,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from xamp.ground import kernels
 from xamp.policy import Policy
-from xamp.scaling.scope import Scope
+
+if TYPE_CHECKING:
+    from xamp.scaling.scaled_loss import Scope
 
 __all__ = ["DeviceState", "LossScaler", "ScaleRules"]
 

@@ -21,16 +21,15 @@ from xamp.ground.log import say
 from xamp.policy import levels_where, listed
 from xamp.scaling import distributed, masters
 from xamp.scaling.counts import Outcomes, StepOutcome
-from xamp.scaling.fused import FusedForm
+from xamp.scaling.fused import FusedForm, WarmState
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.own_step import lend_flag, returned_from_step, take_flag_back
 from xamp.scaling.scale import DeviceState, clock
-from xamp.scaling.scope import Scope
-from xamp.scaling.warm import WarmState
 from xamp.scaling.weights import MasterVersions
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine  # the whole that an OptimizerState is a part of
+    from xamp.scaling.scaled_loss import Scope
 
 __all__ = ["NOT_STEPPED", "OptimizerState", "StepRefusals", "call_closure"]
 

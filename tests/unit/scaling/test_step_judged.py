@@ -17,7 +17,7 @@ from xamp.errors import LossScaleCollapsed
 from xamp.ground.late_reads import HISTORY_LAG
 from xamp.scaling.counts import COLLAPSE_RUN, Outcomes
 from xamp.scaling.scale import DeviceState
-from xamp.scaling.scope import Scope
+from xamp.scaling.scaled_loss import Scope
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checkpoint
 
