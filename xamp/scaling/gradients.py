@@ -7,7 +7,20 @@ The life of a gradient, with every value on the device::
     leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
 
 From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
-that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped.
+that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped. What a call does depends on the
+:class:`State`; a cell says which state comes next, and "error" stands for a StateError that changes nothing. A backward
+that comes half-way is dropped with all that it was added to: masters have gradients to which nothing was added yet, and
+keep them (the second word of a cell)::
+
+    call                              CLEAR     SCALED    UNSCALED        SPENT
+    scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
+    scale_loss(delay_unscale=True)    SCALED    SCALED    SCALED          SCALED
+    its body raises, no backward ran  CLEAR     SCALED    UNSCALED        SPENT
+    its body raises after backward()  CLEAR     CLEAR     CLEAR/UNSCALED  CLEAR/SPENT
+    backward() without scale_loss     SPENT     SCALED    UNSCALED        SPENT
+    clip_grad_norm_                   CLEAR     error     UNSCALED        SPENT
+    optimizer.step()                  CLEAR     error     SPENT           error
+    optimizer.zero_grad()             CLEAR     CLEAR     CLEAR           CLEAR
 
 Comprehensions bind a gradient by ``for g in (p.grad,)``: the compiler breaks its graph at ``(g := p.grad)``, whose name
 belongs to the function around, and Python takes 1.7 times as long for it.
@@ -15,6 +28,7 @@ belongs to the function around, and Python takes 1.7 times as long for it.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
 import weakref
@@ -40,6 +54,15 @@ from xamp.scaling.witness import GradientWitness
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]
 
 _params_of = operator.itemgetter("params")
+
+
+class State(enum.Enum):
+    """The state of an optimizer's gradients."""
+
+    CLEAR = "there are none"
+    SCALED = "they are multiplied by a scale, which a later scale_loss takes out"
+    UNSCALED = "they came through scale_loss since the last step"
+    SPENT = "a step has seen them, or they did not come through scale_loss"
 
 
 class Pending:
@@ -533,6 +556,15 @@ class Gradients:
                 "optimizer that unscales them first, or clear them."
             )
         self._pending = None
+
+    @property
+    def state(self) -> State:
+        """The state of the gradients; see the module."""
+        if self._pending is not None and (self._scaled() or self._unreduced()):
+            return State.SCALED
+        if self.ready:
+            return State.UNSCALED
+        return State.SPENT if any(p.grad is not None for p in self.stepped) else State.CLEAR
 
     def has_stray(self) -> bool:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""
