@@ -9,12 +9,12 @@ import torch
 from mutants import Mutant, patched
 
 from xamp import GradScaler
-from xamp.scaling import model_states
+from xamp.scaling import masters
 from xamp.sessions import checkpoint, formats
 
 write, write_foreign, read = formats.write, formats.write_foreign, formats.read
 matched, load, scale_of = checkpoint._matched, checkpoint.load, checkpoint._scale_of
-load_masters, load_scaler = model_states.load_masters, GradScaler.load_state_dict
+load_masters, load_scaler = masters.load_masters, GradScaler.load_state_dict
 
 
 def writes_no_tracker(saved: Any) -> Any:
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "the model's state brings rounded masters",
         "checkpoint.load_order_is_free",
-        patched(model_states, "load_masters", loads_rounded_masters),
+        patched(masters, "load_masters", loads_rounded_masters),
     ),
     Mutant(
         "leaves the scale on the device",
@@ -135,11 +135,11 @@ MUTANTS = [
         "checkpoint.grad_scaler_of_torch_goes_on",
         patched(formats, "write_foreign", writes_static_factors),
     ),
-    Mutant("loses masters", "checkpoint.model_state_is_exact", patched(model_states, "save_masters", saves_parameters)),
+    Mutant("loses masters", "checkpoint.model_state_is_exact", patched(masters, "save_masters", saves_parameters)),
     Mutant(
         "writes parameters and no masters",
         "checkpoint.model_state_writes_the_masters",
-        patched(model_states, "load_masters", loads_no_masters),
+        patched(masters, "load_masters", loads_no_masters),
     ),
     Mutant(
         "takes a static scale for a dynamic one",

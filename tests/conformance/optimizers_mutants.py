@@ -12,11 +12,11 @@ import torch
 from mutants import Mutant, also, patched
 
 import xamp
-from xamp.scaling import foreach, fused, masters, optimizer, own_step, step
+from xamp.scaling import fused, masters, optimizer, own_step, step, unscale
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState
@@ -27,7 +27,7 @@ _leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
 _move_scales = Engine.move_scales
 _step_on_host, _step_unchecked = OptimizerState._step_on_host, OptimizerState._step_unchecked
 _unscale, _exit, _close = Gradients.unscale, ScaledLoss.__exit__, Session.close
-_step_of, _zero_grad_of, _unscale_by_group_ = optimizer._step_of, own_step.zero_grad_of, foreach.unscale_by_group_
+_step_of, _zero_grad_of, _unscale_by_group_ = optimizer._step_of, own_step.zero_grad_of, unscale.unscale_by_group_
 
 
 def _zeroes_and_steps(self: OptimizerState, base: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _unscales_the_second_again(self: Engine, states: Any, scaler: Any, *rest: An
     """As accelerate and Fabric do when each optimizer's step updates the one scaler."""
     _leave(self, states, scaler, *rest)
     for state in states[1:]:
-        foreach.multiply_([p.grad for p in state.gradients.stepped if p.grad is not None], scaler.inverse)
+        unscale.multiply_([p.grad for p in state.gradients.stepped if p.grad is not None], scaler.inverse)
 
 
 def _one_flag_for_all(self: Engine, states: Any, *rest: Any) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _unscales_by_the_new_scale(self: Engine, state: OptimizerState) -> None:
     _move_scales(self, state)
     grads = [p.grad for p in state.gradients.stepped if p.grad is not None]
     for scale, scaler in zip(before, self.scalers, strict=True):
-        foreach.multiply_(grads, scale / scaler.scale)
+        unscale.multiply_(grads, scale / scaler.scale)
 
 
 def _clips_each_by_itself(optimizer: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -158,7 +158,7 @@ def _copies_of_sparse(grad: torch.Tensor) -> torch.Tensor:
 
 def _blind_to_sparse(grads: Any, found_inf: torch.Tensor, inverse: torch.Tensor, unscale_: Any) -> None:
     _unscale_by_group_([g for g in grads if not g.is_sparse], found_inf, inverse, unscale_)
-    foreach.multiply_([g for g in grads if g.is_sparse], inverse)
+    unscale.multiply_([g for g in grads if g.is_sparse], inverse)
 
 
 def _as_if_all_went_well(self: ScaledLoss, *_: object) -> None:
@@ -257,12 +257,12 @@ MUTANTS = [
     Mutant(
         "sparse gradients stay scaled",
         "optimizers.sparse_gradients",
-        patched(foreach, "values", _copies_of_sparse),
+        patched(unscale, "values", _copies_of_sparse),
     ),
     Mutant(
         "sparse gradients are not looked at",
         "optimizers.sparse_overflow",
-        patched(foreach, "unscale_by_group_", _blind_to_sparse),
+        patched(unscale, "unscale_by_group_", _blind_to_sparse),
     ),
     Mutant(
         "an exception is taken for a finished backward",

@@ -14,12 +14,12 @@ from torch.amp.grad_scaler import OptState
 
 from xamp import policy
 from xamp.policy import Policy
-from xamp.scaling import outcomes
+from xamp.scaling import counts
+from xamp.scaling.counts import CollapseWatch, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.outcomes import Outcomes, StepOutcome
 from xamp.scaling.overflow_flag import FlagWatch
-from xamp.scaling.scale import CollapseWatch, LossScaler, ScaleRules
+from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import scale_loss
 from xamp.sessions.grad_scaler import GradScaler
@@ -229,7 +229,7 @@ MUTANTS = [
         "scaling.outcomes_can_be_read",
         patched(Outcomes, "known", _always_applied),
     ),
-    Mutant("prints", "scaling.overflow_is_logged", patched(outcomes, "say", _prints)),
+    Mutant("prints", "scaling.overflow_is_logged", patched(counts, "say", _prints)),
     Mutant(
         "what is accumulated is unscaled again",
         "scaling.accumulation_equals_one_batch",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xamp.scaling.late_reads import HISTORY_LAG
+from xamp.ground.late_reads import HISTORY_LAG
 from xamp.testing import Lane, usable_lanes  # imported from here, so that pytest explains the asserts of its modules
 from xamp.testing.reads import steps_late
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from xamp.scaling.late_reads import History
-from xamp.scaling.scale import DeviceState
+from xamp.ground.late_reads import History
 
 
 class _Arrived:
@@ -23,8 +22,8 @@ class _Arrived:
 class LateHistory(History):
     """A history that behaves, in host memory, as on a device with asynchronous copies."""
 
-    def __init__(self, state: DeviceState) -> None:
-        super().__init__(state)
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
         self._late = True
 
     def _copy(self) -> tuple[torch.Tensor, Any]:

@@ -24,8 +24,8 @@ from xamp.contract import Backend
 from xamp.errors import BackendUnavailable, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, Policy, Request
 from xamp.scaling import masters
+from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.engine import Engine
-from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.scale import ScaleRules
 from xamp.sessions.session import register
 from xamp.sessions.set_up import Arguments

@@ -21,15 +21,15 @@ from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import shards
+from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
-from xamp.scaling.outcomes import OutcomeOwner, Outcomes, StepOutcome
-from xamp.scaling.scale import LossScaler, clock
+from xamp.scaling.scale import DeviceState, LossScaler, clock
 from xamp.scaling.scaled_loss import ScaledLoss
-from xamp.scaling.session_masters import SessionMasters
 from xamp.scaling.step import NOT_STEPPED, OptimizerState
+from xamp.scaling.weights import Weights
 
 __all__ = ["ApexEngine", "ApexLoss", "ApexPolicy"]
 
@@ -88,8 +88,8 @@ class ApexOutcomes(Outcomes):
         found: the overflow flag of the last backwards, by ``loss_id``.
     """
 
-    def __init__(self, engine: OutcomeOwner, index: int, gradients: Gradients) -> None:
-        super().__init__(engine, index, gradients)
+    def __init__(self, counts: Counts, memory: DeviceState, index: int, gradients: Gradients) -> None:
+        super().__init__(counts, memory, index, gradients)
         self.found: dict[int, torch.Tensor] = {}
 
     def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:
@@ -119,7 +119,7 @@ class ApexState(OptimizerState):
 
     def loaded(self) -> None:
         """See :meth:`OptimizerState.loaded`."""
-        self.engine.resumes = True
+        self.engine.weights.resumes = True
         self._take_saved()
         super().loaded()
 
@@ -200,23 +200,24 @@ class ApexState(OptimizerState):
         found_before[index] = found.clone() if before is None else torch.maximum(before, found)
 
 
-class ApexMasters(SessionMasters):
-    """Masters that start from the fp16 values of their parameters: Apex makes them at their first use.
+class ApexWeights(Weights):
+    """The masters start from the fp16 values of their parameters: Apex makes them at their first use.
 
-    Where the run goes on from a checkpoint, that has exact masters.
+    Attributes:
+        resumes: a checkpoint was loaded, which has exact masters, and the run goes on from it.
     """
 
     tells_lost_writes = False  # Apex says nothing
-    _engine: ApexEngine
+    resumes = False
 
     def use(self) -> None:
-        """See :meth:`SessionMasters.use`."""
+        """See :meth:`Weights.use`."""
         super().use()
         self.lower(self.pairs)
 
     def lower(self, pairs: Sequence[Pair]) -> None:
         """Give masters the values of their parameters, unless the run goes on from a checkpoint."""
-        if not self._engine.resumes:
+        if not self.resumes:
             shards.copy([m for _, m in pairs], [p for p, _ in pairs])
 
 
@@ -224,7 +225,6 @@ class ApexEngine(Engine):
     """xamp's engine with Apex's rules; see the module.
 
     Attributes:
-        resumes: a checkpoint was loaded, and the run goes on from it.
         scales_loaded: ``amp.load_state_dict`` was called. Loss scales in the state of an optimizer are then ignored.
         around_step: makes the context manager that each step runs in; at O1 it switches casts off.
         after_backward: called when a ``scale_loss`` ends; at O1 it drops the casts of weights.
@@ -235,13 +235,12 @@ class ApexEngine(Engine):
 
     skips_together = True
     state_class = ApexState
-    masters_class = ApexMasters
-    masters: ApexMasters
+    weights_class = ApexWeights
+    weights: ApexWeights
     cast = staticmethod(cast_any)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.resumes = False
         self.scales_loaded = False
         self._scalers_used: dict[int, None] = {}
         self.around_step: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -279,10 +278,10 @@ class ApexEngine(Engine):
         return found
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`ApexMasters.use`."""
-        known = len(self.masters.pairs)
+        """See :meth:`Engine.adopt_group`. The masters of a group added later start as in :meth:`ApexWeights.use`."""
+        known = len(self.weights.pairs)
         super().adopt_group(state, group)
-        self.masters.lower(self.masters.pairs[known:])
+        self.weights.lower(self.weights.pairs[known:])
 
     def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
         """Do nothing: the scale has moved."""
@@ -292,7 +291,7 @@ class ApexEngine(Engine):
 
         A loss without a scale of its own in the saved run starts with the smallest of the saved scales.
         """
-        self.resumes = True
+        self.weights.resumes = True
         if self.scales_loaded or not self.policy.dynamic or not saved:
             return
         known = {int(index): (scale, int(clean)) for index, scale, clean in saved}

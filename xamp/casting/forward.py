@@ -30,12 +30,12 @@ from xamp.casting.region import Region, in_noted_region, in_region, is_framed, n
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
+from xamp.ground import followers
 from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.traced_walk import TracedWalk
-from xamp.scaling import followers
 from xamp.scaling.overflow_flag import run_watched
 from xamp.scaling.witness import clear_gradients
 

@@ -24,6 +24,7 @@ from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
+from xamp.ground import followers
 from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import cast_floats, leaf_of
@@ -33,7 +34,6 @@ from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_at
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.traced_walk import TracedWalk
 from xamp.registry import registry
-from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
 from xamp.scaling.distributed import is_running
 from xamp.scaling.overflow_flag import watched
@@ -238,7 +238,7 @@ def note_call(model: nn.Module | None) -> None:
     """Note the DDP that runs a forward, and let ``model``, one with masters, follow them.
 
     Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
-    masters are followed as :mod:`xamp.scaling.followers` says.
+    masters are followed as :mod:`xamp.ground.followers` says.
     """
     ddp = active_ddp()
     if torch.compiler.is_dynamo_compiling():

@@ -275,7 +275,7 @@ def _scale_of(owners: Sequence[Any], scaler: Any) -> Callable[[], float]:
         if scaler is not None:
             return float(scaler.get_scale())
         engines = [s.engine for owner in owners if (s := find_session(owner)) is not None]
-        engines += [state.engine for owner in owners if (state := state_of(owner)) is not None]  # type: ignore[misc]
+        engines += [state.engine for owner in owners if (state := state_of(owner)) is not None]
         scalers = [one for engine in engines if engine.enabled and engine.policy.scales for one in engine.scalers]
         open_ones = [one for one in scalers if one.is_open()]
         return float((open_ones or scalers)[0].scale) if scalers else 1.0

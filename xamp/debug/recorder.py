@@ -23,8 +23,8 @@ from xamp.errors import PolicyError, StateError
 from xamp.ground.arguments import number_between
 from xamp.ground.log import is_rank_zero
 from xamp.ground.version import __version__
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.outcomes import StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import optimizer_in, unwrap
 from xamp.sessions.session import find_session

@@ -7,7 +7,7 @@ from xamp.casting.forward import rebuild
 from xamp.casting.region import make_region as region
 from xamp.ground.containers import cast_any, cast_floats
 from xamp.scaling.ddp import note_forward
-from xamp.scaling.model_states import load_masters, save_masters
+from xamp.scaling.masters import load_masters, save_masters
 
 __all__ = [
     "cast_any",

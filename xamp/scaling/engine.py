@@ -25,14 +25,14 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
 from xamp.scaling import distributed, masters
+from xamp.scaling.counts import Counts, Stats
 from xamp.scaling.optimizer import replace_params
-from xamp.scaling.outcomes import Stats
 from xamp.scaling.overflow_flag import FlagWatch
 from xamp.scaling.rank_checks import RankChecks
 from xamp.scaling.rank_groups import Layout
 from xamp.scaling.scale import DeviceState, LossScaler
-from xamp.scaling.session_masters import SessionMasters
 from xamp.scaling.step import OptimizerState
+from xamp.scaling.weights import MasterVersions, Weights
 
 __all__ = ["Engine"]
 
@@ -50,13 +50,12 @@ class Engine:
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
         process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
-        overflow_runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
         undo: gives the models and optimizers back as plain fp32 objects.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
         state_class: the class of the elements of :attr:`states`.
-        masters: the masters of the session; ``masters_class`` is their class.
+        weights: the models' weights and their masters; ``weights_class`` is the class.
         cast: the function that casts the models' arguments and results.
         refusal: why no step can be right any more, for an error; empty: it can.
         delegated: another implementation does the work, and cannot be asked to stop.
@@ -67,7 +66,7 @@ class Engine:
     skips_together = False
     delegated = False
     state_class: type[OptimizerState] = OptimizerState
-    masters_class: type[SessionMasters] = SessionMasters
+    weights_class: type[Weights] = Weights
     cast: Callable[[Any, torch.dtype], Any] = staticmethod(cast_floats)
     scale_loss: Callable[..., contextlib.AbstractContextManager[torch.Tensor]] | None = None
 
@@ -86,23 +85,24 @@ class Engine:
         self.backend = backend
         self.device = device
         self.enabled = enabled
-        self.verbosity = verbosity
         self.memory: DeviceState
         self.scalers: Sequence[LossScaler] = ()
         self._states: Sequence[OptimizerState] = ()
-        self.counts = Stats()
-        self.overflow_runs: dict[int, int] = {}
         self.undo = Undo()
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
         self.process_group = process_group
         self._wrappers = distributed.Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
+        self.counts = Counts(verbosity, self.names_of, moves_before_step=self.moves_before_step, by_flag=self.saturates)
         watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
             self._watch.follow(models)
-        self.masters = self.masters_class(self)
+        self._captures = backend.capture_check(device)
+        self.weights = self.weights_class(
+            policy.level, self._master_versions, self.names_of, self.check_not_sharded, self._captures
+        )
         self._alone = True  # on entering scale_loss, nothing was shared between processes
         self._rank_checks = RankChecks(self._wrappers)
         self.refusal = ""
@@ -111,6 +111,9 @@ class Engine:
     def states(self) -> Sequence[OptimizerState]:
         """The states, one for each optimizer."""
         return self._states
+
+    def _master_versions(self) -> Iterable[MasterVersions]:
+        return [state.master_versions for state in self.states]
 
     def add_states(self, states: Iterable[OptimizerState]) -> None:
         """Add the states of optimizers. The engine decides on their steps from now on."""
@@ -166,15 +169,15 @@ class Engine:
     def prepare_state(self, optimizers: int) -> None:
         """Make the device state for a number of optimizers. Scales that were loaded before stay."""
         before = self.scalers
-        captures = self.backend.capture_check(self.device)
-        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, captures)
+        self.memory = DeviceState(self.policy.num_losses, optimizers, self.device, self._captures)
         self.scalers = [LossScaler(self.policy, self.memory, i) for i in range(self.policy.num_losses)]
+        self.counts.scalers = self.scalers
         for old, new in zip(before, self.scalers, strict=False):
             new.set(old.host_scale, int(old.growth_tracker))
 
     def pairs(self) -> Sequence[masters.Pair]:
         """Return all lowered parameters and their masters."""
-        return self.masters.pairs
+        return self.weights.pairs
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
         """Refuse ``params`` for the optimizer of ``state`` if another optimizer of this engine holds one of them.
@@ -198,7 +201,7 @@ class Engine:
         """Take in a group that was added to an optimizer: give its lowered parameters masters."""
         if self.policy.master_weights:
             pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
-            self.masters.add(pairs)
+            self.weights.add(pairs)
             replace_params(state.optimizer, pairs)
         state.fused.switch_on(state.optimizer)
         state.find_parameters()
@@ -219,7 +222,7 @@ class Engine:
             prefix = f"models[{index}]." if many else ""
             for name, param in model.named_parameters():
                 names[id(param)] = prefix + name
-        names.update({id(m): names[id(p)] for p, m in self.masters.pairs if id(p) in names})
+        names.update({id(m): names[id(p)] for p, m in self.weights.pairs if id(p) in names})
         return [names.get(id(p), f"a parameter of shape {tuple(p.shape)} outside the models") for p in params]
 
     # ---------------------------------------------------------------- the step
@@ -247,8 +250,8 @@ class Engine:
             state.notice_groups("scale_loss")
         self._alone = alone = self._wrappers.absent()
         fresh = () if alone else self._find_wrappers(states)
-        if self.masters.pairs:
-            self.masters.settle(fresh, alone)
+        if self.weights.pairs:
+            self.weights.settle(fresh, alone)
         shared = not alone and self._wrappers.hold_any()
         for state in states:
             entered.append(state)
@@ -257,7 +260,7 @@ class Engine:
             gradients.enter(scaler)
             if gradients.used and self.policy.dynamic:
                 self._notice_cleared(scaler)
-        if self.masters.pairs and not delay_unscale:
+        if self.weights.pairs and not delay_unscale:
             self._move_early(states, scaler)
 
     def _notice_cleared(self, scaler: LossScaler) -> None:
@@ -286,7 +289,7 @@ class Engine:
         if self._wrappers.any_joins():
             params = [p for state in states for p in state.gradients.model_params()]
             joining = [state.optimizer for state in states]
-            self._rank_checks.refuse_join(self.policy, bool(self.masters.pairs), params, joining)
+            self._rank_checks.refuse_join(self.policy, bool(self.weights.pairs), params, joining)
         if fresh or not self._rank_checks.is_settled:
             self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
             if self.policy.checks:

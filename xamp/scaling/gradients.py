@@ -7,7 +7,20 @@ The life of a gradient, with every value on the device::
     leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
 
 From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
-that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped.
+that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped. What a call does depends on the
+:class:`State`; a cell says which state comes next, and "error" stands for a StateError that changes nothing. A backward
+that comes half-way is dropped with all that it was added to: masters have gradients to which nothing was added yet, and
+keep them (the second word of a cell)::
+
+    call                              CLEAR     SCALED    UNSCALED        SPENT
+    scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
+    scale_loss(delay_unscale=True)    SCALED    SCALED    SCALED          SCALED
+    its body raises, no backward ran  CLEAR     SCALED    UNSCALED        SPENT
+    its body raises after backward()  CLEAR     CLEAR     CLEAR/UNSCALED  CLEAR/SPENT
+    backward() without scale_loss     SPENT     SCALED    UNSCALED        SPENT
+    clip_grad_norm_                   CLEAR     error     UNSCALED        SPENT
+    optimizer.step()                  CLEAR     error     SPENT           error
+    optimizer.zero_grad()             CLEAR     CLEAR     CLEAR           CLEAR
 
 Comprehensions bind a gradient by ``for g in (p.grad,)``: the compiler breaks its graph at ``(g := p.grad)``, whose name
 belongs to the function around, and Python takes 1.7 times as long for it.
@@ -15,6 +28,7 @@ belongs to the function around, and Python takes 1.7 times as long for it.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import operator
 import weakref
@@ -28,18 +42,88 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import early_moves, foreach, masters
-from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
+from xamp.scaling import early_moves, masters, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.rank_groups import is_shard
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.unscaler import Unscaler
+from xamp.scaling.shards import local
+from xamp.scaling.unscale import Unscaler
 from xamp.scaling.witness import GradientWitness
 
-__all__ = ["Gradients"]
+__all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]
 
 _params_of = operator.itemgetter("params")
+
+
+class State(enum.Enum):
+    """The state of an optimizer's gradients."""
+
+    CLEAR = "there are none"
+    SCALED = "they are multiplied by a scale, which a later scale_loss takes out"
+    UNSCALED = "they came through scale_loss since the last step"
+    SPENT = "a step has seen them, or they did not come through scale_loss"
+
+
+class Pending:
+    """Describes gradients that are still scaled, because of ``delay_unscale`` or a wrapper that has yet to reduce them.
+
+    Attributes:
+        why: the reason, for messages.
+        overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
+    """
+
+    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None) -> None:
+        self.version = scaler.version
+        self.inverse = scaler.inverse.clone()
+        self.why = why
+        self.overflow = overflow
+
+
+class Entry:
+    """The gradients as they were on entering ``scale_loss``.
+
+    After an exception in the body, they show whether the body changed the gradients.
+    """
+
+    def __init__(
+        self,
+        grads: Sequence[torch.Tensor] = (),
+        stash: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        *,
+        complete: bool = True,
+    ) -> None:
+        self.grads = grads
+        self.stash = stash  # (parameter, its gradient before)
+        self.versions = [_version(g) for g in grads]
+        self.complete = complete  # False: these are the gradients of before, and one operation changes them now
+
+    def was_multiplied(self) -> bool:
+        """Return whether the operation that was to multiply the gradients was run, on all of them."""
+        return all(_version(g) == v + 1 for g, v in zip(self.grads, self.versions, strict=True))
+
+    def untouched(self, now: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``now`` holds the same tensors as on entry, and nobody has written to them."""
+        return len(now) == len(self.grads) and all(
+            a is b and _version(a) == v for a, b, v in zip(now, self.grads, self.versions, strict=True)
+        )
+
+    def to_put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return pairs (gradient now, its value that was put aside), without gradients cleared in the meantime."""
+        return [(p.grad, old) for p, old in self.stash or () if p.grad is not None]
+
+
+def _version(grad: torch.Tensor) -> int:
+    """Return a number that each write changes: autograd writes into the shell of a DTensor, FSDP2 into its part."""
+    part = local(grad)
+    return grad._version if part is grad else grad._version + part._version
+
+
+NOTHING = Entry()
+"""There were no gradients."""
+
+OUTSIDE = Entry()
+"""No backward has been entered: the gradients are what they were."""
 
 
 class Gradients:
@@ -142,12 +226,12 @@ class Gradients:
     def not_finite(self) -> list[torch.Tensor]:
         """Return the stepped tensors whose gradient holds inf or nan. Waits for the device."""
         with_grad = [(p, g) for p in self.stepped for g in (p.grad,) if g is not None]
-        return [p for p, grad in with_grad if not bool(foreach.values(grad).isfinite().all())]
+        return [p for p, grad in with_grad if not bool(unscale.values(grad).isfinite().all())]
 
     def all_zero(self) -> bool:
         """Return whether every gradient is zero or absent. Waits for the device."""
         holders = [*self.stepped, *(p for p, _ in self.pairs)]
-        return not any(bool(foreach.values(g).any()) for p in holders if (g := p.grad) is not None)
+        return not any(bool(unscale.values(g).any()) for p in holders if (g := p.grad) is not None)
 
     @property
     def in_shards(self) -> bool:
@@ -195,13 +279,13 @@ class Gradients:
             self._entry = Entry(existing)
         elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
             self._entry = Entry(existing, complete=False)
-            foreach.multiply_(existing, scaler.scale)
+            unscale.multiply_(existing, scaler.scale)
             self.mixed = self._holds_counted
             self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
             self._entry = Entry(existing, stash, complete=False)
-            foreach.zero_(existing)
+            unscale.zero_(existing)
             self._entry = Entry(existing, stash)
 
     def _notice_counted(self, scaler: LossScaler) -> None:
@@ -239,7 +323,7 @@ class Gradients:
         if self.hidden is None:
             masters.transfer(self.pairs, None)
         elif self._scales:
-            foreach.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
+            unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
 
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
@@ -269,7 +353,7 @@ class Gradients:
         self._entry = NOTHING
         self.mixed = self.mixed and len(scaled) > 0
         if pending.version is not scaler.version:  # no two scalers have the same
-            foreach.multiply_(scaled, scaler.scale * pending.inverse)
+            unscale.multiply_(scaled, scaler.scale * pending.inverse)
             self._pending = Pending(scaler, pending.why, pending.overflow)
         self._entry = Entry(scaled)
 
@@ -305,7 +389,7 @@ class Gradients:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
                 self._check_left_over([old for _, old in back], found_inf)
-            foreach.add_(back)
+            unscale.add_(back)
         self._entry = OUTSIDE
         if grads or moved or self.in_shards:
             self.ready = True
@@ -348,8 +432,8 @@ class Gradients:
         """Leave the gradients scaled until a later ``scale_loss``."""
         if self._entry.stash is not None:  # the later scale_loss knows no stash, so its values are scaled and added now
             back = self._entry.to_put_back()
-            foreach.multiply_([old for _, old in back], scaler.scale)
-            foreach.add_(back)
+            unscale.multiply_([old for _, old in back], scaler.scale)
+            unscale.add_(back)
             self.mixed = True
         self._pending = Pending(scaler, why, self._flag_so_far(scaler))
         self.owed[scaler.index] = scaler
@@ -395,9 +479,9 @@ class Gradients:
         elif not entry.untouched(self._plain_gradients()):
             self._drop()
         elif entry.stash is not None:
-            foreach.add_(entry.to_put_back())
+            unscale.add_(entry.to_put_back())
         elif entry.grads and self._scales:
-            foreach.multiply_(entry.grads, scaler.inverse)
+            unscale.multiply_(entry.grads, scaler.inverse)
 
     def _undo_entry(self, entry: Entry, scaler: LossScaler) -> None:
         """Make the gradients again what they were, where the entry was interrupted before the body."""
@@ -405,7 +489,7 @@ class Gradients:
             for grad, old in entry.to_put_back():
                 grad.copy_(old)
         elif entry.was_multiplied():
-            foreach.multiply_(entry.grads, scaler.inverse)
+            unscale.multiply_(entry.grads, scaler.inverse)
         elif not entry.untouched(self._plain_gradients()):
             self._drop()
 
@@ -427,7 +511,7 @@ class Gradients:
     def _drop(self) -> None:
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
-        foreach.zero_(self._unreduced())
+        unscale.zero_(self._unreduced())
         self._pending = None
         self.owed.clear()
         self.ready = False
@@ -436,7 +520,7 @@ class Gradients:
         """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
         self.ready = False
         if self.hidden is not None:
-            foreach.zero_(self._unreduced())
+            unscale.zero_(self._unreduced())
         self._pending = None
         if self.owed:
             self.owed.clear()
@@ -472,6 +556,15 @@ class Gradients:
                 "optimizer that unscales them first, or clear them."
             )
         self._pending = None
+
+    @property
+    def state(self) -> State:
+        """The state of the gradients; see the module."""
+        if self._pending is not None and (self._scaled() or self._unreduced()):
+            return State.SCALED
+        if self.ready:
+            return State.UNSCALED
+        return State.SPENT if any(p.grad is not None for p in self.stepped) else State.CLEAR
 
     def has_stray(self) -> bool:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from xamp.errors import StateError
 from xamp.ground import kernels
-from xamp.scaling import foreach
+from xamp.scaling import unscale
 from xamp.scaling.rank_groups import Layout, is_shard, layout_of
 from xamp.scaling.shards import is_part, local, whole_sum
 
@@ -46,7 +46,7 @@ def clip(params: Sequence[tuple[torch.Tensor, Layout]], max_norm: float, norm_ty
     norm = total(params, norm_type)
     grads = [local(g) for p, _ in params if (g := p.grad) is not None]
     factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
-    foreach.multiply_(grads, factor)
+    unscale.multiply_(grads, factor)
     return norm
 
 
@@ -79,7 +79,7 @@ def _device(params: Sequence[tuple[torch.Tensor, Layout]]) -> torch.device:
 
 def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm of all ``parts`` as one vector, fp32, on ``device``; 0.0 where they have no element."""
-    dense = [values for part in parts if (values := foreach.values(part)).numel()]
+    dense = [values for part in parts if (values := unscale.values(part)).numel()]
     norm: Any = torch.nn.utils.get_total_norm(dense, norm_type, foreach=kernels.foreach_of(dense))
     return norm.to(device, torch.float32)  # type: ignore[no-any-return]
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from xamp.ground import kernels
 from xamp.policy import Policy
-from xamp.scaling.scope import Scope
 
-__all__ = ["CollapseWatch", "DeviceState", "LossScaler", "ScaleRules"]
+if TYPE_CHECKING:
+    from xamp.scaling.scaled_loss import Scope
 
-COLLAPSE_RUN = 50
-"""Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
-
+__all__ = ["DeviceState", "LossScaler", "ScaleRules"]
 
 _NEVER = 2**31 - 1  # a growth interval that no run reaches: the largest int32, the growth tracker's dtype
 
@@ -311,43 +310,3 @@ class LossScaler:
 
 def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
-
-
-class CollapseWatch:
-    """Counts the overflows in a row of one optimizer that no smaller scale can cure.
-
-    Attributes:
-        run: the number of these overflows so far.
-
-    Args:
-        scalers: the loss scales.
-        moved_before_step: a scale moves before the step that is recorded; False: after it.
-    """
-
-    def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
-        self._scalers = scalers
-        self._moved_before_step = moved_before_step
-        self.resume(0)
-
-    def resume(self, run: int) -> None:
-        """Start again after ``run`` overflows in a row, with the scales that the host set."""
-        self.run = run
-        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the previous step
-
-    def clean(self, scales: Sequence[float]) -> None:
-        """Record a step that did not overflow."""
-        self.run = 0
-        self._scales = scales
-
-    def collapsed(self, scales: Sequence[float], used: Iterable[int]) -> bool:
-        """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
-
-        Args:
-            scales: all loss scales at that step.
-            used: indices of the scales that scaled the losses of that step.
-        """
-        had = self._scales if self._moved_before_step else scales
-        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).falls)
-        self.run = self.run + 1 if stuck else 0
-        self._scales = scales
-        return self.run > 0 and self.run % COLLAPSE_RUN == 0

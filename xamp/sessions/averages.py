@@ -17,7 +17,7 @@ from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
-from xamp.scaling import distributed, foreach, fsdp, masters
+from xamp.scaling import distributed, fsdp, masters, unscale
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.last_outcome import was_skipped
 
@@ -329,8 +329,8 @@ def _move_by_flag(
 ) -> None:
     """Move the averages, and copy what is copied, unless the flag ``skipped`` is 1.0. The host does not read it."""
     steps = [source - average for average, source in moving]
-    foreach.multiply_(steps, (1.0 - skipped) * weight)
-    foreach.add_((average, step) for (average, _), step in zip(moving, steps, strict=True))
+    unscale.multiply_(steps, (1.0 - skipped) * weight)
+    unscale.add_((average, step) for (average, _), step in zip(moving, steps, strict=True))
     for average, source in copied:
         average.copy_(torch.where(skipped.to(source.device).bool(), average, source))
 

@@ -84,9 +84,9 @@ def load(engine: Engine, saved_state: object) -> None:
             tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)
             scaler.set(scaler.rules.within(scale.scale), tracker)
         same = not engine.states or len(saved.overflow_runs) == len(engine.states)
-        engine.overflow_runs = dict(enumerate(saved.overflow_runs)) if same else {}
+        engine.counts.runs = dict(enumerate(saved.overflow_runs)) if same else {}
         for optimizer in engine.states:
-            optimizer.resume(engine.overflow_runs.get(optimizer.index, 0))
+            optimizer.resume(engine.counts.runs.get(optimizer.index, 0))
         engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
     except BaseException:
         undo.unwind()
@@ -112,12 +112,12 @@ def _keep_numbers(engine: Engine) -> Callable[[], None]:
     """Copy the scales and all that the host knows of them and of the steps; return a function that puts it back."""
     scalers = [(scaler, float(scaler.scale), int(scaler.growth_tracker)) for scaler in engine.scalers]
     counts = engine.counts.applied, engine.counts.skipped
-    runs, states = engine.overflow_runs, [(state, state.kept()) for state in engine.states]
+    runs, states = engine.counts.runs, [(state, state.kept()) for state in engine.states]
 
     def put_back() -> None:
         for scaler, scale, tracker in scalers:
             scaler.set(scale, tracker)
-        engine.overflow_runs = runs
+        engine.counts.runs = runs
         for state, kept in states:
             state.put_back(kept)
         engine.counts.applied, engine.counts.skipped = counts
@@ -251,7 +251,7 @@ def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
     written = {id(param) for param, _ in writes}
     params = [param for model in engine.models().values() for param in model.parameters()]
     left = [p for p in params if masters.master_of(p) is not None and id(p) not in written and not is_dtensor(p)]
-    if left and writes and engine.verbosity:
+    if left and writes and engine.counts.verbosity:
         say(
             "load_state_dict: no master weights of %s%s in the state; they keep their values",
             engine.names_of(left)[0],

@@ -22,8 +22,8 @@ from xamp.ground.arguments import boolean
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.scaling import distributed
+from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.fused import honours_found_inf
-from xamp.scaling.outcomes import Stats, StepOutcome
 from xamp.scaling.own_step import bound_step
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules

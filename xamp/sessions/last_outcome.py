@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xamp.scaling.outcomes import StepOutcome
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session, session
 

@@ -25,7 +25,7 @@ from xamp.ground.torch_private.modules import BatchNorm, NormBase
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, shards
-from xamp.scaling.model_states import watch_state_dicts
+from xamp.scaling.masters import watch_state_dicts
 from xamp.sessions.keep_fp32 import find_fp32_modules
 
 __all__ = ["Plan", "plan"]

@@ -1,7 +1,7 @@
 """The numbers of a session for a logger: loss scales, counts of steps, the last outcome, the norm of the gradients.
 
 Nothing here runs in a training step. What a step leaves behind anyway is read: the records of
-:class:`~xamp.scaling.late_reads.History`, the tensor that ``clip_grad_norm_`` returned, the gradients themselves.
+:class:`~xamp.ground.late_reads.History`, the tensor that ``clip_grad_norm_`` returned, the gradients themselves.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground import kernels
+from xamp.ground.late_reads import LateNumber
 from xamp.scaling import norms
-from xamp.scaling.late_reads import LateNumber
-from xamp.scaling.outcomes import StepOutcome
+from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 
 if TYPE_CHECKING:

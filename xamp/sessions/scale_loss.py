@@ -128,7 +128,7 @@ def _check_loss(loss: object, engine: Engine) -> None:
 def _states_of(call: str, optimizers: object) -> tuple[list[OptimizerState], Engine]:
     only = state_of(optimizers) or state_of(managed(optimizers))
     if only is not None:
-        return [only], only.engine  # type: ignore[return-value]  # the owner of a managed optimizer is an Engine
+        return [only], only.engine
     given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if not given:
         raise StateError(f"{call}: no optimizer given. Pass all whose parameters get gradients from this loss.")

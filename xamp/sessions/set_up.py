@@ -20,10 +20,11 @@ from torch.utils.weak import TensorWeakRef
 from xamp.casting import ops
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground import followers
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
-from xamp.scaling import followers, masters
+from xamp.scaling import masters
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
@@ -102,7 +103,7 @@ def set_up(
         if plan.lowered and policy.master_weights:
             serve_torch_states()
         for model in arguments.models if policy.master_weights else ():
-            followers.follow(model, engine.masters.follow_masters, engine.masters.may_be_behind)
+            followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
         take_optimizers(engine, arguments.optimizers, forms, undo)
         rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
         register(engine, arguments.objects)
@@ -201,7 +202,7 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         alone = [TensorWeakRef(p) for p in params if not masters.is_lowered(p)]  # outside the models
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
-        engine.masters.add(pairs)
+        engine.weights.add(pairs)
         undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]

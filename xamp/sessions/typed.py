@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from xamp.scaling.outcomes import StepOutcome
+from xamp.scaling.counts import StepOutcome
 
 __all__ = [
     "LastStep",

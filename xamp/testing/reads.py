@@ -9,12 +9,11 @@ from unittest import mock
 
 import torch
 
+from xamp.ground.late_reads import HISTORY_LAG, History, copies_without_waiting
 from xamp.ground.torch_private import aten
 from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry import registry
-from xamp.scaling import outcomes
-from xamp.scaling.late_reads import HISTORY_LAG, History, copies_without_waiting
-from xamp.scaling.scale import DeviceState
+from xamp.scaling import counts
 
 if TYPE_CHECKING:  # with pytest, which who only measures need not have
     from xamp.testing.lane import Lane
@@ -108,8 +107,8 @@ class _Arrived:
 class _LateHistory(History):
     """A history that is copied and read many steps later, as on a device with asynchronous copies."""
 
-    def __init__(self, state: DeviceState) -> None:
-        super().__init__(state)
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__(values)
         self._late = True
 
     def _copy(self) -> tuple[torch.Tensor, Any]:
@@ -154,5 +153,5 @@ def host_as_device(device: torch.device) -> Iterator[None]:
     if device.type != registry.HOST:
         yield
         return
-    with mock.patch.object(outcomes, "History", _LateHistory):
+    with mock.patch.object(counts, "History", _LateHistory):
         yield

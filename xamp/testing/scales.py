@@ -11,9 +11,9 @@ import torch
 
 import xamp
 from xamp.errors import LossScaleCollapsed
+from xamp.ground.late_reads import copies_without_waiting
 from xamp.policy import LEVELS
 from xamp.registry.registry import HOST
-from xamp.scaling.late_reads import copies_without_waiting
 from xamp.testing.exact import (
     Pair,
     assert_follows,

@@ -20,8 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import xamp
 import xamp.apex
-from xamp.scaling import followers
-from xamp.scaling.followers import graphs
+from xamp.ground import followers
+from xamp.ground.followers import graphs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp.scaling.lost_writes import LostWrites, _differs, _is_same, warn_of_lost
+from xamp.scaling.weights import LostWrites, _differs, _is_same, _warn_of_lost
 
 Loop = tuple[nn.Module, SGD]
 
@@ -179,5 +179,5 @@ def test_a_weight_that_is_nan_is_not_told(loop: Loop, told: Callable[[], list[st
 
 def test_of_many_parameters_the_first_is_named_and_the_others_are_counted(told: Callable[[], list[str]]) -> None:
     for names in (["a"], ["a", "b"], ["a", "b", "c"]):
-        warn_of_lost(names, "O2")
+        _warn_of_lost(names, "O2")
     assert [text.partition(" of the model")[0] for text in told()] == ["a", "a and 1 more", "a and 2 more"]

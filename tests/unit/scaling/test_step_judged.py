@@ -14,10 +14,10 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.errors import LossScaleCollapsed
-from xamp.scaling.late_reads import HISTORY_LAG
-from xamp.scaling.outcomes import Outcomes
-from xamp.scaling.scale import COLLAPSE_RUN, DeviceState
-from xamp.scaling.scope import Scope
+from xamp.ground.late_reads import HISTORY_LAG
+from xamp.scaling.counts import COLLAPSE_RUN, Outcomes
+from xamp.scaling.scale import DeviceState
+from xamp.scaling.scaled_loss import Scope
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checkpoint
 
@@ -26,7 +26,7 @@ ONES = torch.ones(7)
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
 
 
 def start(level: str = "O1", make: Any = SGD, **options: Any) -> tuple[Any, Any]:
@@ -270,7 +270,7 @@ def test_a_load_that_fails_keeps_the_run_of_overflows(monkeypatch: pytest.Monkey
 
 
 def test_records_are_forgotten_put_back_and_read_in_order() -> None:
-    history = LateHistory(DeviceState(1, 1, torch.device("cpu")))
+    history = LateHistory(DeviceState(1, 1, torch.device("cpu")).values)
     for note in range(3):
         assert list(history.push(note)) == []
     kept = history.waiting_records()

@@ -15,14 +15,15 @@ from torch.optim import SGD, AdamW
 import xamp
 import xamp.scaling.fused
 from xamp.errors import LossScaleCollapsed
-from xamp.scaling.late_reads import HISTORY_LAG
+from xamp.ground.late_reads import HISTORY_LAG
+from xamp.scaling.counts import COLLAPSE_RUN
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.scale import COLLAPSE_RUN, DeviceState
+from xamp.scaling.scale import DeviceState
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
 
 
 def start(lane: Lane, **options: Any) -> tuple[Any, Any]:
@@ -40,7 +41,7 @@ def one_step(lane: Lane, model: Any, optimizer: Any, *, overflow: bool) -> None:
 
 def test_values_come_out_in_order_a_fixed_number_of_steps_late() -> None:
     state = DeviceState(1, 1, torch.device("cpu"))
-    history = LateHistory(state)
+    history = LateHistory(state.values)
     got = []
     for step in range(HISTORY_LAG + 3):
         state.scales.fill_(step)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.errors import StateError
-from xamp.scaling import foreach, masters
+from xamp.scaling import masters, unscale
 
 INEXACT: dict[str, dict[str, Any]] = {
     "static": {"loss_scale": 1000.0},
@@ -414,7 +414,7 @@ def test_an_entry_that_is_interrupted_leaves_the_gradients_or_none(
     loss_id = 1 if pending else 0  # those of another loss would be put aside
     backward(model, optimizer, FINE, delay_unscale=pending)
     before, loss = gradients_now(model), model(ONES)
-    real, times = getattr(foreach, "multiply_" if pending else name), itertools.count()
+    real, times = getattr(unscale, "multiply_" if pending else name), itertools.count()
 
     def interrupted(*args: Any) -> None:
         real(*args)
@@ -422,7 +422,7 @@ def test_an_entry_that_is_interrupted_leaves_the_gradients_or_none(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(foreach, "multiply_" if pending else name, interrupted)
+        patched.setattr(unscale, "multiply_" if pending else name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             xamp.scale_loss(loss, optimizer, loss_id=loss_id).__enter__()
     kept = gradients_now(model)

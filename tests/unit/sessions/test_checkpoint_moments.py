@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 import xamp
 from xamp.errors import LossScaleCollapsed, StateError
-from xamp.scaling.scale import COLLAPSE_RUN
+from xamp.scaling.counts import COLLAPSE_RUN
 
 masters_or_not = pytest.mark.parametrize("level", ["O1", "O2"])
 
@@ -196,7 +196,7 @@ def test_it_goes_on_where_the_optimizer_came_after_the_state(lane: Lane) -> None
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
 
 
 @pytest.mark.usefixtures("late")

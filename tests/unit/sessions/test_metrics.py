@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import xamp
-from xamp.scaling.late_reads import HISTORY_LAG, LateNumber
+from xamp.ground.late_reads import HISTORY_LAG, LateNumber
 
 NAMES = {"loss_scale", "steps_applied", "steps_skipped", "last_step_skipped", "grad_norm", "steps_late"}
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -110,7 +110,7 @@ def test_a_disabled_session_and_a_disabled_scaler_have_them_too() -> None:
 
 
 def late(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)
     xamp.initialize(model, optimizer, "O1", init_scale=8.0, verbosity=0)
@@ -168,8 +168,8 @@ def test_a_late_number_is_the_newest_that_has_arrived(monkeypatch: pytest.Monkey
         def detach(self) -> torch.Tensor:
             return self._value
 
-    monkeypatch.setattr("xamp.scaling.late_reads.copies_without_waiting", lambda _: True)
-    monkeypatch.setattr("xamp.scaling.late_reads.copy_without_waiting", copy)
+    monkeypatch.setattr("xamp.ground.late_reads.copies_without_waiting", lambda _: True)
+    monkeypatch.setattr("xamp.ground.late_reads.copy_without_waiting", copy)
     reader = LateNumber()
     read: Any = reader.read
     assert read(OnDevice(1.0)) == 1.0, "the first is waited for"
@@ -242,7 +242,7 @@ def test_at_the_floor_and_with_a_scale_that_stays_the_log_says_what_stays(
 
 def _two(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Any]]:
     """Two models, each with its optimizer, on one scale that grows at every second step, read late."""
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
     models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
     optimizers: list[Any] = [SGD(model.parameters(), lr=0.1, momentum=0.5) for model in models]
     xamp.initialize(models, optimizers, "O1", init_scale=8.0, growth_interval=2, verbosity=0)
@@ -260,7 +260,7 @@ def test_an_optimizer_that_rests_does_not_hold_the_scale_back(monkeypatch: pytes
 
 
 def test_a_scale_that_was_set_or_loaded_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xamp.scaling.outcomes.History", LateHistory)
+    monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
     monkeypatch.setattr("xamp.sessions.metrics._is_on_host", lambda _: False)
     model = nn.Linear(2, 1, bias=False)
     optimizer: Any = SGD(model.parameters(), lr=0.1, momentum=0.5)

@@ -36,8 +36,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import xamp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import LEVELS, levels_where
-from xamp.scaling import foreach
-from xamp.scaling.entry import Entry
+from xamp.scaling import unscale
+from xamp.scaling.gradients import Entry
 
 pytestmark = torch_warnings.FSDP1
 
@@ -122,7 +122,7 @@ def test_gradients_in_parts_are_multiplied_without_a_word(dtype: torch.dtype, sh
     mesh = init_device_mesh("cpu", (1,))
     grads = [distribute_tensor(torch.full(shape, 3.0, dtype=dtype), mesh, place) for _ in range(2)]
     entry = Entry(grads, complete=False)
-    foreach.multiply_(grads, torch.tensor(1 / 3))
+    unscale.multiply_(grads, torch.tensor(1 / 3))
     assert all(grad.to_local().eq(1).all() for grad in grads)
     assert entry.was_multiplied()
 

@@ -1,29 +1,35 @@
-"""What the steps of one optimizer did, as the host learns of it.
+"""What the steps of a session did, as the host learns of it.
 
-A step on the device ends before the host knows whether it was skipped. Its numbers arrive later, without a wait. Then
-the step is counted, logged if it was skipped, and judged: a run of overflows that no smaller scale cures is an error.
+A step that the device decides ends before the host knows whether it was skipped. Its numbers arrive later, without a
+wait. Then the step is counted, logged if it was skipped, and judged: a run of overflows that no smaller scale cures is
+an error.
+
+A graph (``torch.cuda.graph``) holds kernels only: no code of xamp runs at a replay. So a step that is captured counts
+on the device. The tensors are made with the optimizer's state: a tensor made in a capture would start anew with each
+replay. The host reads them when somebody asks.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from xamp.contract import Backend
 from xamp.errors import LossScaleCollapsed
 from xamp.ground.compiler import keep_eager
+from xamp.ground.late_reads import History
 from xamp.ground.log import say
 from xamp.policy import levels_where
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.late_reads import History
-from xamp.scaling.replays import Replays
-from xamp.scaling.scale import COLLAPSE_RUN, CollapseWatch, DeviceState, LossScaler, clock
+from xamp.scaling.scale import DeviceState, LossScaler, clock
 
-__all__ = ["OutcomeOwner", "Outcomes", "Stats", "StepOutcome"]
+__all__ = ["COLLAPSE_RUN", "CollapseWatch", "Counts", "Outcomes", "Stats", "StepOutcome"]
+
+COLLAPSE_RUN = 50
+"""Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
 
 
 class StepOutcome(enum.Enum):
@@ -49,27 +55,157 @@ class Stats:
         return f"Stats(applied={self.applied}, skipped={self.skipped})"
 
 
-class OutcomeOwner(Protocol):
-    """The part of :class:`xamp.scaling.engine.Engine` that the outcomes of steps need."""
+class Counts(Stats):
+    """The counts of one session, as far as the host knows of them, and what its optimizers' outcomes share.
 
-    backend: Backend
-    device: torch.device
-    memory: DeviceState
-    overflow_runs: dict[int, int]
-    counts: Stats
-    verbosity: int
-    moves_before_step: bool
-    scalers: Sequence[LossScaler]
+    Attributes:
+        scalers: the loss scales.
+        runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
+        verbosity: 0: overflows are not logged.
+        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
+        names_of: returns the qualified names of parameters, for messages.
+        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
+    """
 
-    def names_of(self, params: Iterable[torch.Tensor]) -> list[str]:
-        """Return the qualified names of parameters, for messages."""
+    def __init__(
+        self,
+        verbosity: int,
+        names_of: Callable[[Iterable[torch.Tensor]], list[str]],
+        *,
+        moves_before_step: bool,
+        by_flag: bool,
+    ) -> None:
+        super().__init__()
+        self.scalers: Sequence[LossScaler] = ()
+        self.runs: dict[int, int] = {}
+        self.verbosity = verbosity
+        self.moves_before_step = moves_before_step
+        self.names_of = names_of
+        self.by_flag = by_flag
+
+
+class CollapseWatch:
+    """Counts the overflows in a row of one optimizer that no smaller scale can cure.
+
+    Attributes:
+        run: the number of these overflows so far.
+
+    Args:
+        scalers: the loss scales.
+        moved_before_step: a scale moves before the step that is recorded; False: after it.
+    """
+
+    def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
+        self._scalers = scalers
+        self._moved_before_step = moved_before_step
+        self.resume(0)
+
+    def resume(self, run: int) -> None:
+        """Start again after ``run`` overflows in a row, with the scales that the host set."""
+        self.run = run
+        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the previous step
+
+    def clean(self, scales: Sequence[float]) -> None:
+        """Record a step that did not overflow."""
+        self.run = 0
+        self._scales = scales
+
+    def collapsed(self, scales: Sequence[float], used: Iterable[int]) -> bool:
+        """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
+
+        Args:
+            scales: all loss scales at that step.
+            used: indices of the scales that scaled the losses of that step.
+        """
+        had = self._scales if self._moved_before_step else scales
+        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).falls)
+        self.run = self.run + 1 if stuck else 0
+        self._scales = scales
+        return self.run > 0 and self.run % COLLAPSE_RUN == 0
+
+
+class Replays:
+    """Counts the replays of one optimizer's captured steps.
+
+    Args:
+        device: the device of the loss scale.
+        losses: number of loss scales.
+        captures: tells whether a graph is being captured now; None: the device has no graphs.
+
+    Attributes:
+        flag: the overflow flag of the step that was captured last, as the newest replay left it; None: none was.
+        used: indices of the loss scales of that step.
+    """
+
+    def __init__(self, device: torch.device, losses: int, captures: Callable[[], bool] | None) -> None:
+        self._captures = captures
+        self.flag: torch.Tensor | None = None
+        self.used: Sequence[int] = ()
+        self._told = 0
+        if captures is not None:
+            self._counts = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, run, complete runs
+            # After the step before.
+            self._scales = torch.full((losses,), float("inf"), dtype=torch.float32, device=device)
+
+    def capturing(self) -> bool:
+        """Return whether a graph is being captured now."""
+        return self._captures is not None and self._captures()
+
+    @torch.no_grad()
+    def count(
+        self,
+        flag: torch.Tensor,
+        scales: torch.Tensor,
+        scalers: Sequence[LossScaler],
+        used: Iterable[int],
+        *,
+        moved_before_step: bool,
+    ) -> None:
+        """Put into the graph the operators that count one step.
+
+        Args:
+            flag: fp32 scalar, 1.0 where the step is skipped. It must be of this step alone.
+            scales: all loss scales at this step.
+            scalers: the scalers, for their rules.
+            used: indices of the scales that scaled the losses of this step.
+            moved_before_step: see :class:`CollapseWatch`.
+        """
+        self.flag, self.used = flag, tuple(used)
+        had = self._scales if moved_before_step else scales
+        steps, skipped, run, complete = self._counts.unbind()
+        overflowed = flag.ne(0)
+        stuck = overflowed.clone()
+        for index in self.used:
+            if (rules := scalers[index].rules).falls:
+                stuck &= had[index] <= rules.floor
+        steps.add_(1)
+        skipped.add_(overflowed)
+        run.add_(1).mul_(stuck)
+        complete.add_(run.gt(0) & run.remainder(COLLAPSE_RUN).eq(0))
+        self._scales.copy_(scales)
+
+    def read(self) -> tuple[int, int]:
+        """Return how many replayed steps were applied and skipped. Waits for the device."""
+        if self.flag is None:
+            return 0, 0
+        steps, skipped = self._counts[:2].tolist()
+        return steps - skipped, skipped
+
+    def newly_collapsed(self) -> bool:
+        """Return whether a run of overflows that no smaller scale can cure is complete, and was not told yet."""
+        if self.flag is None:
+            return False
+        complete = int(self._counts[3])
+        before, self._told = self._told, complete
+        return complete > before
 
 
 class Outcomes:
     """The outcomes of one optimizer's steps.
 
     Args:
-        engine: the engine that the optimizer belongs to.
+        counts: the counts of the session.
+        memory: the numbers that the session keeps on the device.
         index: the index of the optimizer among the engine's.
         gradients: the optimizer's gradients.
 
@@ -80,22 +216,22 @@ class Outcomes:
         replays: counts what the device did with steps that were captured in a graph.
     """
 
-    def __init__(self, engine: OutcomeOwner, index: int, gradients: Gradients) -> None:
+    def __init__(self, counts: Counts, memory: DeviceState, index: int, gradients: Gradients) -> None:
         self.last: StepOutcome | torch.Tensor | None = None
         self.seen: Sequence[float] | None = None
         self.seen_at = 0
-        self.replays = Replays(engine.device, len(engine.scalers), engine.memory.captures)
-        self._engine = engine
+        self.replays = Replays(memory.values.device, len(counts.scalers), memory.captures)
+        self._counts = counts
         self._index = index
         self._gradients = gradients
-        self._watch = CollapseWatch(engine.scalers, moved_before_step=engine.moves_before_step)
-        self._watch.resume(engine.overflow_runs.get(index, 0))
-        self.live_in(engine.memory)
+        self._watch = CollapseWatch(counts.scalers, moved_before_step=counts.moves_before_step)
+        self._watch.resume(counts.runs.get(index, 0))
+        self.live_in(memory)
 
     def live_in(self, memory: DeviceState) -> None:
         """Read ``memory`` from now on. All records of the previous memory must have been read."""
         self._memory = memory
-        self._history = History(memory)
+        self._history = History(memory.values)
 
     # ---------------------------------------------------------------- a step ends
 
@@ -103,9 +239,9 @@ class Outcomes:
     def record(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
         """Record the device state of this step, in a graph on the device; return the records that became readable."""
         if self.replays.capturing():
-            engine, scales = self._engine, self._memory.scales
-            moved = engine.moves_before_step
-            self.replays.count(flag, scales, engine.scalers, self._gradients.used, moved_before_step=moved)
+            counts, scales = self._counts, self._memory.scales
+            moved = counts.moves_before_step
+            self.replays.count(flag, scales, counts.scalers, self._gradients.used, moved_before_step=moved)
             return ()
         return self._history.push((self._gradients.used, clock()))
 
@@ -121,14 +257,14 @@ class Outcomes:
             LossScaleCollapsed: the step completes a run of overflows that no smaller scale could cure.
         """
         used, at = note
-        counts, scales = self._engine.counts, self._memory.scales_in(values)
+        counts, scales = self._counts, self._memory.scales_in(values)
         if not self._memory.overflowed(values, self._index):  # then one line, so that no interrupt comes in between
             self.seen, self.seen_at, counts.applied = values, at, counts.applied + 1
             self._watch.clean(scales)
             return
         self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
         collapsed = self._watch.collapsed(scales, used)
-        if self._engine.verbosity:
+        if counts.verbosity:
             self.tell_of_overflow(scales, used)
         if collapsed:
             raise LossScaleCollapsed(self._collapse_message(scales, used))
@@ -220,22 +356,23 @@ class Outcomes:
             scales: all loss scales at the step.
             used: the indices of those that scaled its losses.
         """
-        if not self._engine.moves_before_step:  # a GradScaler: its update() backs off after the step
-            scales = [s.rules.after_overflow(scale) for s, scale in zip(self._engine.scalers, scales, strict=True)]
+        if not self._counts.moves_before_step:  # a GradScaler: its update() backs off after the step
+            scales = [s.rules.after_overflow(scale) for s, scale in zip(self._counts.scalers, scales, strict=True)]
         say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
 
     def _collapse_message(self, scales: Sequence[float], used: Collection[int]) -> str:
         at = ", ".join(f"{scales[i]:g}" for i in used)
-        rules = self._engine.scalers[next(iter(used))].rules
+        rules = self._counts.scalers[next(iter(used))].rules
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
-        names = self._engine.names_of(self._gradients.not_finite())
+        names = self._counts.names_of(self._gradients.not_finite())
         whole = len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped)
         nearest = " These are all there are, so the loss itself may be inf or nan." if whole else ""
         if len(names) > 1 and not whole:
             nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model."
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        by_flag = self._engine.backend.capabilities(self._engine.device).overflow == "flag"
-        none = "unknown, for this chip tells of an overflow by a flag" if by_flag else "none at this moment"
+        none = (
+            "unknown, for this chip tells of an overflow by a flag" if self._counts.by_flag else "none at this moment"
+        )
         wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "

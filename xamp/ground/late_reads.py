@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from xamp.scaling.scale import DeviceState
-
 __all__ = ["HISTORY_LAG", "History", "LateNumber", "copies_without_waiting", "copy_without_waiting"]
 
 HISTORY_LAG = 16
@@ -17,16 +15,16 @@ HISTORY_LAG = 16
 
 
 class History:
-    """The device state at each step, read without waiting for the device where that is possible.
+    """The values of a tensor at each step, read without waiting for the device where that is possible.
 
-    A device that has asynchronous copies copies the state, and the host reads the copy :data:`HISTORY_LAG` steps later.
+    A device that has asynchronous copies copies them, and the host reads the copy :data:`HISTORY_LAG` steps later.
     The lag is fixed, so that all ranks read the same step at the same time. On other devices, and in host memory, the
     host reads the state at once.
     """
 
-    def __init__(self, state: DeviceState) -> None:
-        self._values = state.values
-        self._late = not state.values.is_cpu and copies_without_waiting(state.values.device)
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._late = not values.is_cpu and copies_without_waiting(values.device)
         self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
 
     def push(self, note: Any) -> Sequence[tuple[Any, list[float]]]:

@@ -1,0 +1,142 @@
+"""Each cell of the table in :mod:`xamp.scaling.gradients`: what a call does in each state of the gradients.
+
+The gradient of ``Dot`` is its input, so that every sum is known to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stepping import Dot, at
+from torch.optim import SGD
+
+import xamp
+from xamp.errors import StateError
+from xamp.scaling import gradients
+from xamp.scaling.gradients import State
+
+LEVELS = ("O1", "O2")
+
+
+class Run:
+    """A model, its optimizer, and the calls of the table."""
+
+    def __init__(self, level: str) -> None:
+        self.model: Any = Dot()
+        self.optimizer: Any = SGD(self.model.parameters(), lr=0.125)
+        xamp.initialize(self.model, self.optimizer, init_scale=64.0, **at(level))
+        self.sum = 0.0  # what each element of the gradients is to be
+
+    @property
+    def state(self) -> State:
+        found: State = self.optimizer._xamp.gradients.state
+        return found
+
+    def loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.model(torch.ones(7))
+        return loss
+
+    def scale_loss(self, **options: Any) -> None:
+        with xamp.scale_loss(self.loss(), self.optimizer, **options) as scaled:
+            scaled.backward()
+        self.sum += 1.0
+
+    def delayed(self) -> None:
+        self.scale_loss(delay_unscale=True)
+
+    def raises(self, after_backward: bool = False) -> None:
+        with contextlib.suppress(ZeroDivisionError), xamp.scale_loss(self.loss(), self.optimizer) as scaled:
+            if after_backward:
+                scaled.backward()
+                self.sum = 0.0
+            raise ZeroDivisionError
+
+    def raises_after(self) -> None:
+        self.raises(after_backward=True)
+
+    def without(self) -> None:
+        self.loss().backward()
+
+    def clip(self) -> None:
+        xamp.clip_grad_norm_(self.optimizer, 1e9)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.sum = 0.0
+
+    def come_to(self, state: State) -> None:
+        if state is State.SCALED:
+            self.delayed()
+        elif state is not State.CLEAR:
+            self.scale_loss()
+        if state is State.SPENT:
+            self.step()
+        assert self.state is state
+
+    def values(self) -> list[torch.Tensor]:
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p.grad for p in stepped if p.grad is not None]
+
+
+CALLS: dict[str, Callable[[Run], None]] = {
+    "scale_loss": Run.scale_loss,
+    "scale_loss(delay_unscale=True)": Run.delayed,
+    "its body raises, no backward ran": Run.raises,
+    "its body raises after backward()": Run.raises_after,
+    "clip_grad_norm_": Run.clip,
+    "optimizer.step()": Run.step,
+    "optimizer.zero_grad()": Run.zero_grad,
+}
+
+
+def table() -> dict[tuple[str, State], str]:
+    """The cells, as the docstring has them: call and state -> what comes next."""
+    text = gradients.__doc__ or ""
+    _, *rows = re.findall(r"^    (.+?)  +(\S+) +(\S+) +(\S+) +(\S+)$", text, re.MULTILINE)
+    return {(row[0], state): cell for row in rows for state, cell in zip(State, row[1:], strict=True)}
+
+
+CELLS = [cell for cell in table() if cell[0] in CALLS]
+
+
+def test_the_table_has_all_calls_and_states() -> None:
+    rows = {call for call, _ in table()}
+    assert rows == {*CALLS, "backward() without scale_loss"}
+    assert len(table()) == len(State) * len(rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*finds no gradient:UserWarning")
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("call", "state"), CELLS, ids=[f"{call}-{state.name}" for call, state in CELLS])
+def test_a_cell(level: str, call: str, state: State) -> None:
+    run, wanted = Run(level), table()[call, state]
+    run.come_to(state)
+    before = [value.clone() for value in run.values()]
+    if wanted == "error":
+        with pytest.raises(StateError):
+            CALLS[call](run)
+        assert run.state is state
+        assert all(map(torch.equal, run.values(), before))
+        return
+    CALLS[call](run)
+    kept = wanted.split("/")
+    assert run.state.name == (kept[-1] if level == "O2" else kept[0])
+    if wanted == "UNSCALED":
+        assert sum(float(value.sum()) for value in run.values()) == 7 * run.sum
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_backward_without_scale_loss(state: State) -> None:
+    """At O1 it adds to what is there. What did not come through ``scale_loss`` alone is refused at the step."""
+    run = Run("O1")
+    run.come_to(state)
+    run.without()
+    assert run.state.name == table()["backward() without scale_loss", state]

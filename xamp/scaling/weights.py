@@ -1,0 +1,328 @@
+"""The weights of a session whose parameters have masters: which of two copies is the newer one, and who follows it.
+
+The question is asked at three moments. Before a forward the model follows masters that something other than a step has
+written into. On entering ``scale_loss`` masters follow the parameters, until that is done for the first time; later a
+write into a parameter is told of, for the next step overwrites it. After a step the model follows. A version of a
+master tells of a write: :class:`MasterVersions` keeps, for each optimizer, those with which both copies were equal.
+
+To compare all weights at each step would cost as much as a step. So :class:`LostWrites` compares them at the second
+``scale_loss``, the third, the fifth, the ninth and so on, and once where the version of one weight moved by more than a
+step moves it. Other ``scale_loss`` calls pay for a counter. The comparison runs on the device, and the host reads its
+result later; on a device that cannot copy to the host without waiting nothing is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from xamp.ground import followers
+from xamp.ground.compiler import keep_eager
+from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
+from xamp.ground.log import say
+from xamp.ground.torch_private.modes import disable_current_modes
+from xamp.scaling import ddp as ddps
+from xamp.scaling import distributed, masters, shards
+from xamp.scaling.gradients import Gradients
+
+__all__ = ["LostWrites", "MasterVersions", "Weights"]
+
+
+class MasterVersions:
+    """The versions that the masters had when they were last written into the model.
+
+    Args:
+        gradients: the gradients of the optimizer, which know its masters.
+
+    Attributes:
+        lent: compiled code got the masters to write into since the last step or eager forward, or a step was
+            interrupted, and nothing tells whether they were written to.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._seen: list[int] = []
+        self.lent = False
+
+    def note(self) -> None:
+        """Remember the masters' versions: the lowered parameters agree with them."""
+        self._seen = [master._version for _, master in self._gradients.pairs]
+
+    @property
+    def are_old(self) -> bool:
+        """Whether something other than a step has changed a master, and the model has not followed."""
+        return self._seen != [master._version for _, master in self._gradients.pairs]
+
+    @property
+    def were_missed(self) -> bool:
+        """Whether the model has not followed a change. A load has written what it loaded into the model too."""
+        return self.are_old and any(
+            master._version != seen and not masters.agrees(master)
+            for (_, master), seen in zip(self._gradients.pairs, self._seen, strict=True)
+        )
+
+    def distrust(self) -> None:
+        """Called when a step was interrupted: let the model follow masters that a fused kernel may have moved.
+
+        Such a kernel gives them no new version.
+        """
+        moved = [master for _, master in self._gradients.pairs]
+        if moved:
+            torch.autograd.graph.increment_version(moved)
+            self.lent = followers.graphs.ask = True
+
+    def lend(self) -> None:
+        """Called when user code has had the masters one by one: let the model follow if it wrote into one."""
+        if torch.compiler.is_compiling():
+            self.lent = followers.graphs.ask = True
+        else:  # now, for a copy may be made, or a part of the model called, before the next forward
+            self.follow()
+
+    @keep_eager
+    def follow(self) -> None:
+        """Before a forward: write those masters into the model that something other than ``step`` has changed.
+
+        SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
+        Costs 0.05 us a master where nothing has changed.
+        """
+        if self.are_old:
+            before, pairs = self._seen, self._gradients.pairs
+            with disable_current_modes():  # as of torch.export: these are the real weights
+                masters.write_changed(
+                    [pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen]
+                )
+            self.note()
+        if self.lent:
+            self.lent = False
+            followers.look()
+
+    def at_rest(self) -> list[masters.Pair]:
+        """Return the pairs whose masters nothing but a step, or what the model followed, has written to."""
+        return [pair for pair, seen in zip(self._gradients.pairs, self._seen, strict=True) if pair[1]._version == seen]
+
+
+class Weights:
+    """The weights of one session.
+
+    Args:
+        level: the level, for messages.
+        versions: returns the versions of each optimizer.
+        names_of: returns the qualified names of parameters, for messages.
+        check_not_sharded: refuses a model that was sharded after ``initialize``.
+        capturing: returns whether a graph is being captured now; None: the device has no graphs.
+
+    Attributes:
+        pairs: all lowered parameters and their masters.
+        tells_lost_writes: warn of weights of the model that the masters will overwrite.
+    """
+
+    tells_lost_writes = True
+
+    def __init__(
+        self,
+        level: str,
+        versions: Callable[[], Iterable[MasterVersions]],
+        names_of: Callable[[Iterable[torch.Tensor]], list[str]],
+        check_not_sharded: Callable[[str], None],
+        capturing: Callable[[], bool] | None,
+    ) -> None:
+        self.pairs: list[masters.Pair] = []
+        self._level = level
+        self._versions = versions
+        self._names_of = names_of
+        self._check_not_sharded = check_not_sharded
+        self._capturing = capturing
+        self._in_use = False
+        self._found_old = False  # a forward ran without masters that had changed, for no graph asked
+        self._lost_writes = LostWrites()
+
+    def add(self, pairs: Iterable[masters.Pair]) -> None:
+        """Remember masters that an optimizer of this session holds, and their parameters."""
+        known = {id(m) for _, m in self.pairs}
+        self.pairs += [pair for pair in pairs if id(pair[1]) not in known]
+
+    def use(self) -> None:
+        """Use the masters for the first time: they follow what was written into the parameters."""
+        masters.use(self.pairs)
+
+    def settle(self, fresh: Iterable[DistributedDataParallel], alone: bool) -> None:
+        """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
+
+        This happens at the first use of the masters, and whenever a DDP appears.
+
+        Args:
+            fresh: the DDP objects that are new.
+            alone: nothing is shared between processes.
+        """
+        if not self._in_use or (not alone and distributed.is_shard(self.pairs[0][0])):
+            self._check_not_sharded("scale_loss")
+        if not self._in_use:
+            self.use()
+            self._in_use = True
+        elif fresh:
+            masters.use(self.pairs)
+        elif self._model_is_behind():
+            return
+        elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self.pairs):
+            self._look_for_lost_writes()
+        for ddp in fresh:
+            self._share(ddp)
+        for versions in self._versions():
+            versions.note()
+
+    def _share(self, ddp: DistributedDataParallel) -> None:
+        """Give all ranks of ``ddp`` the masters that its first rank has of its parameters."""
+        held = ddps.held(ddp)
+        pairs = [pair for pair in self.pairs if id(pair[0]) in held]
+        if pairs:  # else it holds another model, and may have outlived its process group
+            distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+            masters.write_quietly(pairs)
+
+    def _look_for_lost_writes(self) -> None:
+        """Warn, once, of weights of the model that the next step will overwrite."""
+        if self._capturing is not None and self._capturing():
+            return
+        lost = self._lost_writes.look([pair for versions in self._versions() for pair in versions.at_rest()])
+        if lost:
+            _warn_of_lost(self._names_of(lost), self._level)
+
+    def follow_masters(self) -> None:
+        """Before a forward: write the masters that changed since the last step into the model."""
+        for versions in self._versions():
+            versions.follow()
+
+    def may_be_behind(self) -> bool:
+        """Return whether compiled forwards must ask whether a master has changed."""
+        return self._found_old or any(versions.lent for versions in self._versions())
+
+    def _model_is_behind(self) -> bool:
+        """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
+        if not followers.graphs.exist or torch.compiler.is_compiling():
+            return False
+        if not any(versions.were_missed for versions in self._versions()):
+            return False
+        if not self._found_old:
+            self._found_old = True
+            followers.look()
+            _warn_of_old(self._level)
+        return True
+
+
+# ---------------------------------------------------------------- writes that will be lost
+
+
+class LostWrites:
+    """Looks for weights that differ from their masters, until one is found."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._version: int | None = None  # of one weight, when it was last seen; None: no longer of interest
+        self._follows_version = True
+        self._late: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
+        self._found = False
+
+    def is_due(self, pairs: Sequence[masters.Pair]) -> bool:
+        """Return whether to call :meth:`look` now. Called at each ``scale_loss`` after the first."""
+        if self._found:
+            return False
+        self._count = count = self._count + 1
+        due = count & (count - 1) == 0
+        if self._follows_version:
+            version, before = pairs[-1][0]._version, self._version
+            self._version = version
+            if before is not None and version - before > 1:  # a step writes the weight once
+                self._follows_version = False  # it may be written often for good reasons, as by SAM
+                due = True
+        return due or self._late is not None
+
+    def look(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
+        """Return the weights that were found to differ from their masters, once; mostly that is known later.
+
+        Args:
+            pairs: weights and masters; those whose masters changed since the last forward are not among them.
+        """
+        late, self._late = self._late, None
+        if late is None:
+            return self._compare([(p, m) for p, m in pairs if not shards.is_dtensor(p)])
+        params, differs, event = late
+        if not event.query():
+            self._late = late
+            return []
+        if torch.equal(differs, torch.zeros_like(differs)):  # in the memory of the host
+            return []
+        return self._told([p for p, d in zip(params, differs.tolist(), strict=True) if d])
+
+    def _compare(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
+        """Return the weights that differ where the host knows that at once: it does not wait for a device."""
+        on_host = [(param, master) for param, master in pairs if param.is_cpu]
+        elsewhere = [(param, master) for param, master in pairs if not param.is_cpu]
+        if elsewhere and copies_without_waiting(elsewhere[0][0].device):
+            first = elsewhere[0][0].device
+            flags = torch.stack([_differs(*pair).to(first, torch.float32) for pair in elsewhere])
+            self._late = [param for param, _ in elsewhere], *copy_without_waiting(flags)
+        return self._told([param for param, master in on_host if not _is_same(param, master)])
+
+    def _told(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._found = bool(params)
+        return params
+
+
+@torch.no_grad()
+def _is_same(param: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether ``param``, on a CPU, is ``master``, rounded."""
+    param, master = _part(param, master)
+    return torch.allclose(master.to(param.dtype), param, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@torch.no_grad()
+def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Return whether any element of ``param`` is not ``master``, rounded; nan stands for nothing. Does not wait."""
+    param, master = _part(param, master)
+    return torch.logical_and(master.to(param.dtype) != param, param == param).any()
+
+
+def _part(param: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first rows of a large weight, about four million elements: their copy in 16 bits takes memory."""
+    if not param.dim() or param.numel() <= 2**22:
+        return param, master
+    rows = max(1, 2**22 * param.shape[0] // param.numel())
+    return param[:rows], master[:rows]
+
+
+def _warn_of_lost(names: Sequence[str], level: str) -> None:
+    """Warn that something wrote into the model, or into the data of a master, and that the next step overwrites it.
+
+    Args:
+        names: the qualified names of the parameters.
+        level: the level.
+    """
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    say(
+        "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one of them, "
+        "and the next step overwrites the model from the masters. At level %s write into the masters, without .data: "
+        "`with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`. The model follows them at "
+        "its next forward.",
+        *(names[0], others, level),
+        level=logging.WARNING,
+    )
+
+
+def _warn_of_old(level: str) -> None:
+    """Warn that a compiled forward ran with the weights from before something wrote into the masters.
+
+    Args:
+        level: the level.
+    """
+    say(
+        "something other than optimizer.step() wrote into the fp32 masters, and the forward before this scale_loss ran "
+        "with the weights of before: it is a part of a larger compiled function, and such a graph sees no write into a "
+        "tensor. From now on these graphs break before the forward and let the model follow, at level %s. To have no "
+        "step wrong write in a loop, `with torch.no_grad(): for p in xamp.master_params(optimizer): p.clamp_(-c, c)`, "
+        "after which the model follows at once, or compile the model itself, whose forward looks each time.",
+        level,
+        level=logging.WARNING,
+    )
