@@ -20,7 +20,7 @@ from xamp.apex._properties import tell
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
-from xamp.scaling import shards
+from xamp.scaling import ranks
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
@@ -217,7 +217,7 @@ class ApexMasters(SessionMasters):
     def lower(self, pairs: Sequence[Pair]) -> None:
         """Give masters the values of their parameters, unless the run goes on from a checkpoint."""
         if not self._engine.resumes:
-            shards.copy([m for _, m in pairs], [p for p, _ in pairs])
+            ranks.copy([m for _, m in pairs], [p for p, _ in pairs])
 
 
 class ApexEngine(Engine):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from xamp.scaling.ranks import local
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.shards import local
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Pending"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from xamp.ground import kernels
-from xamp.scaling import shards
+from xamp.scaling import ranks
 
 __all__ = ["add_", "coalesce_half", "kind", "multiply_", "unscale_by_group_", "values", "zero_"]
 
@@ -31,7 +31,7 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``grads`` in place by a scalar tensor; each product is rounded once. Of a DTensor: this rank's part."""
-    for group in _by_kind(map(shards.local, grads)):
+    for group in _by_kind(map(ranks.local, grads)):
         kernels.multiply_(group, kernels.on(group[0].device, factor))
 
 
@@ -51,9 +51,9 @@ def unscale_by_group_(
 ) -> None:
     """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``.
 
-    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.distributed.Wrappers.agree`.
+    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.wrappers.Wrappers.agree`.
     """
-    for group in _by_kind(map(shards.local, grads)):
+    for group in _by_kind(map(ranks.local, grads)):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
         unscale_(group, found, kernels.on(device, inverse))

@@ -32,7 +32,7 @@ from xamp.scaling import early_moves, foreach, masters
 from xamp.scaling.entry import NOTHING, OUTSIDE, Entry, Pending
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
-from xamp.scaling.rank_groups import is_shard
+from xamp.scaling.ranks import is_shard
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.unscaler import Unscaler
 from xamp.scaling.witness import GradientWitness

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xamp.ground.log import say
-from xamp.scaling import masters, shards
+from xamp.scaling import masters, ranks
 from xamp.scaling.late_reads import copies_without_waiting, copy_without_waiting
 
 __all__ = ["LostWrites", "warn_of_lost", "warn_of_old"]
@@ -53,7 +53,7 @@ class LostWrites:
         """
         late, self._late = self._late, None
         if late is None:
-            return self._compare([(p, m) for p, m in pairs if not shards.is_dtensor(p)])
+            return self._compare([(p, m) for p, m in pairs if not ranks.is_dtensor(p)])
         params, differs, event = late
         if not event.query():
             self._late = late

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
-from xamp.scaling import distributed, followers, masters
+from xamp.scaling import followers, masters, ranks
 from xamp.scaling.lost_writes import LostWrites, warn_of_lost, warn_of_old
 from xamp.scaling.step import OptimizerState
 
@@ -75,7 +75,7 @@ class SessionMasters:
             fresh: the DDP objects that are new.
             alone: nothing is shared between processes.
         """
-        if not self._in_use or (not alone and distributed.is_shard(self.pairs[0][0])):
+        if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
             self._engine.check_not_sharded("scale_loss")
         if not self._in_use:
             self.use()
@@ -96,7 +96,7 @@ class SessionMasters:
         held = ddps.held(ddp)
         pairs = [pair for pair in self.pairs if id(pair[0]) in held]
         if pairs:  # else it holds another model, and may have outlived its process group
-            distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+            ranks.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
 
     def _look_for_lost_writes(self) -> None:

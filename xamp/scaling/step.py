@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
-from xamp.scaling import distributed, masters
+from xamp.scaling import masters, ranks
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.master_versions import MasterVersions
@@ -205,7 +205,7 @@ class OptimizerState:
         """
         policy = self.engine.policy
         self.refusals.wrong()
-        if distributed.is_running():
+        if ranks.is_running():
             self.refusals.lost()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)

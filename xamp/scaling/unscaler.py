@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.ground import kernels
-from xamp.scaling import foreach, shards
+from xamp.scaling import foreach, ranks
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.scale import LossScaler
 
@@ -35,7 +35,7 @@ class Unscaler:
     def fit(self, plain: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor]) -> None:
         """Look at the parameters: ``plain`` ones have no master, ``stepped`` are these and the masters."""
         self._uniform = len(set(map(foreach.kind, stepped))) <= 1
-        self.in_parts = any(map(shards.is_part, plain))
+        self.in_parts = any(map(ranks.is_part, plain))
 
     def run(
         self,
@@ -59,7 +59,7 @@ class Unscaler:
             return
         unscale_ = self._backend.unscale_
         if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
-            grads = [*map(shards.local, grads)]
+            grads = [*map(ranks.local, grads)]
         if self._uniform and grads[0].device == found_inf.device:
             try:
                 unscale_(grads, found_inf, scaler.inverse)

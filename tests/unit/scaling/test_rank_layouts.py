@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from xamp.errors import StateError
-from xamp.scaling import ddp, norms
-from xamp.scaling.rank_groups import Layout, _flattened
+from xamp.scaling import ddp, wrappers
+from xamp.scaling.ranks import Layout, _flattened
 
 
 def test_a_norm_over_ranks_that_nobody_knows_is_refused() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([3.0, 4.0])
-    assert norms.total([(param, Layout())], 2.0).item() == 5.0
+    assert wrappers.total_norm([(param, Layout())], 2.0).item() == 5.0
     with pytest.raises(StateError, match=r"^clip_grad_norm_: nobody knows$"):
-        norms.total([(param, Layout(unknown="nobody knows"))], 2.0)
+        wrappers.total_norm([(param, Layout(unknown="nobody knows"))], 2.0)
 
 
 @pytest.mark.parametrize(
