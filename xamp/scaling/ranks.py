@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground import kernels
 
@@ -27,13 +26,13 @@ __all__ = [
     "align",
     "copy",
     "fsdp1_handle",
+    "fsdp1_layouts",
     "is_divided",
     "is_dtensor",
     "is_part",
     "is_running",
     "is_shard",
     "layout_of",
-    "layout_on",
     "local",
     "ranks_of",
     "set_data",
@@ -139,22 +138,19 @@ _FLATTENED = (
     "FSDP has flattened parameters that tensor parallelism divides and others that it does not into one, and the norm "
     "of that would count the latter several times. Make FullyShardedDataParallel with use_orig_params=True."
 )
-_layouts: Any = WeakIdKeyDictionary()  # by parameter that is a part of a larger one
 
 
-def layout_of(param: Any, modules: Iterable[nn.Module] = ()) -> Layout:
-    """Return the layout of a parameter, which is found once. ``modules``: those among which FSDP1's are."""
-    if not is_part(param) and not is_shard(param):
-        return _WHOLE
-    if param not in _layouts:
-        if is_part(param):  # DDP with a device_mesh notes the placements in the local parameter
-            _layouts[param] = layout_on(param if is_dtensor(param) else param._st_info)
-        else:
-            _note_fsdp1(modules)
-    return _layouts.get(param, _NOT_GIVEN)  # type: ignore[no-any-return]
+def layout_of(param: Any) -> Layout:
+    """Return the layout of a parameter, or of its gradient where that is a DTensor.
+
+    A parameter that FSDP1 shards does not tell; see :func:`fsdp1_layouts`.
+    """
+    if is_part(param):  # DDP with a device_mesh notes the placements in the local parameter
+        return _layout_on(param if is_dtensor(param) else param._st_info)
+    return _NOT_GIVEN if is_shard(param) else _WHOLE
 
 
-def layout_on(spec: Any) -> Layout:
+def _layout_on(spec: Any) -> Layout:
     """Return the layout of what is placed as ``spec``, a DTensor or its spec, is."""
     groups = tuple(spec.device_mesh.get_all_groups())
     divided = (not place.is_replicate() and not place.is_partial() for place in spec.placements)
@@ -166,21 +162,21 @@ def fsdp1_handle(module: nn.Module) -> Any:
     return getattr(module, "_handle", None) if hasattr(module, "_sync_gradients") else None
 
 
-def _note_fsdp1(modules: Iterable[nn.Module]) -> None:
-    """Note the layouts of all parameters that the FSDP1 modules among ``modules`` manage."""
+def fsdp1_layouts(modules: Iterable[nn.Module]) -> dict[torch.Tensor, Layout]:
+    """Return the layouts of all parameters that the FSDP1 modules among ``modules`` manage."""
+    found: dict[torch.Tensor, Layout] = {}
     for module in modules:
         if (handle := fsdp1_handle(module)) is not None:
             across = getattr(module, "_inter_node_pg", None)  # of HSDP: between the copies
             holders = tuple(group for group in (handle.process_group, across) if group is not None)
             outer = Layout(holders, (handle.process_group,) if handle.uses_sharded_strategy else ())
-            flat = handle.flat_param
-            each = []
+            flat, each = handle.flat_param, []
             for spec in flat._param_extensions:  # of parameters that were DTensors: FSDP1 divides their local tensors
-                inner = layout_on(spec) if hasattr(spec, "placements") else _WHOLE
+                inner = _layout_on(spec) if hasattr(spec, "placements") else _WHOLE
                 each.append(Layout((*outer.holders, *inner.holders), (*outer.shards, *inner.shards)))
-            _layouts[flat] = _flattened(outer, each)
-            for param, layout in zip(flat._params or (), each, strict=False):
-                _layouts[param] = layout
+            found[flat] = _flattened(outer, each)
+            found.update(zip(flat._params or (), each, strict=False))
+    return found
 
 
 def _flattened(outer: Layout, each: Sequence[Layout]) -> Layout:

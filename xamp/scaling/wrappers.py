@@ -3,13 +3,7 @@
 :class:`Wrappers` answers the questions that follow from where parameters live: Who decides on a step, and do these
 ranks see the same gradients anyway? Who compares settings? Which gradients has a wrapper yet to reduce (``no_sync``),
 and where does it hide them? Has sharding taken a parameter out of a model? :mod:`xamp.scaling.ddp` notices
-DistributedDataParallel (DDP), :mod:`xamp.scaling.fsdp` is found in the models themselves.
-
-The norm of gradients that are sharded is that of the whole on every rank, as one process would have it. Each rank takes
-the norm of its own part. Parts that lie on other ranks are other elements of the same vector, so the norms of the parts
-are gathered, and their norm is that of the vector. Copies (data parallel, ``Replicate``) are counted once. The
-collective calls follow the parameters, which are the same on all ranks, and not the gradients: a rank of FSDP1 may hold
-no element of a parameter and so have no gradient of it.
+DistributedDataParallel (DDP), FSDP is found in the models themselves.
 """
 
 from __future__ import annotations
@@ -81,6 +75,7 @@ class Wrappers:
         self._searched_models = False
         self._sharded: list[weakref.ref[nn.Module]] | None = None
         self._plan = Plan()
+        self._layouts: Any = WeakIdKeyDictionary()  # by parameter
         self._own: Any = WeakIdKeyDictionary()  # parameter of an optimizer -> its module, weakly, and its name there
 
     @staticmethod
@@ -119,8 +114,14 @@ class Wrappers:
         return [ddp for ddp, held in self._held.items() if not held.isdisjoint(ids)]
 
     def layout(self, param: torch.Tensor) -> Layout:
-        """Return how the elements of ``param`` lie on the ranks."""
-        return layout_of(param, self._modules())
+        """Return how the elements of ``param`` lie on the ranks. Of one that is a part it is found once."""
+        if (found := self._layouts.get(param)) is not None:
+            return found  # type: ignore[no-any-return]
+        if is_shard(param):
+            self._layouts.update(ranks.fsdp1_layouts(self._modules()))
+        elif ranks.is_part(param):
+            self._layouts[param] = layout_of(param)
+        return self._layouts.get(param, layout_of(param))  # type: ignore[no-any-return]
 
     def holders(self, params: Sequence[torch.Tensor]) -> list[Any]:
         """Return the process groups of the wrappers that hold any of ``params``, each once."""
@@ -268,7 +269,12 @@ def groups_of_meshes(params: Iterable[torch.Tensor]) -> list[Any]:
 
 @torch.no_grad()
 def total_norm(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> torch.Tensor:
-    """Return the norm of the gradients of ``params``, fp32, the same on all ranks. Each that holds one must call this.
+    """Return the norm of the gradients of ``params``, fp32, as one process would have it. Each rank must call this.
+
+    Parts that lie on other ranks are other elements of the same vector, so the norms of the parts are gathered, and
+    their norm is that of the vector. Copies (data parallel, ``Replicate``) are counted once. The collective calls
+    follow the parameters, which are the same on all ranks, and not the gradients: a rank of FSDP1 may hold no element
+    of a parameter and so have no gradient of it.
 
     Args:
         params: parameters, each with its layout, in an order that is the same on all ranks.
@@ -283,7 +289,7 @@ def total_norm(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) 
         if layout.unknown:
             raise StateError(f"clip_grad_norm_: {layout.unknown}")
         grad = param.grad
-        own = ranks.layout_on(grad) if is_dtensor(grad) else layout  # a gradient is placed as it likes
+        own = layout_of(grad) if is_dtensor(grad) else layout  # a gradient is placed as it likes
         parts.setdefault(own.shards, []).extend([] if grad is None else [local(ranks.whole_sum(grad))])
     norms = [_over(groups, _norm(own, norm_type, device), norm_type) for groups, own in parts.items()]
     return functools.reduce(lambda a, b: _norm([a, b], norm_type, device), norms)
