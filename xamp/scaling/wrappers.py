@@ -201,7 +201,8 @@ class Wrappers:
 
     def hidden_gradients(self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the gradients of ``params`` that FSDP keeps outside of any ``.grad``. ``others``: see there."""
-        return fsdp.hidden_gradients(self._shards(), params, others)
+        found = [*self._shards()]  # the compiler of torch 2.15 cannot hand a generator on
+        return fsdp.hidden_gradients(found, params, others)
 
     def lost_by_raising(self, params: Sequence[torch.Tensor]) -> str:
         """Return what is lost where a backward to ``params`` has raised on this rank; empty: nothing.
