@@ -13,13 +13,13 @@ from mutants import Mutant, registered
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, BackendSpec
 from xamp.ground import log
-from xamp.scaling import distributed
+from xamp.scaling import ranks, wrappers
 from xamp.scaling.rank_settings import RankSettings
 from xamp.scaling.scale import LossScaler
 from xamp.sessions import checkpoint, checks
 from xamp.sessions.manual_engine import ManualEngine
 
-update, moving_scales, agree = LossScaler.update, checkpoint._moving_scales, distributed.Wrappers.agree
+update, moving_scales, agree = LossScaler.update, checkpoint._moving_scales, wrappers.Wrappers.agree
 
 
 class InRanks(CpuBackend):
@@ -45,7 +45,7 @@ class TellsNobody(InRanks):
     """Each rank knows of its own overflows only."""
 
     def sabotage(self, rank: int) -> None:
-        distributed.share_overflow = lambda flags, group: None
+        ranks.share_overflow = lambda flags, group: None
 
 
 class ScalesApart(InRanks):
@@ -65,28 +65,28 @@ class TrustsTheReduction(InRanks):
         def trusting(self: Any, flags: torch.Tensor, params: Sequence[torch.Tensor], saturates: bool) -> None:
             agree(self, flags, params, False)
 
-        distributed.Wrappers.agree = trusting  # type: ignore[method-assign]
+        wrappers.Wrappers.agree = trusting  # type: ignore[method-assign]
 
 
 class KnowsOneGroup(InRanks):
     """All ranks decide together, whatever the process_group."""
 
     def sabotage(self, rank: int) -> None:
-        distributed.widest = lambda groups: [dist.group.WORLD]  # type: ignore[attr-defined]
+        wrappers.widest = lambda groups: [dist.group.WORLD]  # type: ignore[attr-defined]
 
 
 class UnscalesEarly(InRanks):
     """Does not see that a reduction is postponed."""
 
     def sabotage(self, rank: int) -> None:
-        distributed.Wrappers.postponed = lambda self, params: False  # type: ignore[method-assign]
+        wrappers.Wrappers.postponed = lambda self, params: False  # type: ignore[method-assign]
 
 
 class MastersOfTheirOwn(InRanks):
     """Masters are not what rank 0 has."""
 
     def sabotage(self, rank: int) -> None:
-        distributed.share_from_rank_zero = lambda tensors, group: None
+        ranks.share_from_rank_zero = lambda tensors, group: None
 
 
 class LogsEverywhere(InRanks):

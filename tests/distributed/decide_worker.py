@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
-from xamp.scaling import distributed
+from xamp.scaling import ranks
 
 LEVELS = ("O1", "O2", "O4", "O5")
 LIMIT = datetime.timedelta(seconds=240)
@@ -67,13 +67,13 @@ def train(model: Any, optimizer: Any, steps: int = 3, in_part: bool = False) -> 
 
     ``in_part``: rank 1 overflows in its part of the gradients, which no other rank sees.
     """
-    outcomes, scales, calls, share = [], [], [0], distributed.share_overflow
+    outcomes, scales, calls, share = [], [], [0], ranks.share_overflow
 
     def counted(flags: torch.Tensor, group: Any) -> None:
         calls[0] += 1
         share(flags, group)
 
-    distributed.share_overflow = counted
+    ranks.share_overflow = counted
     for step in range(steps):
         optimizer.zero_grad()
         loss = model(batch(step)).square().mean()
@@ -85,7 +85,7 @@ def train(model: Any, optimizer: Any, steps: int = 3, in_part: bool = False) -> 
         optimizer.step()
         outcomes.append(xamp.session(optimizer).last_step.name)  # type: ignore[union-attr]
         scales.append(xamp.loss_scale(optimizer))
-    distributed.share_overflow = share
+    ranks.share_overflow = share
     finite = all(bool(p.isfinite().all()) for p in optimizer.param_groups[0]["params"])
     return {"outcomes": outcomes, "scales": scales, "agreed": calls[0], "finite": finite}
 

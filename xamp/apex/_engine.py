@@ -20,7 +20,7 @@ from xamp.apex._properties import tell
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
-from xamp.scaling import shards
+from xamp.scaling import ranks
 from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
@@ -218,7 +218,7 @@ class ApexWeights(Weights):
     def lower(self, pairs: Sequence[Pair]) -> None:
         """Give masters the values of their parameters, unless the run goes on from a checkpoint."""
         if not self.resumes:
-            shards.copy([m for _, m in pairs], [p for p, _ in pairs])
+            ranks.copy([m for _, m in pairs], [p for p, _ in pairs])
 
 
 class ApexEngine(Engine):

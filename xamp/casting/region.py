@@ -35,8 +35,8 @@ from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.traced_walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
-from xamp.scaling.distributed import is_running
 from xamp.scaling.overflow_flag import watched
+from xamp.scaling.ranks import is_running
 
 __all__ = ["Cast", "Region", "in_noted_region", "in_region", "is_framed", "make_region", "note_call"]
 

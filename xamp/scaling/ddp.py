@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.distributed import active_ddp, composed_states
+from xamp.policy import Policy, levels_where, listed
 
 __all__ = [
     "around",
@@ -32,7 +35,9 @@ __all__ = [
     "note_wrapper",
     "note_wrapper_while_tracing",
     "noted",
+    "postpones",
     "reduced",
+    "refuse_join",
     "search",
     "warn_of_memory",
 ]
@@ -169,6 +174,12 @@ def has_replicated(module: nn.Module) -> bool:
     return any(hasattr(state, "_ddp_weakref") and state.has_initialized for state in composed_states(module))
 
 
+def postpones(ddp: Any) -> bool:
+    """Return whether ``ddp`` has yet to reduce the gradients of its last backward."""
+    reduces = noted.get(ddp)
+    return not (ddp.require_backward_grad_sync if reduces is None else reduces)
+
+
 def averages(ddp: Any) -> bool:
     """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
     for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
@@ -199,3 +210,31 @@ def warn_of_memory(ddps: Iterable[DistributedDataParallel]) -> None:
                     " and ".join(f"{name}=True" for name in kept),
                     level=logging.WARNING,
                 )
+
+
+def refuse_join(policy: Policy, has_masters: bool, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
+
+    At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters. An optimizer
+    that joins is stepped by ``Join`` itself, with the gradients of the rank's last batch.
+
+    Raises:
+        StateError: the level has a scale that moves, or masters, or one of ``optimizers`` joins.
+    """
+    plain = listed(levels_where(lambda row: not row.manages_gradients), "and")  # these leave gradients as they are
+    joining = [one for one in optimizers if getattr(getattr(one, "_join_config", None), "enable", False)]
+    if joining and policy.manages_gradients:
+        raise StateError(
+            f"scale_loss: this {type(joining[0]).__name__} is under torch's Join, which steps it on a rank that has "
+            f"run out of batches, with gradients that came through no scale_loss. At level {policy.level} give Join "
+            "the DistributedDataParallel alone, with an optimizer that every rank has whole, or give every rank as "
+            f"many batches as the others; or use level {plain}."
+        )
+    if policy.dynamic or has_masters:
+        what = "a dynamic loss scale" if policy.dynamic else "master weights"
+        raise StateError(
+            f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {policy.level} has "
+            f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
+            "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
+            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
+        )

@@ -20,19 +20,20 @@ from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.errors import StateError
+from xamp.ground.compiler import break_graphs
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
-from xamp.scaling import distributed, masters
+from xamp.scaling import masters, ranks
 from xamp.scaling.counts import Counts, Stats
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
-from xamp.scaling.rank_checks import RankChecks
-from xamp.scaling.rank_groups import Layout
+from xamp.scaling.rank_settings import SessionSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.weights import MasterVersions, Weights
+from xamp.scaling.wrappers import Wrappers
 
 __all__ = ["Engine"]
 
@@ -92,7 +93,7 @@ class Engine:
         self._models = [weakref.ref(model) for model in models]
         self.num_models = len(models)
         self.process_group = process_group
-        self._wrappers = distributed.Wrappers(self._models, process_group)
+        self._wrappers = Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
         self.counts = Counts(verbosity, self.names_of, moves_before_step=self.moves_before_step, by_flag=self.saturates)
         watching = self.saturates and policy.checks
@@ -104,7 +105,7 @@ class Engine:
             policy.level, self._master_versions, self.names_of, self.check_not_sharded, self._captures
         )
         self._alone = True  # on entering scale_loss, nothing was shared between processes
-        self._rank_checks = RankChecks(self._wrappers)
+        self._rank_settings = SessionSettings(self._wrappers, policy, enabled)
         self.refusal = ""
 
     @property
@@ -119,7 +120,7 @@ class Engine:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         states = list(states)
         self._states = [*self._states, *states]
-        self._wrappers.note_held([p for state in states for p in state.gradients.model_params()])
+        self._wrappers.note_held(_params_of(states))
 
     def remove_states(self, states: Iterable[OptimizerState]) -> None:
         """Undo :meth:`add_states`."""
@@ -210,7 +211,7 @@ class Engine:
         """Return the models that are still alive, without their wrappers, by index in the call of ``initialize``."""
         return {i: model for i, ref in enumerate(self._models) if (model := ref()) is not None}
 
-    def layout(self, param: torch.Tensor) -> Layout:
+    def layout(self, param: torch.Tensor) -> ranks.Layout:
         """Return how the elements of ``param`` lie on the ranks."""
         return self._wrappers.layout(param)
 
@@ -286,22 +287,25 @@ class Engine:
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
         fresh = self._wrappers.find()
-        if self._wrappers.any_joins():
-            params = [p for state in states for p in state.gradients.model_params()]
-            joining = [state.optimizer for state in states]
-            self._rank_checks.refuse_join(self.policy, bool(self.weights.pairs), params, joining)
-        if fresh or not self._rank_checks.is_settled:
-            self._rank_checks.compare(self, [p for state in states for p in state.gradients.model_params()])
+        if self._wrappers.may_be_left(p for state in states for p in state.gradients.model_params()):
+            ddps.refuse_join(self.policy, bool(self.weights.pairs), [state.optimizer for state in states])
+        if fresh or not self._rank_settings.is_settled:
+            self._compare_with_ranks(_params_of(states))
             if self.policy.checks:
                 ddps.warn_of_memory(fresh)
         return fresh
 
     def compare_settings(self, optimizers: Iterable[Optimizer]) -> None:
         """Compare the settings with those of the ranks that share the models, where gradients are left as they are."""
-        if not self._rank_checks.is_settled:
+        if not self._rank_settings.is_settled:
             self._wrappers.find()
-            params = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-            self._rank_checks.compare(self, params)
+            self._compare_with_ranks([p for one in optimizers for group in one.param_groups for p in group["params"]])
+
+    @break_graphs("ranks compare their settings once, at the first scale_loss")
+    def _compare_with_ranks(self, params: Sequence[torch.Tensor]) -> None:
+        if ranks.is_running():
+            self.check_not_sharded("scale_loss")
+            self._rank_settings.compare([scaler.host_scale for scaler in self.scalers], params)
 
     def end_backward(self) -> None:
         """End a backward. Called at the end of the body of ``scale_loss``, also after an exception."""
@@ -331,7 +335,7 @@ class Engine:
         self, states: Sequence[OptimizerState], scaler: LossScaler, delay_unscale: bool, delay_overflow_check: bool
     ) -> None:
         """After a backward: unscale and check the gradients; or postpone this."""
-        params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
+        params = [] if self._alone else _params_of(states)
         if delay_unscale or (params and self._wrappers.postponed(params)):
             why = (
                 "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
@@ -344,8 +348,8 @@ class Engine:
                 state.gradients.unscale(scaler, None, False)
             return
         found_inf = self._check(states, scaler, delay_overflow_check, params)
-        if params and not self._rank_checks.is_settled:
-            self._rank_checks.look()  # all ranks have written by now: see there
+        if params and not self._rank_settings.is_settled:
+            self._rank_settings.look()  # all ranks have written by now: see there
         if scaler.has_own_flag and not delay_overflow_check:
             self._note(states, scaler, found_inf)
 
@@ -368,8 +372,8 @@ class Engine:
 
     def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
         """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""
-        params = [] if self._alone else [p for state in states for p in state.gradients.model_params()]
-        why = self._rank_checks.lost_by_raising(params) if params else ""
+        params = [] if self._alone else _params_of(states)
+        why = self._wrappers.lost_by_raising(params) if params else ""
         if why:
             self.refusal = (
                 f"a backward in scale_loss raised {kind.__name__} on this rank, and {why}. Let the error end this "
@@ -411,3 +415,7 @@ class Engine:
         for state in states:
             state.keep_flag()
         return found
+
+
+def _params_of(states: Iterable[OptimizerState]) -> list[torch.Tensor]:
+    return [p for state in states for p in state.gradients.model_params()]

@@ -13,22 +13,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from xamp.errors import StateError
-from xamp.scaling.shards import local
+from xamp.scaling.ranks import fsdp1_handle, local
 
 __all__ = [
     "Unit",
-    "groups2",
     "hidden_gradients",
     "is_in_backward",
-    "keepers",
+    "is_sharded",
     "mixed_precision",
+    "postpones",
     "reshard",
     "sharded_params",
     "units_of",
@@ -62,7 +62,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     found: list[Unit] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
-        for state, make in ((_state2(module), _unit2), (_handle1(module), _unit1)):
+        for state, make in ((_state2(module), _unit2), (fsdp1_handle(module), _unit1)):
             if state is not None and id(state) not in seen:
                 seen.add(id(state))
                 found += make(name, module)
@@ -72,9 +72,9 @@ def units_of(model: nn.Module) -> list[Unit]:
 def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yield the sharded parameters of FSDP in ``modules``, also while whole ones stand in their place."""
     for module in modules:
-        for group in groups2(module):
+        for group in _groups2(module):
             yield from (param.sharded_param for param in group.fsdp_params)
-        handle = _handle1(module)
+        handle = fsdp1_handle(module)
         if handle is not None:
             yield handle.flat_param
             yield from getattr(handle.flat_param, "_params", None) or ()
@@ -89,18 +89,28 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         StateError: ``summon_full_params`` has gathered weights, and would write them back from storage that is gone.
     """
     modules = list(modules)
-    states = (getattr(_handle1(module), "_training_state", None) for module in modules)
+    states = (getattr(fsdp1_handle(module), "_training_state", None) for module in modules)
     if any(getattr(state, "name", "") == "SUMMON_FULL_PARAMS" for state in states):
         raise StateError(
             "FSDP has gathered the parameters for summon_full_params, and an average has this rank's shards. Make it, "
             "update it and swap it outside of the block."
         )
     for module in modules:
-        if groups2(module):
-            module.reshard()  # type: ignore[operator]
-        handle = _handle1(module)
-        if handle is not None and hasattr(handle.flat_param, "_local_shard"):
-            _reshard1(handle)
+        _reshard(module)
+
+
+def _reshard(module: Any) -> None:
+    if _groups2(module):
+        module.reshard()
+    handle = fsdp1_handle(module)
+    if _is_used1(handle):
+        handle.reshard(handle.uses_sharded_strategy)
+        handle.post_reshard()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether FSDP1 or FSDP2 manages ``module``."""
+    return hasattr(module, "_sync_gradients") or hasattr(module, "_get_fsdp_state")
 
 
 def is_in_backward(module: nn.Module) -> bool:
@@ -111,40 +121,51 @@ def is_in_backward(module: nn.Module) -> bool:
     return bool(getattr(module, "_post_backward_callback_queued", False))
 
 
-def _reshard1(handle: Any) -> None:
-    handle.reshard(handle.uses_sharded_strategy)
-    handle.post_reshard()
+def postpones(module: Any) -> bool:
+    """Return whether an FSDP module leaves the gradients of its next backward to a later one to reduce."""
+    if hasattr(module, "_sync_gradients"):  # FSDP1
+        return not module._sync_gradients
+    groups = _groups2(module)  # FSDP2, which waits for what it reduces at the end of the last backward only
+    if groups and not module._get_fsdp_state()._state_ctx.is_last_backward:
+        return True
+    return not all(group.reduce_grads and _adds_copies_up(group) for group in groups)
 
 
-def keepers(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the groups of ``fully_shard`` that keep gradients outside of any ``.grad`` until they reduce them."""
-    found = [group for module in modules for group in groups2(module)]
-    return [g for g in found if g._partial_reduce_output is not None or any(map(_kept, g.fsdp_params))]
+def _adds_copies_up(group: Any) -> bool:
+    """Return whether a group of HSDP reduces between the copies too; see FSDP2's ``set_requires_all_reduce``."""
+    return bool(group.all_reduce_grads) or not hasattr(group.mesh_info, "replicate_process_group")
+
+
+def hidden_gradients(
+    modules: Iterable[nn.Module], params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the gradients of ``params`` that FSDP2 keeps outside of any ``.grad`` until it reduces them: local parts.
+
+    HSDP keeps one tensor for all of a group: it belongs to the optimizer that has the group's first parameter that any
+    has.
+
+    Args:
+        modules: those of FSDP.
+        params: sharded parameters, of one optimizer.
+        others: those of other optimizers.
+    """
+    groups = [group for module in modules for group in _groups2(module)]
+    if not groups:
+        return []
+    own, found = {id(p) for p in params}, []
+    known = {id(p) for p in others} | own
+    for group in groups:
+        held = (id(param.sharded_param) for param in group.fsdp_params)
+        if group._partial_reduce_output is not None and next(filter(known.__contains__, held), None) in own:
+            found.append(group._partial_reduce_output)
+        found += [local(g) for param in group.fsdp_params if id(param.sharded_param) in own for g in _kept(param)]
+    return found
 
 
 def _kept(param: Any) -> list[torch.Tensor]:
     unsharded = getattr(param, "_unsharded_param", None)
     found = param.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
     return list({id(grad): grad for grad in found if grad is not None}.values())  # torch 2.15 gives one tensor as both
-
-
-def hidden_gradients(groups: Iterable[Any], params: Collection[int], others: Collection[int]) -> Iterator[torch.Tensor]:
-    """Yield the gradients that the groups of :func:`keepers` keep: this rank's parts.
-
-    Args:
-        groups: the groups.
-        params: ids of the sharded parameters that count.
-        others: ids of those of other optimizers. HSDP keeps one tensor for all of a group: it belongs to the optimizer
-            that has the group's first parameter that any has.
-    """
-    for group in groups:
-        if group._partial_reduce_output is not None:
-            held = (id(param.sharded_param) for param in group.fsdp_params)
-            if next((each for each in held if each in params or each in others), None) in params:
-                yield group._partial_reduce_output
-        for param in group.fsdp_params:
-            if id(param.sharded_param) in params:
-                yield from map(local, _kept(param))
 
 
 def mixed_precision(dtype: torch.dtype | None, **others: Any) -> Any:
@@ -155,6 +176,17 @@ def mixed_precision(dtype: torch.dtype | None, **others: Any) -> Any:
     return MixedPrecisionPolicy(param_dtype=dtype, **{"reduce_dtype": reduced, **others})
 
 
+def _switch(put: Callable[..., None], before: Sequence[Any], after: Sequence[Any]) -> Undo:
+    """Call ``put`` with ``after``; return what calls it with ``before``, which is called here where that raises."""
+    undo = functools.partial(put, *before)
+    try:
+        put(*after)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
 # ---------------------------------------------------------------- fully_shard
 
 
@@ -162,7 +194,7 @@ def _state2(module: nn.Module) -> Any:
     return module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
 
 
-def groups2(module: nn.Module) -> Sequence[Any]:
+def _groups2(module: nn.Module) -> Sequence[Any]:
     """Return the parameter groups of a module of ``fully_shard``, each of which is gathered and reduced in one call."""
     state = _state2(module)
     if state is None:
@@ -172,7 +204,7 @@ def groups2(module: nn.Module) -> Sequence[Any]:
 
 
 def _unit2(name: str, module: Any) -> list[Unit]:
-    groups = [group for group in groups2(module) if group.fsdp_params]
+    groups = [group for group in _groups2(module) if group.fsdp_params]
     if not groups:
         return []
     module.reshard()  # the root stays gathered after a forward without backward
@@ -187,25 +219,19 @@ def _unit2(name: str, module: Any) -> list[Unit]:
 
 def _compute_in2(ref: weakref.ref[Any], dtype: torch.dtype | None, is_root: bool) -> Undo:
     module: Any = ref()
-    state, own = module._get_fsdp_state(), module._get_fsdp_state()._mp_policy
+    own = _state2(module)._mp_policy
     given = own.param_dtype is not None
     reduced = own.reduce_dtype if given else None
     others = {"reduce_dtype": reduced} if reduced is not None and dtype is not None else {}
     casts = given and own.cast_forward_inputs and not is_root
     made = mixed_precision(dtype, output_dtype=None, cast_forward_inputs=casts, **others)
-    before = state._mp_policy, [holder.mp_policy for holder in _holders2(module)]
-    undo = functools.partial(_set2, ref, *before)
-    try:
-        _set2(ref, made, [made for _ in before[1]])
-        return undo
-    except BaseException:
-        undo()
-        raise
+    inner = [holder.mp_policy for holder in _holders2(module)]
+    return _switch(functools.partial(_set2, ref), (own, inner), (made, [made for _ in inner]))
 
 
 def _holders2(module: nn.Module) -> list[Any]:
     """Return what holds a policy: the parameters, and their groups where those have one, before torch 2.15."""
-    groups = groups2(module)
+    groups = _groups2(module)
     held = [param for group in groups for param in group.fsdp_params]
     return [*(group for group in groups if hasattr(group, "mp_policy")), *held]
 
@@ -214,11 +240,11 @@ def _set2(ref: weakref.ref[Any], outer: Any, inner: Sequence[Any]) -> None:
     module = ref()
     if module is None:
         return
-    module.reshard()
-    module._get_fsdp_state()._mp_policy = outer
+    _reshard(module)
+    _state2(module)._mp_policy = outer
     for holder, policy in zip(_holders2(module), inner, strict=True):
         holder.mp_policy = policy
-    for group in groups2(module):
+    for group in _groups2(module):
         for param in group.fsdp_params:
             param.all_gather_outputs = []  # of the other dtype; both are made again at the next forward
             param.__dict__.pop("_unsharded_param", None)
@@ -227,10 +253,6 @@ def _set2(ref: weakref.ref[Any], outer: Any, inner: Sequence[Any]) -> None:
 
 
 # ---------------------------------------------------------------- FullyShardedDataParallel
-
-
-def _handle1(module: nn.Module) -> Any:
-    return getattr(module, "_handle", None) if hasattr(module, "_sync_gradients") else None
 
 
 def _unit1(name: str, module: Any) -> list[Unit]:
@@ -248,23 +270,20 @@ def _compute_in1(ref: weakref.ref[Any], dtype: torch.dtype | None, _: bool) -> U
     chosen = handle._low_prec_reduce_dtype_specified
     reduced = handle._reduce_dtype if chosen else torch.float32
     low = handle._fwd_bwd_param_dtype if handle._low_prec_param_dtype_specified else None
-    undo = functools.partial(_set1, ref, low, handle._reduce_dtype if chosen else None)
-    try:
-        _set1(ref, dtype, None if dtype is None else reduced)
-        return undo
-    except BaseException:
-        undo()
-        raise
+    before = low, handle._reduce_dtype if chosen else None
+    return _switch(functools.partial(_set1, ref), before, (dtype, None if dtype is None else reduced))
 
 
 def _set1(ref: weakref.ref[Any], dtype: torch.dtype | None, reduced: torch.dtype | None) -> None:
     module = ref()
     if module is None:
         return
-    handle = module._handle
-    is_used = hasattr(handle.flat_param, "_local_shard")
-    if is_used:
-        _reshard1(handle)
-    handle._init_param_reduce_dtypes(dtype, reduced)
-    if is_used:  # a forward has run: what it is gathered into has the other dtype
-        handle.init_flat_param_attributes()
+    _reshard(module)
+    module._handle._init_param_reduce_dtypes(dtype, reduced)
+    if _is_used1(module._handle):  # what it is gathered into has the other dtype
+        module._handle.init_flat_param_attributes()
+
+
+def _is_used1(handle: Any) -> bool:
+    """Return whether a forward of FSDP1's has run."""
+    return handle is not None and hasattr(handle.flat_param, "_local_shard")

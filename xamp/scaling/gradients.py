@@ -45,9 +45,8 @@ from xamp.policy import Policy
 from xamp.scaling import early_moves, masters, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
-from xamp.scaling.rank_groups import is_shard
+from xamp.scaling.ranks import is_shard, local
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.shards import local
 from xamp.scaling.unscale import Unscaler
 from xamp.scaling.witness import GradientWitness
 

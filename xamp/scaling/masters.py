@@ -22,7 +22,7 @@ from xamp.ground.compiler import break_graphs
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autograd import set_grad_enabled
 from xamp.policy import Policy
-from xamp.scaling import shards
+from xamp.scaling import ranks
 
 __all__ = [
     "Pair",
@@ -70,7 +70,7 @@ _originals: Any = WeakIdKeyDictionary()
 _unused: Any = WeakIdKeyDictionary()
 _SMALL = 2**15
 """Elements, 128 KiB in fp32, below which a chunk of gradients is not worth its calls."""
-_copy: Callable[[Any, Any], None] = kernels.copy_  # shards.copy as soon as a DTensor has a master
+_copy: Callable[[Any, Any], None] = kernels.copy_  # ranks.copy as soon as a DTensor has a master
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
@@ -91,8 +91,8 @@ def any_lowered() -> bool:
 def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
     """Note that xamp lowered ``tensor``, and its master if it has one."""
     global _copy
-    if shards.is_dtensor(tensor):
-        _copy = shards.copy
+    if ranks.is_dtensor(tensor):
+        _copy = ranks.copy
     _masters[tensor] = master
     if master is not None:
         _reconciled_versions[master] = master._version
@@ -218,13 +218,13 @@ def transfer_chunk(
         full = [g.float() for g in lowered if g is not None]
     else:
         full = [torch.empty_like(m) for _, m in chunk]
-        if _copy is shards.copy:
-            lowered = [shards.align(g, m) for g, (_, m) in zip(lowered, chunk, strict=True)]
+        if _copy is ranks.copy:
+            lowered = [ranks.align(g, m) for g, (_, m) in zip(lowered, chunk, strict=True)]
         _copy(full, lowered)
     for param, _ in () if leave else chunk:
         param.grad = None
     if finish is not None:
-        finish(full if _copy is not shards.copy else [shards.local(grad) for grad in full])
+        finish(full if _copy is not ranks.copy else [ranks.local(grad) for grad in full])
     for (_, master), grad in zip(chunk, full, strict=True):
         if master.grad is None:
             master.grad = grad
@@ -258,7 +258,7 @@ def write_changed(pairs: Iterable[Pair]) -> None:
 def write_quietly(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters without a new version: autograd refuses a parameter changed since its forward."""
     for param, master in pairs:
-        shards.local(param).data.copy_(shards.local(master.detach()))  # .data has a version counter of its own
+        ranks.local(param).data.copy_(ranks.local(master.detach()))  # .data has a version counter of its own
 
 
 def use(pairs: Sequence[Pair]) -> None:

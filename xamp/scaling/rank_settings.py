@@ -5,129 +5,72 @@ its settings into the store of the process group at its first ``scale_loss``, an
 needs no partner as a collective call does: a rank that never comes here holds nobody up who does not wait for it.
 
 Ranks wait for each other only where a wrapper shares their parameters, and so makes them wait in each backward anyway.
-Otherwise each compares with those that have written already: a rank that writes before it reads cannot miss another one
-that does so too, so of two that differ at least the later one finds it. After the first collective call of the engine
-all have written, and then everybody looks again.
+Otherwise each compares with those that have written already. A rank writes before it reads, so of two that differ the
+later one finds it at least. After the first collective call of the engine all have written, and everybody looks again.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from xamp.errors import PolicyError, StateError
-from xamp.ground.torch_private.distributed import process_group_store
+from xamp.ground.torch_private.distributed import process_group_store, process_groups
+from xamp.policy import Policy
+from xamp.scaling.ddp import search
+from xamp.scaling.ranks import widest
+from xamp.scaling.wrappers import Wrappers
 
-__all__ = ["OF_THE_SCALE", "RankSettings", "ScalerSettings"]
+__all__ = ["RankSettings", "ScalerSettings", "SessionSettings"]
 
-OF_THE_SCALE = (
+_OF_THE_SCALE = (
     *("enabled", "level", "dynamic", "static_scale", "checks", "num_losses", "init_scale", "growth_factor"),
     *("backoff_factor", "growth_interval", "min_loss_scale", "max_loss_scale", "loss_scale"),
 )
 """The settings that ranks must share that only decide together. The stages of a pipeline differ in the others."""
 
+_ALONE = "alone"  # the name under which ranks meet that only decide together, whatever their models are
+_AVERAGES = "_averages"  # told and not compared: whether DDP averages all gradients of this rank's step
 _LOOKS = 3  # how often a rank looks for settings of those for which it does not wait
 
 _rounds: collections.Counter[tuple[str, str]] = collections.Counter()  # sessions so far, by group and name
 
 
 class _Meeting:
-    """One place in the store of a process group where the settings of its ranks stand. Making it writes this rank's.
+    """The place in the store of a process group where its ranks write settings. Making it writes those of this rank.
 
     Args:
         group: the process group.
-        settings: names and values.
         name: what tells the sessions of a rank apart. The first session under a name on one rank meets the first on
             another, and so on.
-        compared: names of the settings that must be equal; empty: all but those that begin with an underscore.
+        settings: names and values.
     """
 
-    said = "scale_loss: ranks that share a model were given different settings: "
-    cure = (
-        "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
-        "decide together. Call scale_loss of several sessions in one order on every rank."
-    )
-
-    def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
-        self._store: Any = process_group_store(group)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._compared = compared or [key for key in settings if not key.startswith("_")]
-        self.known: dict[int, dict[str, str]] = {}  # by rank, what it has written
+    def __init__(self, group: Any, name: str, settings: Mapping[str, str]) -> None:
         _rounds[(group.group_name, name)] += 1
-        self._key = f"xamp/{name}/{_rounds[(group.group_name, name)]}"
-        self._looks = 0
-        self._store.set(self._key_of(dist.get_rank()), json.dumps(settings))
+        key = f"xamp/{name}/{_rounds[(group.group_name, name)]}"
+        self.store: Any = process_group_store(group)
+        self.keys = {rank: f"{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
+        self.looks = 0
+        self.store.set(self.keys[dist.get_rank()], json.dumps(settings))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left to compare."""
-        return self._looks >= _LOOKS
+    def missing(self) -> list[int]:
+        """Return the ranks that have not written."""
+        return [rank for rank, key in self.keys.items() if not self.store.check([key])]
 
-    def wait(self) -> None:
-        """Wait until all ranks have written.
-
-        Raises:
-            StateError: some have not within the store's timeout, which ``init_process_group`` was given.
-            PolicyError: some have not, and another one has other settings.
-        """
-        try:
-            self._store.wait([self._key_of(rank) for rank in self._ranks])
-        except RuntimeError as error:
-            self.compare()  # one that differs may have ended for that
-            missing = [rank for rank in self._ranks if not self._store.check([self._key_of(rank)])]
-            raise StateError(
-                f"scale_loss: {_listed(missing)} did not come to a scale_loss of this model, and the wrapper around it "
-                f"or process_group= says that all ranks share it: {str(error).splitlines()[0]}. Look into the log of "
-                "the missing, and call xamp.scale_loss in the same steps on every rank of the group."
-            ) from error
-
-    def compare(self) -> None:
-        """Compare with the settings of all ranks that have written.
-
-        Raises:
-            PolicyError: a rank has others. The message names ranks and settings.
-        """
-        self._looks += 1
-        self.known = known = {rank: self._read(rank) for rank in self._ranks if self._store.check([self._key_of(rank)])}
-        if all(known.values()) and len(known) == len(self._ranks):
-            self._looks = _LOOKS
-        different = {
-            name: values
-            for name in self._compared
-            if len(set((values := {rank: told.get(name, "") for rank, told in known.items() if told}).values())) > 1
-        }
-        for first in ("enabled", "level"):  # which decide on many others
-            if first in different:
-                different = {first: different[first]}
-        if different:
-            raise PolicyError(
-                f"{self.said}{_told(different)}. Their gradients would not add up, and their weights drift apart. "
-                f"{self.cure}"
-            )
-
-    def _read(self, rank: int) -> dict[str, str]:
-        written = self._store.get(self._key_of(rank))
-        found: dict[str, str] = json.loads(written) if written else {}
-        return found
-
-    def _key_of(self, rank: int) -> str:
-        return f"{self._key}/{rank}"
-
-
-class _ScalersMeeting(_Meeting):
-    """The same of a :class:`xamp.GradScaler`."""
-
-    said = "GradScaler: ranks that decide together were given different settings: "
-    cure = (
-        "Give GradScaler the same arguments and the same state on every rank, or set its process_group, the ranks that "
-        "decide together."
-    )
+    def read(self) -> dict[int, dict[str, str]]:
+        """Return what each rank has written, by rank. Once all have there is nothing left to look for."""
+        found = {rank: self.store.get(key) for rank, key in self.keys.items() if self.store.check([key])}
+        complete = all(found.values()) and len(found) == len(self.keys)
+        self.looks = _LOOKS if complete else self.looks + 1
+        return {rank: json.loads(written) for rank, written in found.items() if written}
 
 
 class RankSettings:
@@ -135,100 +78,167 @@ class RankSettings:
 
     Attributes:
         is_settled: nothing is left to compare, as long as no wrapper appears.
+        heard: names and values of all settings that ranks have told.
     """
 
-    meeting: type[_Meeting] = _Meeting
+    said = ""
+    cure = ""
 
     def __init__(self) -> None:
         self.is_settled = False
+        self.heard: set[tuple[str, str]] = set()
         self._met: set[tuple[str, str]] = set()
-        self._open: list[_Meeting] = []
-        self._heard: dict[str, set[str]] = {}
-
-    def heard(self, key: str) -> set[str]:
-        """Return the values of one setting on all ranks, as far as they have told them."""
-        return self._heard.get(key, set())
+        self._open: list[tuple[_Meeting, Sequence[str]]] = []
 
     def meet(
-        self,
-        groups: Sequence[Any],
-        name: Callable[[Any], str],
-        settings: Mapping[str, str],
-        *,
-        waits: bool,
-        compared: Sequence[str] = (),
+        self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str], compared: Sequence[str], *, waits: bool
     ) -> None:
-        """Write ``settings`` into the stores of ``groups``, and compare them with those of the other ranks.
+        """Write ``settings`` into the stores of process groups, and compare them with those of the other ranks.
 
         Args:
-            groups: process groups. One where the session met already is left out.
-            name: gives the name for a group; see :class:`_Meeting`.
+            named: process groups (None: the default group), each with the name to meet under. Those where the session
+                has met under this name are left out.
             settings: names and values.
+            compared: names of the settings that must be equal.
             waits: wait for all ranks.
-            compared: see :class:`_Meeting`.
+
+        Raises:
+            PolicyError: a rank has other settings. The message names ranks and settings.
+            StateError: some have not come within the store's timeout, which ``init_process_group`` was given.
         """
-        new = self._write(groups, name, settings, compared)
-        self._open += new
+        new = self._write(named, settings)
+        self._open += [(meeting, compared) for meeting in new]
         for meeting in new if waits else ():
-            meeting.wait()
+            self._wait(meeting, compared)
         self.look()
 
-    def tell(self, groups: Sequence[Any], name: Callable[[Any], str], settings: Mapping[str, str]) -> None:
+    def tell(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
-        self._write(groups, name, settings, ())
+        self._write(named, settings)
         self.is_settled = not self._open
-
-    def _write(
-        self, groups: Sequence[Any], name: Callable[[Any], str], settings: Mapping[str, str], compared: Sequence[str]
-    ) -> list[_Meeting]:
-        """Write into the stores of those of ``groups`` where the session has not met under ``name``."""
-        new = []
-        group: Any
-        for group in groups:
-            group = dist.group.WORLD if group is None else group
-            met = group.group_name, name(group)
-            if met not in self._met:
-                self._met.add(met)
-                new.append(self.meeting(group, met[1], settings, compared))
-        return new
 
     def look(self) -> None:
         """Compare again where some rank had not written yet."""
-        for meeting in self._open:
-            meeting.compare()
-            for key, value in (pair for told in meeting.known.values() for pair in told.items()):
-                self._heard.setdefault(key, set()).add(value)
-        self._open = [meeting for meeting in self._open if not meeting.is_over]
+        for meeting, compared in self._open:
+            self._compare(meeting, compared)
+        self._open = [pair for pair in self._open if pair[0].looks < _LOOKS]
         self.is_settled = not self._open
+
+    def _write(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> list[_Meeting]:
+        new = []
+        group: Any
+        for group, name in named:
+            group = dist.group.WORLD if group is None else group
+            if (group.group_name, name) not in self._met:
+                self._met.add((group.group_name, name))
+                new.append(_Meeting(group, name, settings))
+        return new
+
+    def _wait(self, meeting: _Meeting, compared: Sequence[str]) -> None:
+        try:
+            meeting.store.wait([*meeting.keys.values()])
+        except RuntimeError as error:
+            self._compare(meeting, compared)  # one that differs may have ended for that
+            raise StateError(
+                f"scale_loss: {_listed(meeting.missing())} did not come to a scale_loss of this model, and the wrapper "
+                f"around it or process_group= says that all ranks share it: {str(error).splitlines()[0]}. Look into "
+                "the log of the missing, and call xamp.scale_loss in the same steps on every rank of the group."
+            ) from error
+
+    def _compare(self, meeting: _Meeting, compared: Sequence[str]) -> None:
+        known = meeting.read()
+        self.heard.update(pair for told in known.values() for pair in told.items())
+        values = {name: {rank: told.get(name, "") for rank, told in known.items()} for name in compared}
+        different = {name: found for name, found in values.items() if len(set(found.values())) > 1}
+        for first in ("enabled", "level"):  # which decide on many others
+            if first in different:
+                different = {first: different[first]}
+        if different:
+            raise PolicyError(
+                f"{self.said} were given different settings: {_told(different)}. Their gradients would not add up, and "
+                f"their weights drift apart. {self.cure}"
+            )
+
+
+class SessionSettings(RankSettings):
+    """The settings of an ``initialize``.
+
+    Args:
+        wrappers: finds the wrappers that hold the parameters, and with them the other ranks.
+        policy: the policy in effect.
+        enabled: False: the session does nothing.
+    """
+
+    said = "scale_loss: ranks that share a model"
+    cure = (
+        "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
+        "decide together. Call scale_loss of several sessions in one order on every rank."
+    )
+
+    def __init__(self, wrappers: Wrappers, policy: Policy, enabled: bool) -> None:
+        super().__init__()
+        self._wrappers = wrappers
+        self._policy = policy
+        self._enabled = enabled
+        self._names: dict[str, str] = {}  # by name of a process group
+
+    def compare(self, scales: Iterable[float], params: Sequence[torch.Tensor]) -> None:
+        """Compare policy and loss scales of the ranks that hold ``params``. See :meth:`RankSettings.meet`."""
+        policy, wrappers, given = self._policy, self._wrappers, self._wrappers.group
+        told = {field.name: str(getattr(policy, field.name)) for field in dataclasses.fields(policy)}
+        settings = {"enabled": str(self._enabled), **told, "loss_scale": ", ".join(f"{scale:g}" for scale in scales)}
+        all_of_them = tuple(settings)
+        holders, is_whole = wrappers.holders(params), not wrappers.may_be_left(params)
+        self.look()
+        if holders:
+            settings[_AVERAGES] = str(wrappers.plan(params).averages())
+            self.meet(self._named(widest(holders), params, ()), settings, all_of_them, waits=is_whole)
+            wrappers.agree_always |= (_AVERAGES, "False") in self.heard
+        elif not policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
+            unseen = [] if self._enabled else search(params)
+            self.tell(self._named(process_groups(), params, unseen), settings)
+        if given is not None:  # these ranks were said to decide together
+            alone = [(group, _ALONE) for group in widest([given])]
+            self.meet(alone, settings, _OF_THE_SCALE, waits=policy.checks and is_whole)
+        elif not self._enabled:
+            self.tell([(None, _ALONE)], settings)
+        elif policy.checks and not holders:  # some ranks may never come
+            self.meet([(group, _ALONE) for group in widest([None])], settings, _OF_THE_SCALE, waits=False)
+
+    def _named(self, groups: Sequence[Any], params: Sequence[torch.Tensor], unseen: Sequence[Any]) -> list[Any]:
+        """Return ``groups``, each with the name under which sessions of these parameters meet."""
+        for group in groups:
+            names = self._wrappers.names_within(group, params, unseen)
+            self._names.setdefault(group.group_name, hashlib.sha256(",".join(names).encode()).hexdigest()[:16])
+        return [(group, self._names[group.group_name]) for group in groups]
 
 
 class ScalerSettings(RankSettings):
-    """The same of a :class:`xamp.GradScaler`.
+    """The settings of a :class:`xamp.GradScaler`.
 
     It waits for nobody, for nothing tells which ranks have one. Two are compared whose first optimizers have parameters
     of the same shapes.
     """
 
-    meeting = _ScalersMeeting
+    said = "GradScaler: ranks that decide together"
+    cure = (
+        "Give GradScaler the same arguments and the same state on every rank, or set its process_group, the ranks that "
+        "decide together."
+    )
 
     def compare(self, groups: Sequence[Any], params: Iterable[torch.Tensor], settings: Mapping[str, str]) -> None:
-        """Compare with the scalers of the ranks in ``groups``, which hold the same ``params``.
-
-        Raises:
-            PolicyError: a rank has others. The message names ranks and settings.
-        """
-        name = self._name_of(params)
-        self.meet(groups, lambda _: name, settings, waits=False)
+        """Compare with the scalers of the ranks in ``groups``, which hold ``params``. See :meth:`RankSettings.meet`."""
+        self.meet(self._named(groups, params), settings, tuple(settings), waits=False)
 
     def tell_off(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
         """Tell the others that this rank's scaler is switched off."""
-        name = self._name_of(params)
-        self.tell(groups, lambda _: name, {"enabled": "False"})
+        self.tell(self._named(groups, params), {"enabled": "False"})
 
     @staticmethod
-    def _name_of(params: Iterable[torch.Tensor]) -> str:
+    def _named(groups: Iterable[Any], params: Iterable[torch.Tensor]) -> list[tuple[Any, str]]:
         shapes = repr([tuple(param.shape) for param in params])
-        return f"GradScaler/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+        name = f"GradScaler/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
+        return [(group, name) for group in groups]
 
 
 def _told(different: Mapping[str, Mapping[int, str]]) -> str:

@@ -19,7 +19,7 @@ from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import say
 from xamp.policy import levels_where, listed
-from xamp.scaling import distributed, masters
+from xamp.scaling import masters, ranks
 from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedForm, WarmState
 from xamp.scaling.gradients import Gradients
@@ -358,7 +358,7 @@ class OptimizerState:
         """
         policy = self.engine.policy
         self.refusals.wrong()
-        if distributed.is_running():
+        if ranks.is_running():
             self.refusals.lost()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)

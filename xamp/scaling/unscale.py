@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from xamp.contract import Backend
 from xamp.ground import kernels
-from xamp.scaling import shards
+from xamp.scaling import ranks
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.scale import LossScaler
 
@@ -38,7 +38,7 @@ class Unscaler:
     def fit(self, plain: Sequence[torch.Tensor], stepped: Sequence[torch.Tensor]) -> None:
         """Look at the parameters: ``plain`` ones have no master, ``stepped`` are these and the masters."""
         self._uniform = len(set(map(kind, stepped))) <= 1
-        self.in_parts = any(map(shards.is_part, plain))
+        self.in_parts = any(map(ranks.is_part, plain))
 
     def run(
         self,
@@ -62,7 +62,7 @@ class Unscaler:
             return
         unscale_ = self._backend.unscale_
         if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
-            grads = [*map(shards.local, grads)]
+            grads = [*map(ranks.local, grads)]
         if self._uniform and grads[0].device == found_inf.device:
             try:
                 unscale_(grads, found_inf, scaler.inverse)
@@ -108,7 +108,7 @@ def zero_(grads: Iterable[torch.Tensor]) -> None:
 @torch.no_grad()
 def multiply_(grads: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply ``grads`` in place by a scalar tensor; each product is rounded once. Of a DTensor: this rank's part."""
-    for group in _by_kind(map(shards.local, grads)):
+    for group in _by_kind(map(ranks.local, grads)):
         kernels.multiply_(group, kernels.on(group[0].device, factor))
 
 
@@ -128,9 +128,9 @@ def unscale_by_group_(
 ) -> None:
     """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``.
 
-    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.distributed.Wrappers.agree`.
+    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.wrappers.Wrappers.agree`.
     """
-    for group in _by_kind(map(shards.local, grads)):
+    for group in _by_kind(map(ranks.local, grads)):
         device = group[0].device
         found = torch.zeros_like(found_inf, device=device)
         unscale_(group, found, kernels.on(device, inverse))

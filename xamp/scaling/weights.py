@@ -26,7 +26,7 @@ from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
 from xamp.ground.torch_private.modes import disable_current_modes
 from xamp.scaling import ddp as ddps
-from xamp.scaling import distributed, masters, shards
+from xamp.scaling import masters, ranks
 from xamp.scaling.gradients import Gradients
 
 __all__ = ["LostWrites", "MasterVersions", "Weights"]
@@ -158,7 +158,7 @@ class Weights:
             fresh: the DDP objects that are new.
             alone: nothing is shared between processes.
         """
-        if not self._in_use or (not alone and distributed.is_shard(self.pairs[0][0])):
+        if not self._in_use or (not alone and ranks.is_shard(self.pairs[0][0])):
             self._check_not_sharded("scale_loss")
         if not self._in_use:
             self.use()
@@ -179,7 +179,7 @@ class Weights:
         held = ddps.held(ddp)
         pairs = [pair for pair in self.pairs if id(pair[0]) in held]
         if pairs:  # else it holds another model, and may have outlived its process group
-            distributed.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
+            ranks.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
 
     def _look_for_lost_writes(self) -> None:
@@ -247,7 +247,7 @@ class LostWrites:
         """
         late, self._late = self._late, None
         if late is None:
-            return self._compare([(p, m) for p, m in pairs if not shards.is_dtensor(p)])
+            return self._compare([(p, m) for p, m in pairs if not ranks.is_dtensor(p)])
         params, differs, event = late
         if not event.query():
             self._late = late

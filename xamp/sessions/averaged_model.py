@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from xamp.casting.forward import forget_policy, is_under_policy
-from xamp.scaling import masters, shards
+from xamp.scaling import masters, ranks
 
 __all__ = ["serve_averaged_models"]
 
@@ -73,7 +73,7 @@ def _make_fp32(average: nn.Module, model: nn.Module) -> None:
     """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones."""
     for copied, _ in _pairs(average, model):
         if copied.dtype in masters.LOWER:
-            shards.set_data(copied, copied.detach().float())
+            ranks.set_data(copied, copied.detach().float())
     if any(is_under_policy(module) for module in average.modules()):
         forget_policy(average)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
-from xamp.scaling import distributed, fsdp, masters, unscale
+from xamp.scaling import fsdp, masters, ranks, unscale
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.last_outcome import was_skipped
 
@@ -108,7 +108,7 @@ class Average:
 
     def _reshard(self) -> None:
         """Under FSDP: make the parameters this rank's shards, and let the next forward gather what is in them then."""
-        if distributed.is_running():
+        if ranks.is_running():
             fsdp.reshard(self._given.modules())
 
     def _sources(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -225,7 +225,7 @@ class Average:
         At O2, O3 and O5 its parameters are rounded to the level's dtype, as the model's are.
         """
         self._refuse_swapped("average.copy()")
-        if any(map(distributed.is_sharded, self._given.modules())):
+        if any(map(fsdp.is_sharded, self._given.modules())):
             raise StateError(
                 "average.copy(): FSDP shards the model, and torch copies no such module. Evaluate the average in `with "
                 "average.swapped():`, or load what is saved inside of that block into a model without FSDP."

@@ -18,7 +18,7 @@ from xamp.errors import CheckpointError, StateError
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
 from xamp.scaling import masters
-from xamp.scaling.shards import is_dtensor
+from xamp.scaling.ranks import is_dtensor
 from xamp.sessions import formats
 from xamp.sessions.formats import Saved, SavedScale
 

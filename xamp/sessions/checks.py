@@ -17,12 +17,11 @@ from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import ddp as ddps
-from xamp.scaling.distributed import is_running, is_shard, is_sharded
 from xamp.scaling.engine import Engine
-from xamp.scaling.fsdp import sharded_params
+from xamp.scaling.fsdp import is_sharded, sharded_params
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.shards import is_dtensor, is_part
+from xamp.scaling.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 

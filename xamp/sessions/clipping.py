@@ -14,9 +14,8 @@ from xamp.ground import kernels
 from xamp.ground.arguments import boolean, number
 from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
-from xamp.scaling import norms, shards
+from xamp.scaling import ranks, unscale, wrappers
 from xamp.scaling.optimizer import lent_params, state_of
-from xamp.scaling.rank_groups import Layout, layout_of
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 
@@ -71,12 +70,12 @@ def clip_grad_norm_(
     params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
     if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
         _refuse_nonfinite(given, params, norm_type)
-    if norms.is_divided(param for _, param in params):
+    if ranks.is_divided(param for _, param in params):
         norm = _clip_divided(params, max_norm, norm_type)
     else:
         whole = [param for _, param in params]
-        foreach = kernels.foreach_of([p.grad for p in whole if p.grad is not None])
-        norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type, foreach=foreach)
+        in_lists = kernels.foreach_of([p.grad for p in whole if p.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type, foreach=in_lists)
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
@@ -85,13 +84,16 @@ def clip_grad_norm_(
 
 @break_graphs("the norms of shards are gathered, over the groups of their meshes")
 def _clip_divided(params: Sequence[tuple[Any, torch.Tensor]], max_norm: float, norm_type: float) -> torch.Tensor:
-    return norms.clip(_laid_out(params), max_norm, norm_type)
+    norm = wrappers.total_norm(_laid_out(params), norm_type)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
+    unscale.multiply_([g for _, p in params if (g := p.grad) is not None], factor)
+    return norm
 
 
 def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
     """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
-    if norms.is_divided(param for _, param in params):
-        norm = norms.total(_laid_out(params), norm_type)
+    if ranks.is_divided(param for _, param in params):
+        norm = wrappers.total_norm(_laid_out(params), norm_type)
     else:
         grads = [p.grad for _, p in params if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=kernels.foreach_of(grads))
@@ -126,24 +128,24 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         raise PolicyError(f"clip_grad_value_(clip_value={shown(clip_value)}): must be a number, 0 or above.")
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     params = [param for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    whole = [p for p in params if p.grad is not None and not shards.is_dtensor(p)]
+    whole = [p for p in params if p.grad is not None and not ranks.is_dtensor(p)]
     if whole:  # torch does not take an empty list
         torch.nn.utils.clip_grad_value_(whole, limit)
     for param in params:
-        if shards.is_dtensor(param) and param.grad is not None:
-            param.grad = shards.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
-            shards.local(param.grad).clamp_(-limit, limit)
+        if ranks.is_dtensor(param) and param.grad is not None:
+            param.grad = ranks.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
+            ranks.local(param.grad).clamp_(-limit, limit)
 
 
-def _laid_out(params: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, Layout]]:
+def _laid_out(params: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, ranks.Layout]]:
     """Return each of ``params``, which stand behind their optimizers, with its layout."""
     return [(param, _layout(one, param)) for one, param in params]
 
 
-def _layout(optimizer: object, param: torch.Tensor) -> Layout:
+def _layout(optimizer: object, param: torch.Tensor) -> ranks.Layout:
     """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
     found = find_session(optimizer)
-    return layout_of(param, {}) if found is None else found.engine.layout(param)
+    return ranks.layout_of(param) if found is None else found.engine.layout(param)
 
 
 def _as_number(name: str, value: Any) -> Any:

@@ -21,7 +21,7 @@ from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean
 from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
-from xamp.scaling import distributed
+from xamp.scaling import ranks
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.fused import honours_found_inf
 from xamp.scaling.own_step import bound_step
@@ -163,7 +163,7 @@ class GradScaler(TorchGradScaler):
             PolicyError: another rank has a scaler of other settings for the same optimizer.
         """
         if not self._enabled:
-            if self._has_told is None and distributed.is_running():
+            if self._has_told is None and ranks.is_running():
                 self._has_told = ScalerSettings()
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 self._has_told.tell_off(sharing(self.process_group, params), params)

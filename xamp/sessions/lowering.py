@@ -24,7 +24,7 @@ from xamp.ground.containers import cast_floats
 from xamp.ground.torch_private.modules import BatchNorm, NormBase
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
-from xamp.scaling import fsdp, masters, shards
+from xamp.scaling import fsdp, masters, ranks
 from xamp.scaling.masters import watch_state_dicts
 from xamp.sessions.keep_fp32 import find_fp32_modules
 
@@ -217,7 +217,7 @@ class Plan:
             master = self._make_master(param) if self.policy.master_weights else None
             masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
             param.grad = None  # a gradient must have its parameter's dtype, and that changes below
-            shards.set_data(param, value)
+            ranks.set_data(param, value)
             if grad is not None:
                 _give_grad(param, grad)
         for module, name, buffer in self._live_buffers():
@@ -304,7 +304,7 @@ class Plan:
                 self._restored[id(param)] = self._fp32_of(param)
             values, grad = self._restored[id(param)]
             param.grad = None
-            shards.set_data(param, values)
+            ranks.set_data(param, values)
             param.grad = grad
             masters.forget_lowered(param)
         self._restored = {}
@@ -355,7 +355,7 @@ def _restore_halves(before: dict[Any, Any]) -> None:
     for ref, values, grad in before.get("halves", ()):
         if (tensor := ref()) is not None:
             tensor.grad = None
-            shards.set_data(tensor, values)
+            ranks.set_data(tensor, values)
             tensor.grad = grad
 
 
@@ -401,7 +401,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Give ``tensor`` values of another dtype; its gradient, if any, gets that dtype too."""
     grad, tensor.grad = tensor.grad, None
-    shards.set_data(tensor, values)
+    ranks.set_data(tensor, values)
     tensor.grad = None if grad is None else grad.to(values.dtype)
 
 

@@ -19,11 +19,10 @@ from xamp.casting import ops
 from xamp.errors import PolicyError, StateError
 from xamp.policy import LEVELS, Request, compile_policy
 from xamp.registry import registry
-from xamp.scaling import distributed
+from xamp.scaling import ranks, wrappers
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.rank_groups import widest
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
@@ -43,7 +42,7 @@ Under ``"state"`` it has the engine's state of the optimizer too.
 
 def sharing(process_group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
     """Return the groups whose ranks must have equal scalers for ``params``."""
-    return [process_group] if process_group is not None else distributed.groups_sharing(params)
+    return [process_group] if process_group is not None else wrappers.groups_sharing(params)
 
 
 class ManualEngine(Engine):
@@ -119,13 +118,13 @@ class ManualEngine(Engine):
 
     def unscale(self, state: OptimizerState, use: Use) -> None:
         """Unscale and check the gradients of one optimizer. After an error half-way they are dropped."""
-        if distributed.is_running() and not self._scaler_settings.is_settled:
+        if ranks.is_running() and not self._scaler_settings.is_settled:
             self._compare_settings(state.gradients.stepped)
         try:
             state.gradients.ready = False
             state.gradients.unscale(self.scaler, state.sticky, False)
-            for group in self._deciders(state) if distributed.is_running() else ():
-                distributed.share_overflow(state.sticky, group)
+            for group in self._deciders(state) if ranks.is_running() else ():
+                ranks.share_overflow(state.sticky, group)
             state.fresh = False
             self._note_checked(state, use, {self.device: state.sticky} if state.gradients.ready else {})
         except BaseException:
@@ -166,11 +165,11 @@ class ManualEngine(Engine):
         params, group = state.gradients.stepped, self.process_group
         in_parts = state.gradients.in_parts
         found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these
-        if group is not None or self.saturates or any(map(distributed.is_shard, params)):
+        if group is not None or self.saturates or any(map(ranks.is_shard, params)):
             found = [group, *found]
         if in_parts:
-            found += distributed.groups_of_meshes(params)
-        return widest(found) if found else ()
+            found += wrappers.groups_of_meshes(params)
+        return ranks.widest(found) if found else ()
 
     def move_scales(self, state: OptimizerState) -> None:
         """Do nothing: the scale moves after the step, in :meth:`move`."""

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground import kernels
 from xamp.ground.late_reads import LateNumber
-from xamp.scaling import norms
+from xamp.scaling import ranks
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 
@@ -121,7 +121,7 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: 
     if norm is None:
         grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
         busy = scaled or any(state.scope is not None or state.gradients.is_pending for state in states)
-        divided = norms.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
+        divided = ranks.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
         if busy or not grads or divided or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
             return math.nan
         norm = torch.nn.utils.get_total_norm(grads, foreach=kernels.foreach_of(grads))

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.policy import Policy, levels_where
-from xamp.scaling.distributed import is_shard
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero
-from xamp.scaling.shards import is_dtensor
+from xamp.scaling.ranks import is_dtensor, is_shard
 from xamp.sessions import foreign
 
 __all__ = [

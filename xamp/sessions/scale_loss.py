@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, StateError
 from xamp.ground.shown import shown
-from xamp.scaling import ddp, distributed, masters
+from xamp.scaling import ddp, masters, ranks
 from xamp.scaling.engine import Engine
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler
@@ -66,7 +66,7 @@ def scale_loss(
     if model is not None:
         ddp.note_given(model)
     if not engine.enabled:
-        if distributed.is_running():
+        if ranks.is_running():
             engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return _Unscaled(loss)
     _check_loss(loss, engine)
@@ -79,7 +79,7 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
-        if distributed.is_running():
+        if ranks.is_running():
             engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
         return _Unscaled(loss)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)

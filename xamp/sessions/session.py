@@ -22,10 +22,10 @@ from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import ddp as ddps
 from xamp.scaling.counts import Stats, StepOutcome
-from xamp.scaling.distributed import is_running
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import is_lowered
 from xamp.scaling.optimizer import state_of
+from xamp.scaling.ranks import is_running
 from xamp.sessions import checkpoint, metrics
 from xamp.sessions.foreign import optimizer_in, unwrap
 from xamp.sessions.typed import LastStep, SessionState

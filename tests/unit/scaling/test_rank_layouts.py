@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from one_rank import one_rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+import xamp
 from xamp.errors import StateError
-from xamp.scaling import ddp, norms
-from xamp.scaling.rank_groups import Layout, _flattened
+from xamp.scaling import ddp, wrappers
+from xamp.scaling.ranks import Layout, _flattened
 
 
 def test_a_norm_over_ranks_that_nobody_knows_is_refused() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([3.0, 4.0])
-    assert norms.total([(param, Layout())], 2.0).item() == 5.0
+    assert wrappers.total_norm([(param, Layout())], 2.0).item() == 5.0
     with pytest.raises(StateError, match=r"^clip_grad_norm_: nobody knows$"):
-        norms.total([(param, Layout(unknown="nobody knows"))], 2.0)
+        wrappers.total_norm([(param, Layout(unknown="nobody knows"))], 2.0)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,22 @@ def test_a_flat_parameter_of_unlike_ones_has_no_layout(shards: list[str], found:
     assert made.shards == (found,)
     assert (made.unknown == "") is is_known
     assert {*made.holders} == {"outer", *shards}
+
+
+def test_a_divided_module_that_a_scaler_stepped_is_moved() -> None:
+    """torch swaps a DTensor for the moved one, and refuses that where something refers to it weakly."""
+    with one_rank():
+        model: Any = torch.nn.Linear(4, 2, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.5), xamp.GradScaler("cpu", init_scale=4.0)
+        before = model.weight.to_local().detach().clone()
+        scaler.scale(model.weight.to_local().sum()).backward()
+        scaler.unscale_(optimizer)
+        assert xamp.clip_grad_norm_(optimizer, 1e6).item() == pytest.approx(8**0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model.double().weight.to_local(), before.double() - 0.5)
 
 
 def test_the_frame_of_a_pipelines_stage_is_found_from_below(monkeypatch: pytest.MonkeyPatch) -> None:

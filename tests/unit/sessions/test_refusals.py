@@ -14,8 +14,8 @@ from torch.optim import SGD, Adam
 import xamp
 from xamp.errors import PolicyError, StateError
 from xamp.scaling import ddp as ddps
-from xamp.scaling import distributed
-from xamp.scaling.distributed import Wrappers
+from xamp.scaling import ranks
+from xamp.scaling.wrappers import Plan, Wrappers
 
 CAST = ["O2", "O3", "O5"]
 
@@ -89,10 +89,10 @@ def test_flags_travel_where_gradients_do_not_tell(
     """DDP averages gradients, so an inf of one rank is in those of all; a saturated number is not."""
     calls: list[object] = []
     ddp: Any = nn.Identity()
-    plan = distributed._Plan((), ["a group"], [weakref.ref(ddp)])
-    monkeypatch.setattr(Wrappers, "_plan_for", lambda self, params: plan)
+    plan = Plan((), ["a group"], [weakref.ref(ddp)])
+    monkeypatch.setattr(Wrappers, "plan", lambda self, params: plan)
     monkeypatch.setattr(ddps, "averages", lambda ddp: averages)
-    monkeypatch.setattr(distributed, "share_overflow", lambda flags, group: calls.append(group))
+    monkeypatch.setattr(ranks, "share_overflow", lambda flags, group: calls.append(group))
     Wrappers([], None).agree(torch.zeros(1), [], saturates)
     assert len(calls) == shared
 
