@@ -32,7 +32,7 @@ from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import ddp
 from xamp.scaling.engine import Engine
-from xamp.sessions import checks, optimizer_checks
+from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.set_up import Arguments, attach, set_up
 from xamp.sessions.typed import LevelName, Models, OneModel, OneOptimizer, Optimizers, Settings
@@ -252,7 +252,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
         attach(existing, policy, arguments)
         return
     checks.check_models(arguments.models, arguments.given, policy)
-    optimizer_checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.dtype == torch.float32 else []
     if hand_over is not None:
         hand_over(policy, backend, device, arguments)

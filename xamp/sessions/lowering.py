@@ -1,11 +1,12 @@
 """Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
+:class:`Plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
 each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,9 +27,8 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, shards
 from xamp.scaling.model_states import watch_state_dicts
-from xamp.sessions.keep_fp32 import find_fp32_modules
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "find_fp32_modules", "plan"]
 
 Plain = Callable[[torch.Tensor], torch.Tensor]
 
@@ -419,3 +419,45 @@ def _flatten_rnns(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+
+
+def find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+    """Return the modules to run in fp32: the outermost that ``keep`` matches, and those with a parameter of theirs."""
+    unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
+    found: dict[int, nn.Module] = {}
+    covered: set[int] = set()
+    for model in models:
+        for name, module in model.named_modules(remove_duplicate=False):
+            hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
+            unmatched.difference_update(k for k in hits if isinstance(k, str))
+            if hits and id(module) not in covered:
+                found.update((id(m), m) for m in _with_a_forward(module))
+                covered.update(id(m) for m in module.modules())
+    if unmatched:
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        raise PolicyError(
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
+            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+        )
+    return [*found.values(), *_tied_to(found.values(), covered, models)]
+
+
+def _with_a_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module``, or its children if it has no forward, as a list of modules has none."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _with_a_forward(child)
+    else:
+        yield module
+
+
+def _tied_to(kept: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the other modules that hold a parameter of ``kept``. It stays fp32, so they must run in fp32 too."""
+    kept_params = {id(p) for module in kept for p in module.parameters()}
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        if id(module) not in covered and any(id(p) in kept_params for p in module._parameters.values()):
+            yield module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))

@@ -28,11 +28,11 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import lowering, optimizer_checks
-from xamp.sessions.averaged_model import serve_averaged_models
+from xamp.sessions import checks, lowering
+from xamp.sessions.averages import serve_averaged_models
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import forget_sessions, register
-from xamp.sessions.torch_states import serve_torch_states
+from xamp.sessions.sharding import serve_torch_states
 
 __all__ = ["Arguments", "attach", "fused_forms", "set_up", "take_optimizers"]
 
@@ -143,8 +143,8 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
             f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
-    optimizer_checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    optimizer_checks.check_not_sharded_since(arguments.optimizers, policy)
+    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    checks.check_not_sharded_since(arguments.optimizers, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = fused_forms(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
@@ -174,7 +174,7 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
         FusedForm(
             optimizer,
             choice,
-            names if optimizer_checks.is_plain(optimizer, engine.backend) else (),
+            names if checks.is_plain(optimizer, engine.backend) else (),
             sparse=sparse,
             stepped=stepped,
         )
@@ -183,7 +183,7 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
     if policy.fused is True:  # what that cannot do is the nearer reason
         _check_forms(forms, optimizers)
     for optimizer in optimizers:
-        optimizer_checks.check_stepped_rightly(optimizer, engine.backend, policy)
+        checks.check_stepped_rightly(optimizer, engine.backend, policy)
     _check_forms(forms, optimizers)
     return forms
 
