@@ -76,14 +76,7 @@ def set_up(
         arguments: the models and optimizers, and the other arguments of ``initialize``.
         make: the class of the engine.
     """
-    saturates = backend.capabilities(device).overflow == "flag"
-    plan = lowering.plan(
-        *(arguments.models, policy, device.type),
-        saturates=saturates,
-        cast=make.cast,
-        plain=backend.plain,
-        join=backend.join_weights_,
-    )
+    plan = lowering.Plan(arguments.models, policy, backend, device, make.cast)
     engine = make(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
     )
