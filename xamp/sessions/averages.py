@@ -294,13 +294,8 @@ class Average:
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of ``tensor`` without gradient: of its master, or in fp32 if it is lower, of this rank."""
-    master = masters.master_of(tensor)
-    if master is not None:
-        values = _values(masters.up_to_date(tensor, master))
-    elif masters.is_lowered(tensor) and not isinstance(tensor, nn.Parameter):
-        values = _values(masters.fp32_of(tensor, wait=False))
-    else:
-        values = _values(tensor)
+    is_buffer = masters.has_fp32(tensor)
+    values = _values(masters.fp32_of(tensor, wait=False) if is_buffer else masters.exact(tensor))
     return values.float() if values.dtype in masters.LOWER else values
 
 
@@ -309,8 +304,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
     Autograd and the masters look at versions: a graph made before the swap must stay usable after it.
     """
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.data
+    return shards.local(tensor).data
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -340,7 +334,8 @@ def _move_by_flag(
     """Move the averages, and copy what is copied, unless the flag ``skipped`` is 1.0. The host does not read it."""
     steps = [source - average for average, source in moving]
     foreach.multiply_(steps, (1.0 - skipped) * weight)
-    foreach.add_((average, step) for (average, _), step in zip(moving, steps, strict=True))
+    for (average, _), step in zip(moving, steps, strict=True):
+        average.add_(step)
     for average, source in copied:
         average.copy_(torch.where(skipped.to(source.device).bool(), average, source))
 

@@ -38,7 +38,6 @@ __all__ = [
     "check_not_shared",
     "check_op_policy",
     "check_optimizers",
-    "check_owned",
     "check_stepped_rightly",
     "device_of",
     "is_plain",
@@ -217,7 +216,7 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
     level = policy.level
     name = type(model).__name__
     uncast = levels_where(lambda row: not row.casts_parameters)
-    if _holds(outer, DistributedDataParallel):
+    if any(isinstance(module, DistributedDataParallel) for module in outer.modules()):
         raise _wrapped(model, policy)
     for module in model.modules():
         if ddps.has_replicated(module):
@@ -280,11 +279,6 @@ def check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
                 )
 
 
-def _holds(outer: nn.Module, kind: type) -> bool:
-    """Return whether ``outer``, or a module inside it, is a ``kind``."""
-    return any(isinstance(module, kind) for module in outer.modules())
-
-
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy) -> None:
     """Refuse optimizers that cannot be right.
 
@@ -293,13 +287,18 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             ``eps`` rounds to zero; or two optimizers share a parameter.
         UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter, or works on copies.
     """
-    check_owned(optimizers, models)
-    if policy.manages_gradients:
-        check_not_shared(optimizers, policy)
     known = {id(p) for model in models for p in model.parameters()}
-    for optimizer in optimizers:
+    held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    for optimizer, params in zip(optimizers, held, strict=True):
+        if not any(id(p) in known for p in params):
+            raise PolicyError(
+                f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
+                "model.parameters() of the very model, after moving that to its device."
+            )
+    if policy.manages_gradients:
+        check_not_shared(held, policy)
+    for optimizer, params in zip(optimizers, held, strict=True):
         foreign.refuse_optimizer(optimizer, policy)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
         if is_zero(optimizer) and policy.manages_gradients:
             _check_zero(optimizer, policy)
         elif policy.master_weights:
@@ -313,15 +312,19 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             _check_eps(optimizer, policy)
 
 
-def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+def check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> None:
     """Refuse a parameter that two optimizers hold, because each would unscale its gradient and step its master.
+
+    Args:
+        held: the parameters of each optimizer.
+        policy: the policy.
 
     Raises:
         PolicyError: two optimizers hold the same parameter.
     """
     holder: dict[int, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for param in (p for group in optimizer.param_groups for p in group["params"]):
+    for index, params in enumerate(held):
+        for param in params:
             other = holder.setdefault(id(param), index)
             if other != index:
                 unmanaged = levels_where(lambda row: not row.manages_gradients)
@@ -331,21 +334,6 @@ def check_not_shared(optimizers: Sequence[Optimizer], policy: Policy) -> None:
                     "parameter to one optimizer, or use a level without loss scaling and masters "
                     f"({', '.join(unmanaged)})."
                 )
-
-
-def check_owned(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    """Refuse an optimizer that belongs to another model.
-
-    Raises:
-        PolicyError: it holds none of the models' parameters.
-    """
-    known = {id(p) for model in models for p in model.parameters()}
-    for optimizer in optimizers:
-        if not any(id(p) in known for group in optimizer.param_groups for p in group["params"]):
-            raise PolicyError(
-                f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
-                "model.parameters() of the very model, after moving that to its device."
-            )
 
 
 def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> None:

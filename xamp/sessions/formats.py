@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict
 
 import torch
 
-from xamp.errors import CheckpointError, PolicyError
+from xamp.errors import CheckpointError
 from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
 
@@ -146,13 +146,6 @@ def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
         "_growth_tracker": saved.growth_tracker,
     }
     return {**state, "dynamic": bool(saved.dynamic)} if kind == "torch_npu" else state
-
-
-def check_format(call: str, kind: object) -> str:
-    """Return ``kind`` if xamp writes that format; else raise a PolicyError that lists the formats."""
-    if kind not in FORMATS:
-        raise PolicyError(f"{call}(format={shown(kind)}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
-    return str(kind)
 
 
 # ---------------------------------------------------------------- reading

@@ -446,7 +446,10 @@ class GradScaler(TorchGradScaler):
     def _multiply(self, outputs: Any) -> Any:
         """Do the work of :meth:`scale`. It calls itself for nested outputs, because a subclass may override it."""
         if isinstance(outputs, torch.Tensor):
-            factor = self._begin(outputs.device)
+            if self._engine is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            engine: Any = self._engine
+            factor = engine.begin(self.process_group)
             return outputs * (factor if outputs.device == factor.device else factor.to(outputs.device))
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
             raise PolicyError(
@@ -457,15 +460,6 @@ class GradScaler(TorchGradScaler):
         if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-
-    def _begin(self, device: torch.device) -> torch.Tensor:
-        """Prepare for a loss to be scaled, and return the factor to multiply it by."""
-        if self._engine is None:
-            self._lazy_init_scale_growth_tracker(device)
-            assert self._engine is not None, "made in the line above"
-        self._engine.process_group = self.process_group
-        self._engine.begin()
-        return self._engine.scaler.factor
 
     def _use(self, engine: ManualEngine, optimizer: Optimizer, call: str) -> tuple[OptimizerState, Use]:
         """Return what the engine keeps of ``optimizer``, and what was called for it since the last ``update``."""

@@ -163,27 +163,16 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
         """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
         return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
 
-    forms = [
-        FusedForm(
-            optimizer,
-            choice,
-            names if checks.is_plain(optimizer, engine.backend) else (),
-            sparse=sparse,
-            stepped=stepped,
-        )
-        for optimizer in optimizers
-    ]
-    if policy.fused is True:  # what that cannot do is the nearer reason
-        _check_forms(forms, optimizers)
+    forms = []
     for optimizer in optimizers:
+        usable = names if checks.is_plain(optimizer, engine.backend) else ()
+        form = FusedForm(optimizer, choice, usable, sparse=sparse, stepped=stepped)
+        forms.append(form)
+        if policy.fused is True:  # what that cannot do is the nearer reason
+            form.check(optimizer)
         checks.check_stepped_rightly(optimizer, engine.backend, policy)
-    _check_forms(forms, optimizers)
-    return forms
-
-
-def _check_forms(forms: Sequence[FusedForm], optimizers: Sequence[Optimizer]) -> None:
-    for form, optimizer in zip(forms, optimizers, strict=True):
         form.check(optimizer)
+    return forms
 
 
 def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
