@@ -9,11 +9,9 @@ failure, or Ctrl-C before the call has returned, unwinds the list at once, ``ses
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import pkgutil
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
@@ -352,7 +350,7 @@ def _set_up_disabled(arguments: Arguments) -> None:
     group = arguments.process_group
     engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
     engine.undo = arguments.undo
-    engine.undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
+    engine.undo.weakly(forget_sessions, engine)
     for model in arguments.given:  # no region notes it
         ddp.note_given(model)
     register(engine, arguments.objects)

@@ -211,11 +211,11 @@ def register(engine: Engine, objects: Iterable[object]) -> None:
         _sessions[found] = Session(engine, found)
 
 
-def forget_sessions(engine: weakref.ref[Engine], objects: Iterable[weakref.ReferenceType[Any]] | None = None) -> None:
+def forget_sessions(engine: Engine, objects: Iterable[weakref.ReferenceType[Any]] | None = None) -> None:
     """Undo :func:`register`, for ``objects`` only or for all of the engine's."""
     keys = None if objects is None else {id(ref()) for ref in objects}
     for key, found in list(_sessions.items()):
-        if found.engine is engine() and (keys is None or id(key) in keys):
+        if found.engine is engine and (keys is None or id(key) in keys):
             _sessions.pop(key, None)
 
 

@@ -67,7 +67,7 @@ class Arguments:
 def set_up(
     policy: Policy, backend: Backend, device: torch.device, arguments: Arguments, make: type[Engine] = Engine
 ) -> Engine:
-    """Put models and optimizers, which were checked, under ``policy``: all of them or nothing.
+    """Put models and optimizers, which were checked, under ``policy``. Where it raises, the caller unwinds the list.
 
     Args:
         policy: the policy, complete and checked.
@@ -85,25 +85,21 @@ def set_up(
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
     engine.undo = undo = arguments.undo
-    try:
-        undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
-        if policy.autocast:
-            undo.steps.append(ops.hold(policy.op_policy, engine))
-        plan.apply(undo)
-        if plan.lowered:
-            serve_averaged_models()
-        if plan.lowered and policy.master_weights:
-            serve_torch_states()
-        for model in arguments.models if policy.master_weights else ():
-            followers.follow(model, engine.masters.follow_masters, engine.masters.may_be_behind)
-        take_optimizers(engine, arguments.optimizers, forms, undo)
-        rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
-        register(engine, arguments.objects)
-        _tell_buffers(rounded, counts, policy)
-        return engine
-    except BaseException:
-        undo.unwind()
-        raise
+    undo.weakly(forget_sessions, engine)
+    if policy.autocast:
+        undo.steps.append(ops.hold(policy.op_policy, engine))
+    plan.apply(undo)
+    if plan.lowered:
+        serve_averaged_models()
+    if plan.lowered and policy.master_weights:
+        serve_torch_states()
+    for model in arguments.models if policy.master_weights else ():
+        followers.follow(model, engine.masters.follow_masters, engine.masters.may_be_behind)
+    take_optimizers(engine, arguments.optimizers, forms, undo)
+    rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
+    register(engine, arguments.objects)
+    _tell_buffers(rounded, counts, policy)
+    return engine
 
 
 def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
@@ -142,7 +138,7 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
     forms = fused_forms(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
     added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
-    undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine), added))
+    undo.weakly(functools.partial(forget_sessions, objects=added), engine)
     engine.undo.steps.append(undo.unwind)  # the list is empty, and this does nothing, where the call fails
     engine.undo.preparing.append(undo.prepare)
     take_optimizers(engine, arguments.optimizers, forms, undo)
@@ -184,27 +180,22 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.masters.add(pairs)
-        undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
+        undo.weakly(_back_to_model, engine, optimizer)
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
         undo.steps.append(cast_state(optimizer, stepped))
-        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer)))
+        undo.weakly(form.switch_off, optimizer)
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
         undo.steps.append(manage(optimizer, state))
         states.append(state)
-    undo.steps.append(functools.partial(_take_out_states, weakref.ref(engine), states, undo.before))
+    undo.weakly(functools.partial(_take_out_states, states, undo.before), engine)
     engine.add_states(states)
 
 
-# The engine keeps these functions to undo changes. It must not keep optimizers alive, so they hold them weakly.
-
-
-def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer]) -> None:
+def _back_to_model(engine: Engine, optimizer: Optimizer) -> None:
     """Undo: the optimizer steps the model's parameters again, also in groups added since."""
-    owner, found = engine(), optimizer()
-    if owner is not None and found is not None:
-        replace_params(found, [(m, p) for p, m in owner.pairs()])
+    replace_params(optimizer, [(m, p) for p, m in engine.pairs()])
 
 
 def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
@@ -214,13 +205,7 @@ def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
             masters.forget_lowered(param)
 
 
-def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the groups have again the ``fused`` that the user gave, and the state has the very step counters."""
-    if (found := optimizer()) is not None:
-        form.switch_off(found)
-
-
-def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:
+def _take_out_states(states: Sequence[OptimizerState], before: dict[Any, Any], engine: Engine) -> None:
     """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
-    if before and (owner := engine()) is not None:
-        owner.remove_states(states)
+    if before:
+        engine.remove_states(states)
