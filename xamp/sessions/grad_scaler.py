@@ -243,10 +243,7 @@ class GradScaler(TorchGradScaler):
             return
         engine = self._require("update")
         if new_scale is not None:
-            number = _number("new_scale", _one_element(new_scale))
-            self._lowest_set = min(self._lowest_set, number)
-            self._follow_rules(engine.scaler)
-            engine.scaler.fill(engine.scaler.rules.within(number))
+            self._set_scale("new_scale", new_scale)
         else:
             uses = self._per_optimizer_states.values()
             flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
@@ -387,13 +384,7 @@ class GradScaler(TorchGradScaler):
 
     @_scale.setter
     def _scale(self, scale: torch.Tensor | None) -> None:
-        number = _number("_scale", _one_element(scale))
-        self._lowest_set = min(self._lowest_set, number)
-        if self._engine is None:
-            self._init_scale = number
-        else:
-            self._follow_rules(self._engine.scaler)
-            self._engine.scaler.fill(number)
+        self._set_scale("_scale", scale)
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
@@ -410,10 +401,6 @@ class GradScaler(TorchGradScaler):
     def _device(self) -> str:  # type: ignore[override]  # torch's can be set, to no effect
         """The type of the device, to which torch compares that of a new scale."""
         return device_in_use.device_type() if self._engine is None else self._engine.device.type
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        scaler = self._require(funcname).scaler
-        return scaler.factor, scaler.growth_tracker
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -482,6 +469,15 @@ class GradScaler(TorchGradScaler):
         """Give ``engine`` the scale and the growth tracker that were given to the constructor or loaded."""
         self._follow_rules(engine.scaler)
         engine.scaler.set(engine.scaler.rules.within(self._init_scale), self._init_growth_tracker)
+
+    def _set_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
+        number = _number(name, _one_element(scale))
+        self._lowest_set = min(self._lowest_set, number)
+        if self._engine is None:
+            self._init_scale = number
+        else:
+            self._follow_rules(self._engine.scaler)
+            self._engine.scaler.fill(self._engine.scaler.rules.within(number))
 
     def _rules(self) -> ScaleRules:
         floor = min(self.min_loss_scale, self._lowest_set)
