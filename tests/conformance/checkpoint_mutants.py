@@ -12,7 +12,7 @@ from xamp import GradScaler
 from xamp.scaling import masters
 from xamp.sessions import checkpoint, formats
 
-write, write_foreign, read = formats.write, formats.write_foreign, formats.read
+write, write_foreign, read, torchs_state = formats.write, formats.write_foreign, formats.read, formats._Reader._torch
 matched, load, scale_of = checkpoint._matched, checkpoint.load, checkpoint._scale_of
 load_masters, load_scaler = masters.load_masters, GradScaler.load_state_dict
 
@@ -92,6 +92,12 @@ def reads_apex_as_it_comes(self: Any, state: Any) -> Any:
     return [formats.SavedScale(each["loss_scale"], each["unskipped"], None) for each in state.values()]
 
 
+def wants_dynamic(self: Any, value: Any, key: str) -> Any:
+    if "dynamic" not in value:
+        raise self._error("the key 'dynamic' is missing", key)
+    return torchs_state(self, value, key)
+
+
 def forgets_the_tracker(self: Any, state: Any) -> None:
     load_scaler(self, {**state, "_growth_tracker": 0})
 
@@ -122,7 +128,7 @@ MUTANTS = [
     Mutant(
         "wants torch_npu's key of every state",
         "checkpoint.recorded_states_load",
-        patched(formats, "_TORCH", {*formats._TORCH, "dynamic"}),
+        patched(formats._Reader, "_torch", wants_dynamic),
         error="xamp.errors.CheckpointError: load_state_dict(state): the key 'dynamic' is missing",
     ),
     Mutant(

@@ -20,7 +20,7 @@ from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import optimizer_checks
+from xamp.sessions import checks
 from xamp.sessions.session import Session
 
 _leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
@@ -236,7 +236,7 @@ MUTANTS = [
     Mutant(
         "divides by an eps of zero",
         "optimizers.eps_that_rounds_to_zero",
-        patched(optimizer_checks, "_check_eps", lambda *_: None),
+        patched(checks, "_check_eps", lambda *_: None),
     ),
     Mutant(
         "step(closure) loses the loss",

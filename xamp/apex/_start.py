@@ -57,9 +57,14 @@ def start_engine(
     arguments = dataclasses.replace(arguments, given=[m for m in arguments.given if not _is_already_under(m, policy)])
     if policy.casts_parameters:
         checks.check_not_inside(arguments.given, policy)
-    engine = set_up(policy, backend, device, arguments, ApexEngine)
-    assert isinstance(engine, ApexEngine)
-    return (engine, arguments.undo.before.clear())[0]  # type: ignore[func-returns-value]  # see xamp.initialize
+    undo = arguments.undo
+    try:
+        engine = set_up(policy, backend, device, arguments, ApexEngine)
+        assert isinstance(engine, ApexEngine)
+        return (engine, undo.before.clear())[0]  # type: ignore[func-returns-value]  # see xamp.initialize
+    except BaseException:
+        undo.unwind()
+        raise
 
 
 def _is_already_under(model: nn.Module, policy: ApexPolicy) -> bool:

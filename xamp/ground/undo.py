@@ -6,7 +6,9 @@ made or is taken back already, so it can run a second time after an interrupt ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["Undo"]
@@ -25,6 +27,13 @@ class Undo:
         self.steps: list[Callable[[], object]] = []
         self.preparing: list[Callable[[], object]] = []
         self.before: dict[Any, Any] = {"": "the call is not done"}
+
+    def weakly(self, undo: Callable[..., object], *objects: object) -> None:
+        """Append a step that calls ``undo(*objects)``. It does not keep them alive: where one is gone, it does nothing.
+
+        The list of a session may live as long as what it changed, which must be freed when the user lets it go.
+        """
+        self.steps.append(functools.partial(_call_alive, undo, [weakref.ref(each) for each in objects]))
 
     def prepare(self) -> None:
         """Allocate what the steps need. If memory runs out here, nothing has been undone."""
@@ -53,3 +62,9 @@ class Undo:
         self.steps[:] = reversed(failed)
         if first is not None:
             raise first
+
+
+def _call_alive(undo: Callable[..., object], objects: Sequence[weakref.ReferenceType[Any]]) -> None:
+    found = [ref() for ref in objects]
+    if all(each is not None for each in found):
+        undo(*found)

@@ -1,27 +1,37 @@
-"""``ema``: an exponential moving average of a model's weights, in fp32 at every level.
+"""Averages of weights: ``ema``, and torch's ``AveragedModel`` of a model whose parameters are cast.
 
-The average reads the fp32 masters where a parameter was lowered, and the parameter itself elsewhere. It finds them anew
-at each update, by qualified name in the model without its wrappers. So it does not matter whether ``initialize``, a
-wrapper or ``torch.compile`` came before it or after it.
+``ema`` is fp32 at every level. It reads the fp32 masters where a parameter was lowered, and the parameter itself
+elsewhere. It finds them anew at each update, by qualified name in the model without its wrappers. So it does not matter
+whether ``initialize``, a wrapper or ``torch.compile`` came before it or after it.
+
+``AveragedModel`` averages tensor by tensor. Made before ``initialize``, it is fp32 and meets lowered parameters: an
+error about dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of
+lowered parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is given the
+exact values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from xamp.casting.forward import forget_policy, is_under_policy
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
 from xamp.scaling import fsdp, masters, ranks, unscale
+from xamp.scaling.counts import StepOutcome
+from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap
-from xamp.sessions.last_outcome import was_skipped
+from xamp.sessions.session import find_session, session
 
-__all__ = ["Average", "ema"]
+__all__ = ["Average", "ema", "serve_averaged_models", "was_skipped"]
 
 _FORMAT, _SCHEMA = "xamp.ema", 1
 _BUFFERS = ("copy", "average", "leave")
@@ -284,13 +294,8 @@ class Average:
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of ``tensor`` without gradient: of its master, or in fp32 if it is lower, of this rank."""
-    master = masters.master_of(tensor)
-    if master is not None:
-        values = _values(masters.up_to_date(tensor, master))
-    elif masters.is_lowered(tensor) and not isinstance(tensor, nn.Parameter):
-        values = _values(masters.fp32_of(tensor, wait=False))
-    else:
-        values = _values(tensor)
+    is_buffer = masters.has_fp32(tensor)
+    values = _values(masters.fp32_of(tensor, wait=False) if is_buffer else masters.exact(tensor))
     return values.float() if values.dtype in masters.LOWER else values
 
 
@@ -299,8 +304,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
     Autograd and the masters look at versions: a graph made before the swap must stay usable after it.
     """
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.data
+    return ranks.local(tensor).data
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -330,7 +334,8 @@ def _move_by_flag(
     """Move the averages, and copy what is copied, unless the flag ``skipped`` is 1.0. The host does not read it."""
     steps = [source - average for average, source in moving]
     unscale.multiply_(steps, (1.0 - skipped) * weight)
-    unscale.add_((average, step) for (average, _), step in zip(moving, steps, strict=True))
+    for (average, _), step in zip(moving, steps, strict=True):
+        average.add_(step)
     for average, source in copied:
         average.copy_(torch.where(skipped.to(source.device).bool(), average, source))
 
@@ -363,3 +368,108 @@ def _read(state: object) -> tuple[int, Mapping[str, torch.Tensor]]:
         if not isinstance(tensor, torch.Tensor):
             raise _misfit(f"state['weights'][{name!r}] is a {type(tensor).__name__}, and must be a tensor")
     return updates, weights
+
+
+class _Exact:
+    """Stands for a managed model: the same tensors in the same order, each with its exact values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (masters.exact(param) for param in self._model.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return (masters.exact(buffer) for buffer in self._model.buffers())
+
+
+def serve_averaged_models() -> None:
+    """Wrap the two methods of ``AveragedModel`` that take a model. They stay wrapped."""
+    if not hasattr(AveragedModel.update_parameters, "_xamp_serves"):
+        AveragedModel.__init__ = _making(AveragedModel.__init__)  # type: ignore[method-assign]
+        AveragedModel.update_parameters = _serving(AveragedModel.update_parameters)  # type: ignore[method-assign,assignment]
+
+
+def _making(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, model, *args, **kwargs)
+        if any(masters.is_lowered(param) for param in model.parameters()):
+            _make_fp32(self.module, model)
+            for copied, source in _pairs(self.module, model):
+                copied.detach().copy_(masters.exact(source))
+
+    return __init__
+
+
+def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[AveragedModel, nn.Module], None]:
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        if not any(masters.is_lowered(param) for param in model.parameters()):
+            return update(self, model)
+        _make_fp32(self.module, model)  # it may come out of a file as a 16-bit copy
+        return update(self, _Exact(model))
+
+    update_parameters._xamp_serves = True  # type: ignore[attr-defined]
+    return update_parameters
+
+
+def _make_fp32(average: nn.Module, model: nn.Module) -> None:
+    """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones."""
+    for copied, _ in _pairs(average, model):
+        if copied.dtype in masters.LOWER:
+            ranks.set_data(copied, copied.detach().float())
+    if any(is_under_policy(module) for module in average.modules()):
+        forget_policy(average)
+
+
+def _pairs(average: nn.Module, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of a copy whose source is lowered, and its source."""
+    own = (*average.parameters(), *average.buffers())
+    sources = (*model.parameters(), *model.buffers())
+    return ((copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_lowered(source))
+
+
+def was_skipped(source: Any, model: nn.Module, params: Sequence[torch.Tensor]) -> bool | torch.Tensor:
+    """Return whether the last step was skipped: of several optimizers, whether each skipped it.
+
+    Args:
+        source: whose outcome counts: a GradScaler or a managed optimizer; True: that of the session of ``model``; None:
+            the same where it has a session, and where it has none no step was skipped.
+        model: the model.
+        params: its parameters. Optimizers that hold none of them do not count, unless ``source`` names what counts.
+
+    Returns:
+        A bool, or a flag of one element on the device (1.0: skipped) where the host would have to wait for it.
+
+    Raises:
+        StateError: ``source`` is managed by no session.
+    """
+    states = _states(source, model)
+    if source is None or source is True:
+        held = set(map(id, params))
+        states = [each for each in states if any(id(p) in held for p in each.gradients.model_params())]
+    flags: list[torch.Tensor] = []
+    for state in states:
+        last = state.outcomes.last
+        if isinstance(last, torch.Tensor) and not last.is_cpu:
+            flags.append(last)
+        elif state.outcomes.known() is not StepOutcome.SKIPPED:
+            return False
+    if not flags:
+        return len(states) > 0
+    return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).min()
+
+
+def _states(source: Any, model: nn.Module) -> list[OptimizerState]:
+    if source is None:
+        found = find_session(model)
+        engine: Any = None if found is None else found.engine
+    elif hasattr(source, "_engine"):  # a GradScaler, before its first loss without an engine
+        engine = source._engine
+    else:
+        engine = session(model if source is True else source).engine
+    return [] if engine is None else [state for state in engine.states if state.is_alive]

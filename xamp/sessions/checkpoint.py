@@ -8,14 +8,15 @@ its parameter, so the states of model, optimizer and session can be loaded in an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from xamp.errors import CheckpointError, StateError
+from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.log import say
+from xamp.ground.shown import shown
 from xamp.ground.undo import Undo
 from xamp.scaling import masters
 from xamp.scaling.ranks import is_dtensor
@@ -33,7 +34,9 @@ _CALL = "load_state_dict"
 
 def save(engine: Engine, kind: str = "xamp") -> Any:
     """Return the state of ``engine`` in one of :data:`xamp.sessions.formats.FORMATS`. Waits for the device."""
-    kind = formats.check_format("state_dict", kind)
+    if kind not in formats.FORMATS:
+        choices = ", ".join(map(repr, formats.FORMATS))
+        raise PolicyError(f"state_dict(format={shown(kind)}): no such format. Choices: {choices}.")
     engine.prepare_checkpoint()
     scales = [_scale_of(scaler) for scaler in engine.scalers]
     if kind != "xamp":
@@ -164,11 +167,10 @@ def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dic
         found = {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None and not is_dtensor(m)}
         named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
         seen.update(id(master) for master in found.values())
-    others = [
-        {key: _copy(p) for key, p in _positions(state) if id(p) in held and id(p) not in seen and not is_dtensor(p)}
-        for state in engine.states
-        for held in [{id(m) for _, m in state.gradients.pairs}]
-    ]
+    others = []
+    for state in engine.states:
+        alone = {key: m for key, (p, m) in _held(state).items() if m is not p and not is_dtensor(m)}
+        others.append({key: _copy(master) for key, master in alone.items() if id(master) not in seen})
     return named, others
 
 
@@ -176,10 +178,12 @@ def _copy(master: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(master, device="cpu", requires_grad=False).copy_(master.detach())
 
 
-def _positions(state: OptimizerState) -> Iterator[tuple[str, torch.Tensor]]:
-    for g, group in enumerate(state.optimizer.param_groups if state.is_alive else ()):
-        for k, param in enumerate(group["params"]):
-            yield f"{g}.{k}", param
+def _held(state: OptimizerState) -> dict[str, tuple[Any, torch.Tensor]]:
+    """Return what an optimizer steps, by ``"group.position"``: the parameter, and its master if it has one."""
+    param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.pairs}
+    groups = state.optimizer.param_groups if state.is_alive else ()
+    found = {f"{g}.{k}": p for g, group in enumerate(groups) for k, p in enumerate(group["params"])}
+    return {key: (param_of.get(id(p), p), p) for key, p in found.items()}
 
 
 _Write = tuple[torch.Tensor, torch.Tensor]
@@ -202,13 +206,10 @@ def _plan(engine: Engine, saved: Saved) -> list[_Write]:
     for index, others in enumerate(saved.others):
         if not others:
             continue
-        held: dict[str, torch.Tensor] = {}
-        if index < len(engine.states):
-            state = engine.states[index]
-            param_of: dict[int, Any] = {id(m): p for p, m in state.gradients.pairs}
-            held = {key: param_of.get(id(p), p) for key, p in _positions(state)}
+        held = _held(engine.states[index]) if index < len(engine.states) else {}
         key = f"state['optimizers'][{index}]['masters']"
-        writes += _matched(others, held, key, "no optimizer here has a parameter at that group and position")
+        params = {key: param for key, (param, _) in held.items()}
+        writes += _matched(others, params, key, "no optimizer here has a parameter at that group and position")
     return writes
 
 

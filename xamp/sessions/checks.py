@@ -1,8 +1,9 @@
-"""The checks of ``initialize`` on all but optimizers. A check changes nothing, and its error names the remedy."""
+"""The checks of ``initialize``. A check changes nothing, and its error names the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import ddp as ddps
 from xamp.scaling.engine import Engine
 from xamp.scaling.fsdp import is_sharded, sharded_params
+from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
-from xamp.scaling.optimizer import state_of
+from xamp.scaling.optimizer import is_zero, state_of
 from xamp.scaling.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
@@ -31,8 +33,13 @@ __all__ = [
     "check_models",
     "check_not_initialized",
     "check_not_inside",
+    "check_not_sharded_since",
+    "check_not_shared",
     "check_op_policy",
+    "check_optimizers",
+    "check_stepped_rightly",
     "device_of",
+    "is_plain",
 ]
 
 
@@ -208,7 +215,7 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
     level = policy.level
     name = type(model).__name__
     uncast = levels_where(lambda row: not row.casts_parameters)
-    if _holds(outer, DistributedDataParallel):
+    if any(isinstance(module, DistributedDataParallel) for module in outer.modules()):
         raise _wrapped(model, policy)
     for module in model.modules():
         if ddps.has_replicated(module):
@@ -271,6 +278,138 @@ def check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
                 )
 
 
-def _holds(outer: nn.Module, kind: type) -> bool:
-    """Return whether ``outer``, or a module inside it, is a ``kind``."""
-    return any(isinstance(module, kind) for module in outer.modules())
+def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse optimizers that cannot be right.
+
+    Raises:
+        PolicyError: an optimizer holds none of the models' parameters, or fp16 or bf16 parameters of no model; or its
+            ``eps`` rounds to zero; or two optimizers share a parameter.
+        UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter, or works on copies.
+    """
+    known = {id(p) for model in models for p in model.parameters()}
+    held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    for optimizer, params in zip(optimizers, held, strict=True):
+        if not any(id(p) in known for p in params):
+            raise PolicyError(
+                f"initialize: this {type(optimizer).__name__} holds no parameter of the models given. Make it from "
+                "model.parameters() of the very model, after moving that to its device."
+            )
+    if policy.manages_gradients:
+        check_not_shared(held, policy)
+    for optimizer, params in zip(optimizers, held, strict=True):
+        foreign.refuse_optimizer(optimizer, policy)
+        if is_zero(optimizer) and policy.manages_gradients:
+            _check_zero(optimizer, policy)
+        elif policy.master_weights:
+            _check_no_inner_optimizer(optimizer, policy)
+        if any(p.dtype in LOWER for p in params if id(p) not in known):
+            raise PolicyError(
+                f"initialize: this {type(optimizer).__name__} holds a half-precision parameter that is in no model "
+                "given. Keep it fp32."
+            )
+        if policy.casts_parameters and not policy.master_weights:
+            _check_eps(optimizer, policy)
+
+
+def check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> None:
+    """Refuse a parameter that two optimizers hold, because each would unscale its gradient and step its master.
+
+    Args:
+        held: the parameters of each optimizer.
+        policy: the policy.
+
+    Raises:
+        PolicyError: two optimizers hold the same parameter.
+    """
+    holder: dict[int, int] = {}
+    for index, params in enumerate(held):
+        for param in params:
+            other = holder.setdefault(id(param), index)
+            if other != index:
+                unmanaged = levels_where(lambda row: not row.manages_gradients)
+                raise PolicyError(
+                    f"initialize(level={policy.level!r}): optimizers[{other}] and optimizers[{index}] hold the same "
+                    f"parameter, of shape {tuple(param.shape)}, and two would unscale its gradient. Give each "
+                    "parameter to one optimizer, or use a level without loss scaling and masters "
+                    f"({', '.join(unmanaged)})."
+                )
+
+
+def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> None:
+    """Refuse optimizers of a model that was cast by ``initialize`` without them, and then sharded.
+
+    Raises:
+        StateError: a parameter is in the lower dtype, and no master can have the digits that it lost.
+    """
+    for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+        sharded = is_dtensor(param) or is_shard(param)
+        if policy.casts_parameters and sharded and param.dtype in LOWER and not is_lowered(param):
+            raise StateError(
+                f"initialize(level={policy.level!r}): the model was cast by an earlier initialize and sharded since, "
+                "so that its parameters are new ones, and rounded. Shard first, then make the optimizer from "
+                "model.parameters(), then give both to one initialize call."
+            )
+
+
+def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
+    """Refuse an optimizer whose step would be wrong on the backend.
+
+    Raises:
+        UnsupportedPolicy: the device's framework made the optimizer, and the level makes the copies wrong that it keeps
+            of its parameters; or the optimizer is fused, and its kernel does not take the parameters' storage format;
+            or it steps lists of parameters of which some are DTensors.
+    """
+    name = type(optimizer).__name__
+    if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or list_refusal(optimizer):
+        raise UnsupportedPolicy(f"initialize(level={policy.level!r}): {name} {why}")
+    if any(group.get("fused") is True for group in optimizer.param_groups) and not is_plain(optimizer, backend):
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {name} was made with fused=True, whose kernel takes no parameter in "
+            "a storage format of the device's own, as this one holds. Make it without fused=True, or cast the "
+            "parameters to the usual format first."
+        )
+
+
+def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
+    """Return whether all parameters of ``optimizer`` are in the storage format that every operator takes."""
+    return all(backend.plain(p) is p for group in optimizer.param_groups for p in group["params"])
+
+
+def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
+    """Refuse an optimizer around one with groups of its own, which would keep the lowered parameters and never move."""
+    outer = {id(group["params"]) for group in optimizer.param_groups}
+    for name, inner in vars(optimizer).items():
+        if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
+            without = levels_where(lambda row: not row.master_weights)
+            raise UnsupportedPolicy(
+                f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
+                "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
+                f"{', '.join(without)}."
+            )
+
+
+def _check_zero(optimizer: Any, policy: Policy) -> None:
+    """Refuse a ZeroRedundancyOptimizer that steps in the backward, or keeps the parameters in buckets of its own."""
+    if optimizer._overlap_with_ddp:
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer(overlap_with_ddp=True) steps in the "
+            "backward, where gradients are still scaled. Make it without overlap_with_ddp."
+        )
+    if optimizer.parameters_as_bucket_view and policy.master_weights:
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): ZeroRedundancyOptimizer(parameters_as_bucket_view=True) lays the "
+            "model's parameters out for fp32, and this level casts them. Make it without parameters_as_bucket_view."
+        )
+
+
+def _check_eps(optimizer: Optimizer, policy: Policy) -> None:
+    if getattr(optimizer, "steps_in_fp32", False):
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=policy.dtype)) == 0.0:
+            raise PolicyError(
+                f"initialize(level={policy.level!r}): {type(optimizer).__name__}(eps={eps:g}) steps {policy.dtype} "
+                "parameters, where that eps is zero, and would divide by zero. Pass eps=1e-4 or larger, use SGD, or a "
+                f"level with fp32 master weights ({', '.join(levels_where(lambda row: row.master_weights))})."
+            )

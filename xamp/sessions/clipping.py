@@ -138,14 +138,9 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
 
 
 def _laid_out(params: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, ranks.Layout]]:
-    """Return each of ``params``, which stand behind their optimizers, with its layout."""
-    return [(param, _layout(one, param)) for one, param in params]
-
-
-def _layout(optimizer: object, param: torch.Tensor) -> ranks.Layout:
-    """Return how the elements of a parameter of ``optimizer`` lie on the ranks."""
-    found = find_session(optimizer)
-    return ranks.layout_of(param) if found is None else found.engine.layout(param)
+    """Return each of ``params``, which stand behind their optimizers, with how its elements lie on the ranks."""
+    found = ((find_session(one), param) for one, param in params)
+    return [(param, ranks.layout_of(param) if own is None else own.engine.layout(param)) for own, param in found]
 
 
 def _as_number(name: str, value: Any) -> Any:

@@ -9,27 +9,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 
-from xamp.errors import CheckpointError, PolicyError
+from xamp.errors import CheckpointError
 from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
 
-if TYPE_CHECKING:
-    from xamp.sessions.typed import SessionState
-
-__all__ = ["FOREIGN", "FORMATS", "SCHEMA", "Saved", "SavedScale", "read", "write", "write_foreign"]
+__all__ = [
+    "FOREIGN",
+    "FORMATS",
+    "SCHEMA",
+    "Saved",
+    "SavedOptimizer",
+    "SavedScale",
+    "SavedScaler",
+    "SessionState",
+    "read",
+    "write",
+    "write_foreign",
+]
 
 SCHEMA = 1
 FOREIGN = ("torch", "torch_npu")
 FORMATS = ("xamp", *FOREIGN)
-_OURS = {"format", "schema", "level", "dtype", "steps", "scalers", "optimizers", "masters"}
 _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _STATIC_INTERVAL = 2**31 - 1  # the largest int32, because torch's growth tracker is an int32
 _KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"
+_Read: TypeAlias = Callable[[Any, str], Any]
+"""Checks a value under a key, which it gets for errors, and returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +86,34 @@ class Saved:
 # ---------------------------------------------------------------- writing
 
 
+class SavedScaler(TypedDict):
+    """One loss scale in a :class:`SessionState`."""
+
+    dynamic: bool | None
+    scale: float
+    growth_tracker: int
+
+
+class SavedOptimizer(TypedDict):
+    """What a :class:`SessionState` holds of one optimizer."""
+
+    overflow_run: int
+    masters: dict[str, torch.Tensor]
+
+
+class SessionState(TypedDict):
+    """What ``xamp.state_dict`` returns in xamp's own format."""
+
+    format: str
+    schema: int
+    level: str
+    dtype: str
+    steps: dict[str, int]
+    scalers: list[SavedScaler]
+    optimizers: list[SavedOptimizer]
+    masters: list[dict[str, torch.Tensor]]
+
+
 def write(saved: Saved) -> SessionState:
     """Return ``saved`` in xamp's own format."""
     applied, skipped = saved.steps or (0, 0)
@@ -107,13 +146,6 @@ def write_foreign(saved: SavedScale, kind: str) -> dict[str, Any]:
         "_growth_tracker": saved.growth_tracker,
     }
     return {**state, "dynamic": bool(saved.dynamic)} if kind == "torch_npu" else state
-
-
-def check_format(call: str, kind: object) -> str:
-    """Return ``kind`` if xamp writes that format; else raise a PolicyError that lists the formats."""
-    if kind not in FORMATS:
-        raise PolicyError(f"{call}(format={shown(kind)}): no such format. Choices: {', '.join(map(repr, FORMATS))}.")
-    return str(kind)
 
 
 # ---------------------------------------------------------------- reading
@@ -170,68 +202,48 @@ class _Reader:
                 f"'schema' is {schema}, from a newer xamp; this one reads up to {SCHEMA}. Upgrade xamp, or save with "
                 "this one"
             )
-        self._same_keys(state, _OURS, "")
-        steps = self._mapping(state["steps"], "['steps']")
-        self._same_keys(steps, {"applied", "skipped"}, "['steps']")
-        optimizers = [self._mapping(o, f"['optimizers'][{i}]") for i, o in self._list(state, "optimizers")]
-        for i, optimizer in enumerate(optimizers):
-            self._same_keys(optimizer, {"overflow_run", "masters"}, f"['optimizers'][{i}]")
-        return Saved(
-            scales=[self._our_scale(s, f"['scalers'][{i}]") for i, s in self._list(state, "scalers")],
-            masters=[self._masters(named, f"['masters'][{i}]") for i, named in self._list(state, "masters")],
-            others=[self._masters(o["masters"], f"['optimizers'][{i}]['masters']") for i, o in enumerate(optimizers)],
-            overflow_runs=[
-                self._count(o["overflow_run"], f"['optimizers'][{i}]['overflow_run']") for i, o in enumerate(optimizers)
-            ],
-            steps=(
-                self._count(steps["applied"], "['steps']['applied']"),
-                self._count(steps["skipped"], "['steps']['skipped']"),
-            ),
-            level=self._word(state, "level"),
-            dtype=self._word(state, "dtype"),
+        scale = partial(self._fields, dynamic=self._flag, scale=self._scale, growth_tracker=self._count)
+        optimizer = partial(self._fields, overflow_run=self._count, masters=self._masters)
+        found = self._fields(
+            *(state, ""),
+            format=self._word,
+            schema=self._count,
+            level=self._word,
+            dtype=self._word,
+            steps=partial(self._fields, applied=self._count, skipped=self._count),
+            scalers=partial(self._list, read=scale),
+            optimizers=partial(self._list, read=optimizer),
+            masters=partial(self._list, read=self._masters),
         )
-
-    def _our_scale(self, value: object, key: str) -> SavedScale:
-        scaler = self._mapping(value, key)
-        self._same_keys(scaler, {"dynamic", "scale", "growth_tracker"}, key)
-        return SavedScale(
-            self._scale(scaler["scale"], f"{key}['scale']"),
-            self._count(scaler["growth_tracker"], f"{key}['growth_tracker']"),
-            self._flag(scaler["dynamic"], f"{key}['dynamic']"),
+        return Saved(
+            [SavedScale(**each) for each in found["scalers"]],
+            found["masters"],
+            [each["masters"] for each in found["optimizers"]],
+            [each["overflow_run"] for each in found["optimizers"]],
+            (found["steps"]["applied"], found["steps"]["skipped"]),
+            found["level"],
+            found["dtype"],
         )
 
     def _torch(self, value: object, key: str) -> SavedScale:
         state = self._mapping(value, key)
-        self._same_keys(state, _TORCH, key, optional=set(state))  # torch reads five keys; a subclass may have more
-        factors = (
-            self._scale(state["growth_factor"], f"{key}['growth_factor']"),
-            self._scale(state["backoff_factor"], f"{key}['backoff_factor']"),
-            self._count(state["growth_interval"], f"{key}['growth_interval']", 2**63),
+        found = self._fields(
+            *(state, key, True),  # torch reads five keys; a subclass may have more
+            scale=self._scale,
+            growth_factor=self._scale,
+            backoff_factor=self._scale,
+            growth_interval=partial(self._count, below=2**63),
+            _growth_tracker=self._count,
         )
         dynamic = self._flag(state.get("dynamic", True), f"{key}['dynamic']")
-        return SavedScale(
-            self._scale(state["scale"], f"{key}['scale']"),
-            self._count(state["_growth_tracker"], f"{key}['_growth_tracker']"),
-            dynamic,
-            factors,
-        )
+        factors = found["growth_factor"], found["backoff_factor"], found["growth_interval"]
+        return SavedScale(found["scale"], found["_growth_tracker"], dynamic, factors)
 
     def _apex(self, state: Mapping[str, Any]) -> list[SavedScale]:
+        scale = partial(self._fields, loss_scale=self._scale, unskipped=self._count)
         names = [f"loss_scaler{i}" for i in range(len(state))]  # in order of the numbers, not of the keys in the file
-        self._same_keys(state, set(names), "")
-        found = []
-        for name in names:
-            key = f"[{shown(name)}]"
-            scaler = self._mapping(state[name], key)
-            self._same_keys(scaler, {"loss_scale", "unskipped"}, key)
-            found.append(
-                SavedScale(
-                    self._scale(scaler["loss_scale"], f"{key}['loss_scale']"),
-                    self._count(scaler["unskipped"], f"{key}['unskipped']"),
-                    dynamic=None,
-                )
-            )
-        return found
+        found = self._fields(state, "", **dict.fromkeys(names, scale))
+        return [SavedScale(each["loss_scale"], each["unskipped"], dynamic=None) for each in found.values()]
 
     # ---------------------------------------------------------------- single values
 
@@ -239,15 +251,16 @@ class _Reader:
         where = f"state{key}: " if key else ""
         return CheckpointError(f"{self._call}: {where}{what}. Nothing was loaded.")
 
-    def _same_keys(
-        self, found: Mapping[str, Any], wanted: set[str], key: str, *, optional: set[str] | frozenset[str] = frozenset()
-    ) -> None:
-        missing = sorted(wanted - set(found))
-        unknown = sorted(map(str, set(found) - wanted - optional))
+    def _fields(self, value: object, key: str, others: bool = False, /, **wanted: _Read) -> dict[str, Any]:
+        """Read a dict that has the keys of ``wanted``, each by its function; ``others``: it may have more."""
+        found = self._mapping(value, key)
+        missing = sorted(wanted.keys() - found.keys())
+        unknown = sorted(map(str, found.keys() - wanted.keys()))
         if missing:
             raise self._error(f"the key {missing[0]!r} is missing", key)
-        if unknown:
+        if unknown and not others:
             raise self._error(f"unknown key {unknown[0]!r}", key)
+        return {name: read(found[name], f"{key}[{name!r}]") for name, read in wanted.items()}
 
     def _mapping(self, value: object, key: str) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
@@ -255,16 +268,14 @@ class _Reader:
             raise self._error(what, key or " itself")
         return value
 
-    def _list(self, state: Mapping[str, Any], name: str) -> list[tuple[int, Any]]:
-        value = state[name]
+    def _list(self, value: object, key: str, read: _Read) -> list[Any]:
         if not isinstance(value, (list, tuple)):
-            raise self._error(f"must be a list, and is {type(value).__name__}", f"[{shown(name)}]")
-        return list(enumerate(value))
+            raise self._error(f"must be a list, and is {type(value).__name__}", key)
+        return [read(each, f"{key}[{i}]") for i, each in enumerate(value)]
 
-    def _word(self, state: Mapping[str, Any], name: str) -> str:
-        value = state[name]
+    def _word(self, value: object, key: str) -> str:
         if not isinstance(value, str):
-            raise self._error(f"must be a string, and is {type(value).__name__}", f"[{shown(name)}]")
+            raise self._error(f"must be a string, and is {type(value).__name__}", key)
         return value
 
     def _scale(self, value: object, key: str) -> float:

@@ -8,8 +8,9 @@ an optimizer, ``step`` skips if that flag is raised, and ``update`` moves the sc
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch.cuda.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.ground.arguments import boolean
-from xamp.policy import LARGEST_SCALE, SMALLEST_SCALE, Request
+from xamp.ground.arguments import boolean, number_between
+from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
 from xamp.scaling import ranks
 from xamp.scaling.counts import Stats, StepOutcome
@@ -29,17 +30,38 @@ from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import formats, metrics
-from xamp.sessions.grad_scaler_arguments import (
-    BadFactor,
-    EmptyState,
-    NothingChecked,
-    also_as_in_torch_amp,
-    one_element,
-    scaler_number,
-)
 from xamp.sessions.manual_engine import ManualEngine, Use, sharing
 
 __all__ = ["GradScaler"]
+
+
+class _NothingChecked(StateError, AssertionError):
+    """An error that torch's GradScaler raises as an AssertionError."""
+
+
+class _BadFactor(PolicyError, AssertionError):
+    """A wrong factor, for which torch's GradScaler raises an AssertionError."""
+
+
+class _EmptyState(CheckpointError, RuntimeError):
+    """An empty state, for which torch's GradScaler raises a RuntimeError."""
+
+
+def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
+    """Let ``GradScaler.__init__`` take a device first, as torch.amp's does, or as ``device=``."""
+
+    @functools.wraps(init)
+    def either(self: Any, *args: Any, device: Any = None, **kwargs: Any) -> None:
+        if args and device_in_use.names_device(args[0]):
+            if device is not None:
+                raise PolicyError(f"GradScaler({args[0]!r}, device={device!r}): names a device twice.")
+            device, *rest = args
+            args = tuple(rest)
+        init(self, *args, **kwargs)
+        if device is not None and self._enabled:
+            device_in_use.require_in_use("GradScaler", device)
+
+    return either
 
 
 def _unused() -> Use:
@@ -83,7 +105,7 @@ class GradScaler(TorchGradScaler):
     _floor: float = Request.min_loss_scale
     _ceiling: float = LARGEST_SCALE
 
-    @also_as_in_torch_amp
+    @_also_as_in_torch_amp
     def __init__(
         self,
         init_scale: float = Request.init_scale,
@@ -105,13 +127,13 @@ class GradScaler(TorchGradScaler):
         self._per_optimizer_states: defaultdict[int, Use] = defaultdict(_unused)
 
     def _check_arguments(self) -> None:
-        self._init_scale = scaler_number("init_scale", self._init_scale)
+        self._init_scale = _number("init_scale", self._init_scale)
         try:
-            self._growth_factor = scaler_number("growth_factor", self._growth_factor)
-            self._backoff_factor = scaler_number("backoff_factor", self._backoff_factor)
+            self._growth_factor = _number("growth_factor", self._growth_factor)
+            self._backoff_factor = _number("backoff_factor", self._backoff_factor)
         except PolicyError as error:
-            raise BadFactor(str(error)) from None
-        self._growth_interval = int(scaler_number("growth_interval", self._growth_interval))
+            raise _BadFactor(str(error)) from None
+        self._growth_interval = int(_number("growth_interval", self._growth_interval))
 
     # ---------------------------------------------------------------- the step
 
@@ -177,7 +199,7 @@ class GradScaler(TorchGradScaler):
             self._check_before_step(optimizer, state)
         nothing = not use["found_inf_per_device"]
         if nothing and not (honours_found_inf(optimizer) and all(p.grad is None for p in state.gradients.stepped)):
-            raise NothingChecked(
+            raise _NothingChecked(
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
@@ -221,15 +243,12 @@ class GradScaler(TorchGradScaler):
             return
         engine = self._require("update")
         if new_scale is not None:
-            number = scaler_number("new_scale", one_element(new_scale))
-            self._lowest_set = min(self._lowest_set, number)
-            self._follow_rules(engine.scaler)
-            engine.scaler.fill(engine.scaler.rules.within(number))
+            self._set_scale("new_scale", new_scale)
         else:
             uses = self._per_optimizer_states.values()
             flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
             if not (flags or engine.checked):
-                raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
+                raise _NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
             self._follow_rules(engine.scaler)
             engine.move(flags)
         self._per_optimizer_states = defaultdict(_unused)
@@ -285,7 +304,7 @@ class GradScaler(TorchGradScaler):
 
     @min_loss_scale.setter
     def min_loss_scale(self, floor: float) -> None:
-        self._floor = scaler_number("min_loss_scale", floor)
+        self._floor = _number("min_loss_scale", floor)
 
     @property
     def max_loss_scale(self) -> float:
@@ -294,19 +313,19 @@ class GradScaler(TorchGradScaler):
 
     @max_loss_scale.setter
     def max_loss_scale(self, ceiling: float) -> None:
-        self._ceiling = scaler_number("max_loss_scale", ceiling)
+        self._ceiling = _number("max_loss_scale", ceiling)
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor to ``new_factor``, which is above 0. A factor of 1 stops the growth."""
-        self._growth_factor = scaler_number("growth_factor", new_factor, low=0)
+        self._growth_factor = _number("growth_factor", new_factor, low=0)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor to ``new_factor``."""
-        self._backoff_factor = scaler_number("backoff_factor", new_factor, high=LARGEST_SCALE)
+        self._backoff_factor = _number("backoff_factor", new_factor, high=LARGEST_SCALE)
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval to ``new_interval``, a number of clean updates."""
-        self._growth_interval = int(scaler_number("growth_interval", new_interval))
+        self._growth_interval = int(_number("growth_interval", new_interval))
 
     # ---------------------------------------------------------------- state
 
@@ -323,7 +342,7 @@ class GradScaler(TorchGradScaler):
             return
         call = "GradScaler.load_state_dict(state)"
         if isinstance(state_dict, dict) and not state_dict:
-            raise EmptyState(
+            raise _EmptyState(
                 f"{call}: The source state dict is empty, possibly because it was saved from a disabled instance of "
                 "GradScaler."
             )
@@ -345,7 +364,7 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if any(use["stage"] is not OptState.READY for use in self._per_optimizer_states.values()):
-            raise NothingChecked(
+            raise _NothingChecked(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
@@ -365,13 +384,7 @@ class GradScaler(TorchGradScaler):
 
     @_scale.setter
     def _scale(self, scale: torch.Tensor | None) -> None:
-        number = scaler_number("_scale", one_element(scale))
-        self._lowest_set = min(self._lowest_set, number)
-        if self._engine is None:
-            self._init_scale = number
-        else:
-            self._follow_rules(self._engine.scaler)
-            self._engine.scaler.fill(number)
+        self._set_scale("_scale", scale)
 
     @property
     def _growth_tracker(self) -> torch.Tensor | None:
@@ -388,10 +401,6 @@ class GradScaler(TorchGradScaler):
     def _device(self) -> str:  # type: ignore[override]  # torch's can be set, to no effect
         """The type of the device, to which torch compares that of a new scale."""
         return device_in_use.device_type() if self._engine is None else self._engine.device.type
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        scaler = self._require(funcname).scaler
-        return scaler.factor, scaler.growth_tracker
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
@@ -414,7 +423,7 @@ class GradScaler(TorchGradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the engine on ``dev``."""
         if self._engine is not None:
-            raise NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
+            raise _NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
         engine = ManualEngine(torch.device(dev), self.process_group)
         self._set_start(engine)
         self._engine = engine
@@ -424,7 +433,10 @@ class GradScaler(TorchGradScaler):
     def _multiply(self, outputs: Any) -> Any:
         """Do the work of :meth:`scale`. It calls itself for nested outputs, because a subclass may override it."""
         if isinstance(outputs, torch.Tensor):
-            factor = self._begin(outputs.device)
+            if self._engine is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            engine: Any = self._engine
+            factor = engine.begin(self.process_group)
             return outputs * (factor if outputs.device == factor.device else factor.to(outputs.device))
         if not isinstance(outputs, Iterable) or isinstance(outputs, (str, bytes)):
             raise PolicyError(
@@ -436,15 +448,6 @@ class GradScaler(TorchGradScaler):
             return type(outputs)(*scaled)
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
-    def _begin(self, device: torch.device) -> torch.Tensor:
-        """Prepare for a loss to be scaled, and return the factor to multiply it by."""
-        if self._engine is None:
-            self._lazy_init_scale_growth_tracker(device)
-            assert self._engine is not None, "made in the line above"
-        self._engine.process_group = self.process_group
-        self._engine.begin()
-        return self._engine.scaler.factor
-
     def _use(self, engine: ManualEngine, optimizer: Optimizer, call: str) -> tuple[OptimizerState, Use]:
         """Return what the engine keeps of ``optimizer``, and what was called for it since the last ``update``."""
         use, state = self._per_optimizer_states[id(optimizer)], engine.state_for(optimizer, call)
@@ -455,7 +458,7 @@ class GradScaler(TorchGradScaler):
 
     def _require(self, call: str) -> ManualEngine:
         if self._engine is None:
-            raise NothingChecked(
+            raise _NothingChecked(
                 f"Attempted {call} but _scale is None. This may indicate your script did not use "
                 "scaler.scale(loss or outputs) earlier in the iteration."
             )
@@ -467,6 +470,15 @@ class GradScaler(TorchGradScaler):
         self._follow_rules(engine.scaler)
         engine.scaler.set(engine.scaler.rules.within(self._init_scale), self._init_growth_tracker)
 
+    def _set_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
+        number = _number(name, _one_element(scale))
+        self._lowest_set = min(self._lowest_set, number)
+        if self._engine is None:
+            self._init_scale = number
+        else:
+            self._follow_rules(self._engine.scaler)
+            self._engine.scaler.fill(self._engine.scaler.rules.within(number))
+
     def _rules(self) -> ScaleRules:
         floor = min(self.min_loss_scale, self._lowest_set)
         factors = (self._growth_factor, self._backoff_factor, self._growth_interval)
@@ -477,3 +489,27 @@ class GradScaler(TorchGradScaler):
         rules = self._rules()
         if rules != scaler.rules:
             scaler.follow(rules)
+
+
+def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
+    """Return ``value`` as a number, checked against a range.
+
+    The range of a scale is that of fp32; any other name has the range that ``initialize`` has for it. ``low`` and
+    ``high`` replace the bounds of that range.
+    """
+    least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
+    return number_between(
+        name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
+    )
+
+
+def _one_element(value: float | torch.Tensor | None) -> object:
+    """Return the number that ``update`` was given; a tensor must have one element and need no gradient."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1 or value.requires_grad:
+        raise PolicyError(
+            f"GradScaler.update(new_scale): must be a number or a tensor of one element that needs no gradient, and is "
+            f"one of shape {tuple(value.shape)}, requires_grad={value.requires_grad}."
+        )
+    return value.item()

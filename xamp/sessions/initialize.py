@@ -9,13 +9,11 @@ failure, or Ctrl-C before the call has returned, unwinds the list at once, ``ses
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import pkgutil
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
 import torch
 from torch import nn
@@ -32,15 +30,14 @@ from xamp.registry import device_in_use, registry
 from xamp.registry.spellings import SPELLINGS
 from xamp.scaling import ddp
 from xamp.scaling.engine import Engine
-from xamp.sessions import checks, optimizer_checks
+from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.set_up import Arguments, attach, set_up
-from xamp.sessions.typed import LevelName, Models, OneModel, OneOptimizer, Optimizers, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["initialize"]
+__all__ = ["LevelName", "Settings", "initialize"]
 
 DELEGATES = {"apex": "xamp.apex._delegate:hand_over"}
 """For each value of ``backend=``: the function, as ``"module:function"``, to which ``delegate=True`` hands the work.
@@ -49,7 +46,45 @@ The function takes the policy, the backend, the device of the first parameter an
 engine of the session and returns it.
 """
 
+
+OneModel = TypeVar("OneModel", bound=nn.Module)
+OneOptimizer = TypeVar("OneOptimizer", bound=Optimizer)
+Models = TypeVar("Models", bound=nn.Module | Sequence[nn.Module])
+Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer])
+
+LevelName: TypeAlias = Literal["auto", "O0", "O1", "O2", "O3", "O4", "O5", "fp32", "amp-fp16", "fp16", "amp-bf16"]
+"""The levels and their aliases. Arguments take any ``str`` too, such as a setting that was read from a file."""
+
 _SHAPING = tuple(field.name for field in dataclasses.fields(Request))
+
+
+class Settings(TypedDict, total=False):
+    """The arguments of ``initialize`` that are given by name; their defaults stand there."""
+
+    backend: str
+    loss_scale: Literal["dynamic"] | float | str | None
+    dtype: torch.dtype | str | None
+    keep_batchnorm_fp32: bool | str | None
+    keep_fp32: Iterable[type | str]
+    master_weights: bool | str | None
+    cast_model_inputs: bool | str | type | Iterable[type | str]
+    cast_model_outputs: torch.dtype | str | bool | None
+    methods: Sequence[str]
+    num_losses: int
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min_loss_scale: float | None
+    max_loss_scale: float | None
+    on_static_overflow: Literal["skip", "step"] | str | None
+    op_policy: Literal["portable", "native", "apex"] | str
+    fused: Literal["auto"] | bool | str
+    process_group: Any
+    delegate: bool | str
+    enabled: bool | str
+    verbosity: int | str
+    opt_level: LevelName | str | None
 
 
 # Lists have overloads of their own: mypy would take those of `(a, b), (c, d) = initialize([a, b], [c, d])` for tuples.
@@ -252,7 +287,7 @@ def _set_up(request: Request, arguments: Arguments) -> None:
         attach(existing, policy, arguments)
         return
     checks.check_models(arguments.models, arguments.given, policy)
-    optimizer_checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.dtype == torch.float32 else []
     if hand_over is not None:
         hand_over(policy, backend, device, arguments)
@@ -315,7 +350,7 @@ def _set_up_disabled(arguments: Arguments) -> None:
     group = arguments.process_group
     engine = Engine(policy, backend, device, arguments.models, process_group=group, verbosity=0, enabled=False)
     engine.undo = arguments.undo
-    engine.undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
+    engine.undo.weakly(forget_sessions, engine)
     for model in arguments.given:  # no region notes it
         ddp.note_given(model)
     register(engine, arguments.objects)

@@ -1,14 +1,15 @@
 """Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
 
-:func:`plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
+:class:`Plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
 each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,61 +17,64 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from xamp.casting.forward import enter_policy
-from xamp.casting.ops.layers import Join, join_weights
+from xamp.casting.ops.layers import join_weights
 from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
+from xamp.contract import Backend
 from xamp.errors import PolicyError
-from xamp.ground.containers import cast_floats
 from xamp.ground.torch_private.modules import BatchNorm, NormBase
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import fsdp, masters, ranks
 from xamp.scaling.masters import watch_state_dicts
-from xamp.sessions.keep_fp32 import find_fp32_modules
 
-__all__ = ["Plan", "plan"]
-
-Plain = Callable[[torch.Tensor], torch.Tensor]
+__all__ = ["Plan"]
 
 _Values = tuple[torch.Tensor, "torch.Tensor | None"]
 """(the values of a parameter, its gradient)."""
+
+_Place = tuple["weakref.ref[nn.Module]", str]
+"""Where a parameter or buffer is: (the module, the name)."""
 
 FEW = 4
 """So many values of a saved buffer are constants, one for each channel of a picture, and no table."""
 
 
 class Plan:
-    """The changes to the models of one session.
+    """The changes to the models of one session. Making a plan changes nothing.
 
     The engine keeps the plan to undo the changes. The engine must not keep models alive, so the plan holds them weakly.
 
+    Args:
+        models: the models, without their wrappers.
+        policy: the policy under which they will run.
+        backend: the backend of their device.
+        device: their device.
+        cast: the function that casts a model's arguments and results.
+
     Attributes:
         lowered: parameters to cast; of those that come in the lower dtype only a master is made.
+
+    Raises:
+        PolicyError: ``keep_fp32`` names a module that no model has; or FSDP shards a model in another way than the
+            policy needs.
     """
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        policy: Policy,
-        device_type: str,
-        saturates: bool,
-        cast: Cast,
-        plain: Plain,
-        join: Join | None,
+        self, models: Sequence[nn.Module], policy: Policy, backend: Backend, device: torch.device, cast: Cast
     ) -> None:
         self._models = [weakref.ref(model) for model in models]
         self.policy = policy
+        self._backend = backend
         self._cast = cast
-        self._plain = plain
-        self._join = join
-        self.device_type = device_type
-        self._watched = saturates and policy.checks
-        self._fp32_modules = [weakref.ref(module) for module in find_fp32_modules(models, policy.keep_fp32)]
+        self.device_type = device.type
+        self._watched = policy.checks and backend.capabilities(device).overflow == "flag"
+        self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
         self.lowered: list[nn.Parameter] = []
         self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
-        self._buffers: list[tuple[weakref.ref[nn.Module], str]] = []
-        self._raised: list[tuple[weakref.ref[nn.Module], str]] = []  # half parameters and buffers that become fp32
-        self._half_buffers: list[tuple[weakref.ref[nn.Module], str]] = []  # those that stay half until the end
+        self._buffers: list[_Place] = []
+        self._raised: list[_Place] = []  # half parameters and buffers that become fp32
+        self._half_buffers: list[_Place] = []  # those that stay half until the end
         # What a tensor was before the call, by its id, until the call is done: weakly itself, its values, its gradient.
         self._before: dict[Any, Any] = {}
         # By id of a lowered parameter: the fp32 values and the gradient that it gets when the session is closed.
@@ -78,15 +82,15 @@ class Plan:
         if policy.casts_parameters and policy.dtype != torch.float32:
             self._find_lowered()
         # The lowered values are made here: if memory runs out now, nothing has changed yet.
-        self._values = [plain(p.detach().to(policy.dtype)) for p in self.lowered]
+        self._values = [backend.plain(p.detach().to(policy.dtype)) for p in self.lowered]
 
     def _find_lowered(self) -> None:
+        modules = self._modules()
         kept = {id(m) for module in self.fp32_modules() for m in module.modules()}
         if self.policy.keep_batchnorm_fp32:
-            norms = (m for model in self.models() for m in model.modules() if isinstance(m, BatchNorm))
+            norms = (m for m in modules.values() if isinstance(m, BatchNorm))
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
         sharded = self._find_units(kept)
-        modules = {id(m): m for model in self.models() for m in model.modules()}
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
         seen: set[int] = set()
         for module in (m for key, m in modules.items() if key not in kept):
@@ -99,7 +103,6 @@ class Plan:
                 for name, b in module._buffers.items()
                 if b is not None and b.dtype == torch.float32 and (b.dim() or not self.policy.spares_buffers)
             ]
-
         if self.policy.master_weights and self.policy.spares_buffers:
             self._find_halves([m for key, m in modules.items() if key in kept], list(modules.values()))
 
@@ -125,8 +128,7 @@ class Plan:
                 if not all(stay) and unit.computes_in not in (None, self.policy.dtype):
                     raise _other_dtype(unit, self.policy)
                 self._units.append((unit, None if all(stay) else self.policy.dtype, not unit.name))
-        modules = (module for model in self.models() for module in model.modules())
-        return {id(param) for param in fsdp.sharded_params(modules)}
+        return {id(param) for param in fsdp.sharded_params(self._modules().values())}
 
     def _find_halves(self, kept: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
         """Find what a model that comes in the lower dtype has in it besides the parameters to lower."""
@@ -152,16 +154,13 @@ class Plan:
         """Yield the models that are still alive."""
         return (model for ref in self._models if (model := ref()) is not None)
 
+    def _modules(self) -> dict[int, nn.Module]:
+        """Return all modules of the models that are still alive, by id."""
+        return {id(module): module for model in self.models() for module in model.modules()}
+
     def fp32_modules(self) -> Iterator[nn.Module]:
         """Yield the modules that stay fp32 (``keep_fp32``): of each subtree the outermost one."""
         return (module for ref in self._fp32_modules if (module := ref()) is not None)
-
-    def _live_buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-        for ref, name in self._buffers:
-            module = ref()
-            buffer = None if module is None else module._buffers.get(name)
-            if module is not None and buffer is not None:
-                yield module, name, buffer
 
     def apply(self, undo: Undo) -> None:
         """Cast parameters and buffers, and put the modules into their regions."""
@@ -191,8 +190,7 @@ class Plan:
         if not self.lowered:
             return []
         others = {id(module) for module in (*self.models(), *self.fp32_modules())}
-        parts = {id(module): module for model in self.models() for module in model.modules()}
-        return [m for key, m in parts.items() if writes_its_dtype(type(m)) and key not in others]
+        return [m for key, m in self._modules().items() if writes_its_dtype(type(m)) and key not in others]
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
@@ -216,32 +214,36 @@ class Plan:
             self._before[id(param)] = param.data, grad
             master = self._make_master(param) if self.policy.master_weights else None
             masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
-            param.grad = None  # a gradient must have its parameter's dtype, and that changes below
-            ranks.set_data(param, value)
-            if grad is not None:
-                _give_grad(param, grad)
-        for module, name, buffer in self._live_buffers():
+            if master is not None:
+                _put(param, value, None)
+                master.grad = None if grad is None else grad.to(master.dtype)
+            else:
+                _put(param, value, None if grad is None else grad.to(value.dtype))
+        for module, name, buffer in _alive(self._buffers):
             lowered = buffer.to(self.policy.dtype)
             masters.set_lowered_buffer(lowered, buffer)
             module._buffers[name] = lowered
         self._values = []
-        for model in self.models():
-            _flatten_rnns(model)
+        self._flatten_rnns()
         self._join_rnns()
+
+    def _flatten_rnns(self) -> None:
+        """Put the weights of recurrent layers into one block again. Some devices keep them so, and a cast splits it."""
+        for module in self._modules().values():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
     def _join_rnns(self) -> None:
         """Let the backend join the weights of the recurrent layers that were lowered, where torch left them apart."""
         lowered = {id(param) for param in self.lowered}
-        for module in (m for model in self.models() for m in model.modules() if isinstance(m, nn.RNNBase)):
+        for module in (m for m in self._modules().values() if isinstance(m, nn.RNNBase)):
             weights: list[Any] = module._flat_weights
-            if self._join is None or not all(id(weight) in lowered for weight in weights):
-                continue
-            if len({weight.untyped_storage().data_ptr() for weight in weights}) > 1:
-                join_weights(module, self._join)
+            if all(id(w) in lowered for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
+                join_weights(module, self._backend.join_weights_)
 
     def _make_master(self, param: nn.Parameter) -> nn.Parameter:
         with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
-            return nn.Parameter(self._plain(param.data.float()))
+            return nn.Parameter(self._backend.plain(param.data.float()))
 
     def doubtful_buffers(self) -> tuple[list[str], list[str]]:
         """Name the lowered buffers in which digits count, where the level spares buffers.
@@ -262,7 +264,7 @@ class Plan:
                         continue
                     shown = f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}"
                     exact, saved = masters.fp32_of(buffer), name not in module._non_persistent_buffers_set
-                    if saved and (not bool(exact.any()) or _is_whole(exact)):
+                    if saved and (not bool(exact.any()) or (exact.numel() == 1 and float(exact).is_integer())):
                         counts.append(shown)
                     elif (not saved or exact.numel() > FEW) and not torch.equal(exact, buffer.float()):
                         rounded.append(shown)
@@ -272,14 +274,9 @@ class Plan:
         """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
         undo.steps.append(functools.partial(_restore_halves, undo.before))
         halves = undo.before["halves"] = []
-        for tensor in self._live_raised():
+        for _, _, tensor in _alive(self._raised):
             halves.append((TensorWeakRef(tensor), tensor.data, tensor.grad))
-            _set_values(tensor, tensor.data.float())
-
-    def _live_raised(self) -> Iterator[torch.Tensor]:
-        for ref, name in self._raised:
-            if (module := ref()) is not None:
-                yield dict(_tensors_of(module))[name]
+            _put(tensor, tensor.data.float(), None if tensor.grad is None else tensor.grad.float())
 
     def _prepare_fp32(self) -> None:
         """Allocate what :meth:`_restore_fp32` gives back. Changes no parameter."""
@@ -302,21 +299,17 @@ class Plan:
                 continue  # it was never changed, or is restored already
             if id(param) not in self._restored:
                 self._restored[id(param)] = self._fp32_of(param)
-            values, grad = self._restored[id(param)]
-            param.grad = None
-            ranks.set_data(param, values)
-            param.grad = grad
+            _put(param, *self._restored[id(param)])
             masters.forget_lowered(param)
         self._restored = {}
-        for module, name, buffer in self._live_buffers():
+        for module, name, buffer in _alive(self._buffers):
             if buffer.dtype in masters.LOWER:
                 module._buffers[name] = masters.fp32_of(buffer)
                 masters.forget_lowered(buffer)
-        for ref, name in () if self._before else self._half_buffers:  # a call that fails has not cast them
-            if (holder := ref()) is not None and (half := holder._buffers.get(name)) is not None:
-                holder._buffers[name] = half.float()
-        for model in self.models():
-            _flatten_rnns(model)
+        if not self._before:  # a call that fails has not cast them
+            for module, name, buffer in _alive(self._half_buffers):
+                module._buffers[name] = buffer.float()
+        self._flatten_rnns()
 
 
 def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyError:
@@ -354,36 +347,23 @@ def _restore_halves(before: dict[Any, Any]) -> None:
     """Undo :meth:`Plan._raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
     for ref, values, grad in before.get("halves", ()):
         if (tensor := ref()) is not None:
-            tensor.grad = None
-            ranks.set_data(tensor, values)
-            tensor.grad = grad
+            _put(tensor, values, grad)
 
 
-def plan(
-    models: Sequence[nn.Module],
-    policy: Policy,
-    device_type: str,
-    *,
-    saturates: bool = False,
-    cast: Cast = cast_floats,
-    plain: Plain = lambda tensor: tensor,
-    join: Join | None = None,
-) -> Plan:
-    """Find out what the policy changes in ``models``. Changes nothing.
+def _put(tensor: torch.Tensor, values: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give ``tensor`` values, and a gradient, of another dtype."""
+    tensor.grad = None  # a gradient must have its tensor's dtype
+    ranks.set_data(tensor, values)
+    tensor.grad = grad
 
-    Args:
-        models: the models, without their wrappers.
-        policy: the policy under which they will run.
-        device_type: the type of their device.
-        saturates: the device saturates and reports an overflow by a flag.
-        cast: the function that casts a model's arguments and results.
-        plain: see :meth:`xamp.contract.Backend.plain`.
-        join: see :meth:`xamp.contract.Backend.join_weights_`; None: nothing is joined.
 
-    Raises:
-        PolicyError: ``keep_fp32`` names a module that no model has.
-    """
-    return Plan(models, policy, device_type, saturates, cast, plain, join)
+def _alive(places: Iterable[_Place]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield the tensors at ``places`` that are still there, with their modules and names."""
+    for ref, name in places:
+        module = ref()
+        tensor = None if module is None else dict(_tensors_of(module)).get(name)
+        if module is not None and tensor is not None:
+            yield module, name, tensor
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -393,29 +373,43 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is one number without a fraction."""
-    return tensor.numel() == 1 and float(tensor).is_integer()
+def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:
+    """Return the modules to run in fp32: the outermost that ``keep`` matches, and those with a parameter of theirs."""
+    unmatched = {pattern for pattern in keep if isinstance(pattern, str)}
+    found: dict[int, nn.Module] = {}
+    covered: set[int] = set()
+    for model in models:
+        for name, module in model.named_modules(remove_duplicate=False):
+            hits = [k for k in keep if (isinstance(module, k) if isinstance(k, type) else _matches(name, k))]
+            unmatched.difference_update(k for k in hits if isinstance(k, str))
+            if hits and id(module) not in covered:
+                found.update((id(m), m) for m in _with_a_forward(module))
+                covered.update(id(m) for m in module.modules())
+    if unmatched:
+        names = [name for model in models for name, _ in model.named_modules() if name]
+        raise PolicyError(
+            f"initialize(keep_fp32=...): {', '.join(map(repr, sorted(unmatched)))} matches no module. Names are those "
+            f"of model.named_modules(), such as {', '.join(map(repr, names[:5])) or 'none here'}; patterns are globs."
+        )
+    return [*found.values(), *_tied_to(found.values(), covered, models)]
 
 
-def _set_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give ``tensor`` values of another dtype; its gradient, if any, gets that dtype too."""
-    grad, tensor.grad = tensor.grad, None
-    ranks.set_data(tensor, values)
-    tensor.grad = None if grad is None else grad.to(values.dtype)
-
-
-def _give_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Give ``param`` the gradient it had before the cast: to its master in fp32, or to itself, rounded."""
-    master = masters.master_of(param)
-    if master is None:
-        param.grad = grad.to(param.dtype)
+def _with_a_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module``, or its children if it has no forward, as a list of modules has none."""
+    if type(module).forward is nn.Module.forward:
+        for child in module.children():
+            yield from _with_a_forward(child)
     else:
-        master.grad = grad.to(master.dtype)
+        yield module
 
 
-def _flatten_rnns(model: nn.Module) -> None:
-    """Put the weights of recurrent layers into one block again. Some devices keep them so, and a cast splits it."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+def _tied_to(kept: Iterable[nn.Module], covered: set[int], models: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the other modules that hold a parameter of ``kept``. It stays fp32, so they must run in fp32 too."""
+    kept_params = {id(p) for module in kept for p in module.parameters()}
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        if id(module) not in covered and any(id(p) in kept_params for p in module._parameters.values()):
+            yield module
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return bool(name) and (name == pattern or fnmatch.fnmatchcase(name, pattern))

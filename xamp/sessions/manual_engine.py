@@ -85,11 +85,13 @@ class ManualEngine(Engine):
         """The one loss scale."""
         return self.scalers[0]
 
-    def begin(self) -> None:
-        """Clear the device's overflow flag before the first loss after an update is scaled."""
+    def begin(self, process_group: Any) -> torch.Tensor:
+        """Return the factor for a loss. Before the first after an update, clear the device's overflow flag."""
+        self.process_group = process_group
         if not self.began:
             self.backend.clear_overflow(self.device)
             self.began = True
+        return self.scaler.factor
 
     def state_for(self, optimizer: Optimizer, call: str) -> OptimizerState:
         """Return the state of ``optimizer``, up to date with its groups.

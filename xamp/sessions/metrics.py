@@ -54,7 +54,8 @@ def collect(
     if engine is None:
         scales, applied, skipped, late = [scale], 0, 0, 0
     else:
-        scales, late = _scales(engine, wait), 0 if wait else sum(map(_lateness, engine.states))
+        scales, outcomes = _scales(engine, wait), [state.outcomes for state in engine.states]
+        late = 0 if wait else sum(each.uncounted - len(each.arrived()) for each in outcomes)
         applied, skipped = _counts(engine, wait)
     return {
         "loss_scale": scales[0],
@@ -70,11 +71,6 @@ def collect(
 def known(engine: Engine) -> tuple[list[float], int, int]:
     """Return the loss scales and the numbers of applied and of skipped steps, as far as the host knows them."""
     return _scales(engine, False), *_counts(engine, False)
-
-
-def _lateness(state: OptimizerState) -> int:
-    """The number of steps whose outcome the host cannot read without waiting."""
-    return state.outcomes.uncounted - len(state.outcomes.arrived())
 
 
 def _scales(engine: Engine, wait: bool) -> list[float]:

@@ -9,10 +9,11 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.casting.region import Region
@@ -28,7 +29,7 @@ from xamp.scaling.optimizer import state_of
 from xamp.scaling.ranks import is_running
 from xamp.sessions import checkpoint, metrics
 from xamp.sessions.foreign import optimizer_in, unwrap
-from xamp.sessions.typed import LastStep, SessionState
+from xamp.sessions.formats import SessionState
 
 __all__ = [
     "Session",
@@ -43,6 +44,9 @@ __all__ = [
     "state_dict",
     "the_engine",
 ]
+
+LastStep: TypeAlias = StepOutcome | dict[Optimizer, StepOutcome | None] | None
+"""The outcome of one optimizer's last step, None before the first; for several optimizers a dict of these."""
 
 # Each model, wrapper and optimizer that was given to initialize -> its session.
 _sessions: MutableMapping[Any, Session] = WeakIdKeyDictionary()
@@ -207,11 +211,11 @@ def register(engine: Engine, objects: Iterable[object]) -> None:
         _sessions[found] = Session(engine, found)
 
 
-def forget_sessions(engine: weakref.ref[Engine], objects: Iterable[weakref.ReferenceType[Any]] | None = None) -> None:
+def forget_sessions(engine: Engine, objects: Iterable[weakref.ReferenceType[Any]] | None = None) -> None:
     """Undo :func:`register`, for ``objects`` only or for all of the engine's."""
     keys = None if objects is None else {id(ref()) for ref in objects}
     for key, found in list(_sessions.items()):
-        if found.engine is engine() and (keys is None or id(key) in keys):
+        if found.engine is engine and (keys is None or id(key) in keys):
             _sessions.pop(key, None)
 
 

@@ -29,11 +29,11 @@ from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
-from xamp.sessions import lowering, optimizer_checks
-from xamp.sessions.averaged_model import serve_averaged_models
+from xamp.sessions import checks, lowering
+from xamp.sessions.averages import serve_averaged_models
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import forget_sessions, register
-from xamp.sessions.torch_states import serve_torch_states
+from xamp.sessions.sharding import serve_torch_states
 
 __all__ = ["Arguments", "attach", "fused_forms", "set_up", "take_optimizers"]
 
@@ -68,7 +68,7 @@ class Arguments:
 def set_up(
     policy: Policy, backend: Backend, device: torch.device, arguments: Arguments, make: type[Engine] = Engine
 ) -> Engine:
-    """Put models and optimizers, which were checked, under ``policy``: all of them or nothing.
+    """Put models and optimizers, which were checked, under ``policy``. Where it raises, the caller unwinds the list.
 
     Args:
         policy: the policy, complete and checked.
@@ -77,14 +77,7 @@ def set_up(
         arguments: the models and optimizers, and the other arguments of ``initialize``.
         make: the class of the engine.
     """
-    saturates = backend.capabilities(device).overflow == "flag"
-    plan = lowering.plan(
-        *(arguments.models, policy, device.type),
-        saturates=saturates,
-        cast=make.cast,
-        plain=backend.plain,
-        join=backend.join_weights_,
-    )
+    plan = lowering.Plan(arguments.models, policy, backend, device, make.cast)
     engine = make(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
     )
@@ -93,25 +86,21 @@ def set_up(
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
     engine.undo = undo = arguments.undo
-    try:
-        undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine)))
-        if policy.autocast:
-            undo.steps.append(ops.hold(policy.op_policy, engine))
-        plan.apply(undo)
-        if plan.lowered:
-            serve_averaged_models()
-        if plan.lowered and policy.master_weights:
-            serve_torch_states()
-        for model in arguments.models if policy.master_weights else ():
-            followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
-        take_optimizers(engine, arguments.optimizers, forms, undo)
-        rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
-        register(engine, arguments.objects)
-        _tell_buffers(rounded, counts, policy)
-        return engine
-    except BaseException:
-        undo.unwind()
-        raise
+    undo.weakly(forget_sessions, engine)
+    if policy.autocast:
+        undo.steps.append(ops.hold(policy.op_policy, engine))
+    plan.apply(undo)
+    if plan.lowered:
+        serve_averaged_models()
+    if plan.lowered and policy.master_weights:
+        serve_torch_states()
+    for model in arguments.models if policy.master_weights else ():
+        followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
+    take_optimizers(engine, arguments.optimizers, forms, undo)
+    rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
+    register(engine, arguments.objects)
+    _tell_buffers(rounded, counts, policy)
+    return engine
 
 
 def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
@@ -144,13 +133,13 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
             f"initialize: this model was given to initialize before, as [{engine.policy}], and is now asked for as "
             f"[{policy}]. Ask for the same, or call xamp.session(model).close() first."
         )
-    optimizer_checks.check_optimizers(arguments.optimizers, arguments.models, policy)
-    optimizer_checks.check_not_sharded_since(arguments.optimizers, policy)
+    checks.check_optimizers(arguments.optimizers, arguments.models, policy)
+    checks.check_not_sharded_since(arguments.optimizers, policy)
     engine.prepare_state(len(arguments.optimizers))
     forms = fused_forms(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
     added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
-    undo.steps.append(functools.partial(forget_sessions, weakref.ref(engine), added))
+    undo.weakly(functools.partial(forget_sessions, objects=added), engine)
     engine.undo.steps.append(undo.unwind)  # the list is empty, and this does nothing, where the call fails
     engine.undo.preparing.append(undo.prepare)
     take_optimizers(engine, arguments.optimizers, forms, undo)
@@ -171,27 +160,16 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
         """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
         return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
 
-    forms = [
-        FusedForm(
-            optimizer,
-            choice,
-            names if optimizer_checks.is_plain(optimizer, engine.backend) else (),
-            sparse=sparse,
-            stepped=stepped,
-        )
-        for optimizer in optimizers
-    ]
-    if policy.fused is True:  # what that cannot do is the nearer reason
-        _check_forms(forms, optimizers)
+    forms = []
     for optimizer in optimizers:
-        optimizer_checks.check_stepped_rightly(optimizer, engine.backend, policy)
-    _check_forms(forms, optimizers)
-    return forms
-
-
-def _check_forms(forms: Sequence[FusedForm], optimizers: Sequence[Optimizer]) -> None:
-    for form, optimizer in zip(forms, optimizers, strict=True):
+        usable = names if checks.is_plain(optimizer, engine.backend) else ()
+        form = FusedForm(optimizer, choice, usable, sparse=sparse, stepped=stepped)
+        forms.append(form)
+        if policy.fused is True:  # what that cannot do is the nearer reason
+            form.check(optimizer)
+        checks.check_stepped_rightly(optimizer, engine.backend, policy)
         form.check(optimizer)
+    return forms
 
 
 def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
@@ -203,27 +181,22 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.weights.add(pairs)
-        undo.steps.append(functools.partial(_back_to_model, weakref.ref(engine), weakref.ref(optimizer)))
+        undo.weakly(_back_to_model, engine, optimizer)
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
         undo.steps.append(cast_state(optimizer, stepped))
-        undo.steps.append(functools.partial(_unfuse, form, weakref.ref(optimizer)))
+        undo.weakly(form.switch_off, optimizer)
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
         undo.steps.append(manage(optimizer, state))
         states.append(state)
-    undo.steps.append(functools.partial(_take_out_states, weakref.ref(engine), states, undo.before))
+    undo.weakly(functools.partial(_take_out_states, states, undo.before), engine)
     engine.add_states(states)
 
 
-# The engine keeps these functions to undo changes. It must not keep optimizers alive, so they hold them weakly.
-
-
-def _back_to_model(engine: weakref.ref[Engine], optimizer: weakref.ref[Optimizer]) -> None:
+def _back_to_model(engine: Engine, optimizer: Optimizer) -> None:
     """Undo: the optimizer steps the model's parameters again, also in groups added since."""
-    owner, found = engine(), optimizer()
-    if owner is not None and found is not None:
-        replace_params(found, [(m, p) for p, m in owner.pairs()])
+    replace_params(optimizer, [(m, p) for p, m in engine.pairs()])
 
 
 def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
@@ -233,13 +206,7 @@ def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
             masters.forget_lowered(param)
 
 
-def _unfuse(form: FusedForm, optimizer: weakref.ref[Optimizer]) -> None:
-    """Undo: the groups have again the ``fused`` that the user gave, and the state has the very step counters."""
-    if (found := optimizer()) is not None:
-        form.switch_off(found)
-
-
-def _take_out_states(engine: weakref.ref[Engine], states: Sequence[OptimizerState], before: dict[Any, Any]) -> None:
+def _take_out_states(states: Sequence[OptimizerState], before: dict[Any, Any], engine: Engine) -> None:
     """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
-    if before and (owner := engine()) is not None:
-        owner.remove_states(states)
+    if before:
+        engine.remove_states(states)

@@ -1,19 +1,34 @@
-"""``xamp.fsdp_policy``: a level in the words of ``fully_shard``."""
+"""Levels and sessions under torch's sharding: ``xamp.fsdp_policy``, and ``torch.distributed.checkpoint.state_dict``.
+
+The functions of that module (``get_state_dict``, ``set_optimizer_state_dict`` and others) name an optimizer's state by
+the parameters of the model, which they look up in ``param_groups``. They are given a view of the optimizer in which
+each master's place is taken by its parameter. Optimizers without masters pass unchanged.
+
+With ``full_state_dict`` or ``broadcast_from_rank0`` they write what they load into the shards of the model's own
+parameters first. In the place of a lowered one they are given its fp32 values.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import collections
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import levels_where, listed, parse_level
-from xamp.scaling import fsdp
+from xamp.scaling import fsdp, masters
+from xamp.scaling.optimizer import state_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["fsdp_policy"]
+__all__ = ["fsdp_policy", "serve_torch_states"]
 
 
 def fsdp_policy(level: str = "auto") -> MixedPrecisionPolicy:
@@ -50,3 +65,106 @@ def fsdp_policy(level: str = "auto") -> MixedPrecisionPolicy:
         return fsdp.mixed_precision(None, cast_forward_inputs=False)  # type: ignore[no-any-return]
     dtype: torch.dtype = getattr(torch, row.dtype)
     return fsdp.mixed_precision(dtype, output_dtype=torch.float32, cast_forward_inputs=True)  # type: ignore[no-any-return]
+
+
+_MODULE = "torch.distributed.checkpoint.state_dict"
+_TAKE_OPTIMIZERS = ("_get_optim_state_dict", "_load_optim_state_dict")
+_FILL_TENSORS = ("_broadcast_state_dict", "_distribute_state_dict")
+
+
+class _View:
+    """An optimizer that holds masters, as if it held the parameters themselves.
+
+    Attributes:
+        param_groups: the optimizer's, with parameters in the places of masters.
+        state: the optimizer's, by parameters too. Never empty: torch makes a state where there is none, by a step.
+    """
+
+    def __init__(self, optimizer: Any, param_of: dict[int, Any]) -> None:
+        self._optimizer = optimizer
+        self.param_groups = [
+            {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        self.state = collections.defaultdict[Any, Any](dict, {"is made": True})
+        self.state.update((param_of.get(id(p), p), state) for p, state in optimizer.state.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's."""
+        return self._optimizer.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it into the optimizer."""
+        self._optimizer.load_state_dict(state_dict)
+
+
+def serve_torch_states() -> None:
+    """Wrap the functions that look parameters up or fill them, now or when their module is imported. Done once."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _wrap(module)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Wraps the functions as soon as somebody imports their module, which takes long to import."""
+
+    def __init__(self) -> None:
+        self._asking = False
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        """Return the module's own spec, whose loader also wraps."""
+        if name != _MODULE or self._asking:
+            return None
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+
+            def load_and_wrap(module: ModuleType) -> None:
+                load(module)
+                _wrap(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+
+            loader.exec_module = load_and_wrap
+        return spec
+
+
+def _wrap(module: Any) -> None:
+    for names, wrapper in ((_TAKE_OPTIMIZERS, _with_views), (_FILL_TENSORS, _with_exact)):
+        for name in names:
+            function = getattr(module, name, None)
+            if function is not None and not hasattr(function, "_xamp_inner"):
+                wrapped: Any = functools.wraps(function)(wrapper(module, function))
+                wrapped._xamp_inner = function
+                setattr(module, name, wrapped)
+
+
+def _with_views(module: Any, function: Any) -> Any:
+    def wrapped(model: Any, optimizers: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        return function(model, tuple(_view_of(module, one) for one in optimizers), *args, **kwargs)
+
+    return wrapped
+
+
+def _with_exact(_: Any, function: Any) -> Any:
+    def wrapped(loaded: Any, held: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        for key, value in held.items():
+            if masters.is_lowered(value):  # a copy: should the load fail, the master is what it was
+                held[key] = masters.exact(value).detach().clone()
+        return function(loaded, held, *args, **kwargs)
+
+    return wrapped
+
+
+def _view_of(module: Any, optimizer: Any) -> Any:
+    state = state_of(optimizer)
+    if state is None or not state.gradients.pairs:
+        return optimizer
+    module._init_optim_state(optimizer)  # what torch itself does first, and here to the masters
+    return _View(optimizer, {id(master): param for param, master in state.gradients.pairs})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from xamp.ground.undo import Undo
@@ -51,4 +53,19 @@ def test_steps_that_raise_twice_stay_in_their_order_for_the_next_call() -> None:
     assert done == ["e", "c", "a"]
     undo.unwind()
     assert done == ["e", "c", "a", "d", "b"]
+    assert undo.steps == []
+
+
+def test_a_list_keeps_nothing_alive_and_leaves_out_what_is_gone() -> None:
+    """The step of the object that is left runs; that of the one that was let go does not."""
+    done: list[str] = []
+    undo, kept, gone = Undo(), _Fails("kept", 0, done), _Fails("gone", 0, done)
+    dead = weakref.ref(gone)
+    undo.weakly(_Fails.__call__, kept)
+    undo.weakly(lambda *each: done.append("both"), kept, gone)
+    undo.weakly(_Fails.__call__, gone)
+    del gone
+    assert dead() is None
+    undo.unwind()
+    assert done == ["kept"]
     assert undo.steps == []

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 import xamp
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.sessions import averages
-from xamp.sessions.last_outcome import was_skipped
+from xamp.sessions.averages import was_skipped
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 all_levels = pytest.mark.parametrize("level", LEVELS)

@@ -17,7 +17,8 @@ from torch.optim import SGD, Adam
 
 import xamp
 from xamp.policy import LEVELS
-from xamp.sessions import formats, typed
+from xamp.sessions.formats import SavedOptimizer, SavedScaler, SessionState
+from xamp.sessions.initialize import LevelName, Settings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -77,9 +78,9 @@ if TYPE_CHECKING:
 
 def test_the_arguments_in_the_types_are_those_of_initialize() -> None:
     named = [name for name, each in inspect.signature(xamp.initialize).parameters.items() if each.kind == 3]
-    assert sorted(typed.Settings.__annotations__) == sorted(named)
+    assert sorted(Settings.__annotations__) == sorted(named)
     spelt = {"auto", *(name for row in LEVELS.values() for name in (row.name, *row.aliases))}
-    assert set(get_args(typed.LevelName)) == spelt
+    assert set(get_args(LevelName)) == spelt
 
 
 def test_a_saved_state_is_as_its_type_says() -> None:
@@ -87,9 +88,9 @@ def test_a_saved_state_is_as_its_type_says() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     xamp.initialize(model, optimizer, "O2", verbosity=0)
     state = xamp.state_dict(optimizer)
-    assert set(state) == set(typed.SessionState.__annotations__) == formats._OURS
-    assert set(state["scalers"][0]) == set(typed.SavedScaler.__annotations__)
-    assert set(state["optimizers"][0]) == set(typed.SavedOptimizer.__annotations__)
+    assert set(state) == set(SessionState.__annotations__)
+    assert set(state["scalers"][0]) == set(SavedScaler.__annotations__)
+    assert set(state["optimizers"][0]) == set(SavedOptimizer.__annotations__)
     xamp.session(model).close()
 
 
