@@ -24,9 +24,8 @@ from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
-from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import cast_floats, leaf_of
+from xamp.ground.containers import cast_floats, leaf_of, result_caster
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
@@ -149,7 +148,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
     )
     unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
-    results = Caster(out_of, cast, unseen)
+    cast_result = result_caster(out_of, cast, unseen)
     result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
     ddp = ddp_attributes
 
@@ -190,7 +189,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
-                return results.cast(function(self, *args, **kwargs))
+                return cast_result(function(self, *args, **kwargs))
             except Exception as error:
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
@@ -201,7 +200,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         entered = None
         try:
             entered = enter(mark, number())
-            return results.cast(function(self, *args, **kwargs))
+            return cast_result(function(self, *args, **kwargs))
         except Exception as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))

@@ -122,6 +122,10 @@ class Form:
         slots: as :func:`slots_of` says.
         plain: there are items only.
         copied_by: the class's own ``__copy__``; None if it has none.
+        make: of a list or tuple whose values are nothing but their items: makes one of its items; else None.
+        is_dict: it is ``dict`` itself.
+        in_dict: the names of the fields, of a dataclass whose values are in ``__dict__`` and whose copies are made as
+            Python makes them; else None.
     """
 
     name: str
@@ -131,6 +135,9 @@ class Form:
     slots: tuple[str, ...]
     plain: bool
     copied_by: Callable[[Any], Any] | None
+    make: Callable[[list[Any]], Any] | None
+    is_dict: bool
+    in_dict: frozenset[str] | None
 
 
 _MOST_TYPES = 128
@@ -154,9 +161,24 @@ def _form(kind: type) -> Form:
     base = next(base for base in bases if issubclass(kind, base))
     own = getattr(kind, "__copy__", None)
     is_own = isinstance(own, types.FunctionType) and own.__module__ != "collections"
-    name = form_of(kind)
+    name, fields = form_of(kind), fields_of(kind)
     plain = kind in (list, tuple, dict) or name == "struct"
-    return Form(name, kind, base, fields_of(kind), slots_of(kind), plain, own if is_own else None)
+    make: Any = kind if kind in (list, tuple) else getattr(kind, "_make", None) if _is_named_tuple(kind) else None
+    in_dict = frozenset(fields) if name == "object" and fields and _is_plain_dataclass(kind, fields) else None
+    own = own if is_own else None
+    return Form(name, kind, base, fields, slots_of(kind), plain, own, make, kind is dict, in_dict)
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Whether ``kind`` is a named tuple whose values have nothing but their fields, and give them in their order."""
+    return issubclass(kind, tuple) and not kind.__dictoffset__ and kind.__iter__ is tuple.__iter__
+
+
+def _is_plain_dataclass(kind: type, fields: tuple[str, ...]) -> bool:
+    own = [vars(each) for each in kind.__mro__ if each is not object]
+    if any(name in each for each in own for name in ("__copy__", "__new__", "__slots__")):
+        return False
+    return not any(hasattr(each.get(name), "__set__") for each in own for name in fields)
 
 
 def values_in_dict(value: Any) -> dict[str, Any]:

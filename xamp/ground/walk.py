@@ -26,7 +26,7 @@ from xamp.ground.forms import (
     set_attribute,
 )
 
-__all__ = ["ATOM_KINDS", "CASTS", "COPIES", "INSIDE", "OPEN", "Copied", "Leaf", "Walk", "WithinItself", "refuse_proxy"]
+__all__ = ["ATOM_KINDS", "CASTS", "COPIES", "INSIDE", "Copied", "Leaf", "Walk", "note_copy", "refuse_proxy"]
 
 INSIDE = "look inside"
 """What a :data:`Leaf` returns for a value that it has no answer for: what is in it is looked at."""
@@ -36,22 +36,15 @@ Leaf = Callable[[Any], Any]
 
 ATOM_KINDS = frozenset(ATOMS)
 
-OPEN = object()
-"""What :attr:`Walk.made` has of a container that is being looked into."""
-
-_MISSING = object()
+_MISSING, _OPEN = object(), object()  # the latter is what is made of a container that is being looked into
 
 CASTS, COPIES = 0, 1
 """The keys of :attr:`Walk.made`, which are no ids, under which a walk that notes has lists of what it cast, with the
 casts, and of the mutable containers that it copied, as :class:`Copied`."""
 
 
-class WithinItself(Exception):
-    """A container was found in itself that the walk did not begin with, so that it cannot fill its copy."""
-
-
 class Copied(NamedTuple):
-    """A container that was copied, and what was in the copy at first. A plain tuple may stand for it.
+    """A container that was copied, and what was in the copy at first.
 
     Attributes:
         old: the container.
@@ -83,12 +76,11 @@ class Walk:
         left: objects of types that are not looked into, and containers that cannot be copied.
     """
 
-    __slots__ = ("_begun", "_leaf", "_notes", "changed", "left", "made", "seen")
+    __slots__ = ("_leaf", "_notes", "changed", "left", "made", "seen")
 
     def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, notes: bool = False) -> None:
         self._leaf, self._notes = leaf, notes
         self.changed = False
-        self._begun: set[int] = set()
         self.made: dict[int, Any] = ({CASTS: [], COPIES: []} if notes else {}) if made is None else made
         self.seen: list[Any] = []
         self.left: list[Any] = []
@@ -98,7 +90,6 @@ class Walk:
 
         Raises:
             StateError: ``value`` holds a ``torch.fx`` proxy: the traced graph would not contain the policy.
-            WithinItself: ``value`` holds a container that ``made`` says is being looked into.
         """
         found = self.of(value)
         return found if self.changed else value
@@ -112,7 +103,7 @@ class Walk:
             return value
         key = id(value)
         found = self.made.get(key, _MISSING)
-        if found is OPEN:
+        if found is _OPEN:
             found = self._within_itself(value)
         if found is not _MISSING:
             return found
@@ -138,8 +129,6 @@ class Walk:
 
     def _within_itself(self, value: Any) -> Any:
         """Return what is put in the place of a container that is found in itself; it is filled later."""
-        if id(value) not in self._begun:
-            raise WithinItself
         form = known_form(type(value))
         if form.name in ("tuple", "struct"):
             self.left.append(value)
@@ -149,8 +138,7 @@ class Walk:
 
     def _look_inside(self, value: Any, form: Form) -> Any:
         key, of = id(value), self.of
-        self.made[key] = OPEN
-        self._begun.add(key)
+        self.made[key] = _OPEN
         before = items_of(value, form)
         items: Any = None
         same = True
@@ -165,10 +153,10 @@ class Walk:
                 if (new := of(item)) is not item:
                     attributes[name] = new
         shell = self.made[key]
-        if same and not attributes and shell is OPEN:
+        if same and not attributes and shell is _OPEN:
             return value
         try:
-            return self._copy(value, form, items, attributes, None if shell is OPEN else shell)
+            return self._copy(value, form, items, attributes, None if shell is _OPEN else shell)
         except Exception:  # it is a class of somebody's that refuses
             self.left.append(value)
             return value
@@ -184,10 +172,17 @@ class Walk:
             fill(made, form, items)
         for name, item in attributes.items():
             set_attribute(made, form, name, item)
-        if self._notes and not (form.plain and form.base is tuple):
-            held = None if form.base is tuple else items
-            self.made[COPIES].append(Copied(value, made, form, held, attributes_of(made, form, stored=True)))
+        if self._notes:
+            note_copy(self.made, value, made, form)
         return made
+
+
+def note_copy(made: dict[int, Any], old: Any, new: Any, form: Form) -> None:
+    """Note in ``made``, the dict of a walk that notes, that the container ``old`` was copied; see :data:`COPIES`."""
+    if form.base is tuple and form.plain:  # nobody writes into it
+        return
+    items = None if form.base is tuple else items_of(new, form)
+    made[COPIES].append(Copied(old, new, form, items, attributes_of(new, form, stored=True)))
 
 
 def _values(items: Any) -> Any:

@@ -45,8 +45,8 @@ from xamp.casting.ops.table import LAYERS, RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground import cache_keys
-from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
+from xamp.ground.containers import TO
 from xamp.ground.torch_private import dispatch
 from xamp.ground.torch_private.autocast import get_autocast_dtype
 from xamp.ground.version import __version__
