@@ -16,8 +16,7 @@ from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.containers import Uncommon, cast_floats, common_caster, leaf_of, sparing
 from xamp.ground.log import Once
 from xamp.ground.torch_private.autograd import InferenceMode, set_grad_enabled
-from xamp.ground.traced_walk import TracedWalk
-from xamp.ground.walk import CASTS, COPIES, INSIDE, Leaf, Walk
+from xamp.ground.walk import CASTS, COPIES, INSIDE, Leaf, TracedWalk, Walk
 
 __all__ = ["Lender", "check_names"]
 
@@ -83,8 +82,8 @@ class Lender:
             with _with_versions():
                 return self._lend_by_walk(args, kwargs)
         walk, spares = Walk(self._leaf, notes=True), self._spares
-        given = [value if spares(at) else walk.of(value) for at, value in enumerate(args)]
-        named = {name: value if spares(name) else walk.of(value) for name, value in kwargs.items()}
+        given = [value if spares(at) else walk.of(value)[0] for at, value in enumerate(args)]
+        named = {name: value if spares(name) else walk.of(value)[0] for name, value in kwargs.items()}
         for each in walk.left:
             self._say_uncopied(each)
         return (given, named, walk.made) if walk.changed else (args, kwargs, None)

@@ -30,7 +30,7 @@ from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
-from xamp.ground.traced_walk import TracedWalk
+from xamp.ground.walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling import followers
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
@@ -128,12 +128,22 @@ def is_framed(region: Region) -> bool:
     return region.follows or is_running()
 
 
-def in_noted_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`."""
-    return _wrapped(function, region, notes=False)
+def in_noted_region(
+    function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`.
+
+    Args:
+        function: the method.
+        region: where it runs.
+        called: what ``function`` calls with the same arguments but ``self``; it tells their names. None: itself.
+    """
+    return _wrapped(function, region, called, notes=False)
 
 
-def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Callable[..., Any]:
+def _wrapped(
+    function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None, *, notes: bool
+) -> Callable[..., Any]:
     """Wrap ``function(self, ...)`` so that it runs in ``region`` and, with ``notes``, notes the DDP that runs it."""
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
@@ -143,7 +153,8 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     cast, apart, lowers = region.cast, region.apart, region.lowers
     run_traced = own_code(active.run_traced)
 
-    lender = None if into is None else Lender(function, into, cast, region.spared)
+    named, bound = function if called is None else called, called is not None
+    lender = None if into is None else Lender(named, into, cast, region.spared, bound=bound)
     lend, lend_traced, take_back = (
         (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
     )

@@ -1,9 +1,8 @@
 """Casts the floating tensors in the arguments and results of ``forward``, and keeps the type of every container.
 
 If nothing in a container changes, the same object is returned. If something changes, the container is copied and never
-written to, so that the caller's batch does not change. :mod:`xamp.ground.walk` says how, for code that runs, and
-:mod:`xamp.ground.traced_walk` for code that the compiler traces. What is common goes through a loop here, which takes a
-third of the time.
+written to, so that the caller's batch does not change. :mod:`xamp.ground.walk` says how. In code that runs, what is
+common goes through a loop here, which takes a third of the time.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import torch
 from xamp.ground.compiler import keep_eager
 from xamp.ground.forms import ATOMS, known_form
 from xamp.ground.pickle_names import pickled_as
-from xamp.ground.traced_walk import TracedWalk
-from xamp.ground.walk import ATOM_KINDS, CASTS, INSIDE, Leaf, Walk, note_copy
+from xamp.ground.walk import CASTS, COPIES, INSIDE, Copied, Leaf, TracedWalk, Walk
 
 __all__ = [
     "ATOMS",
@@ -133,14 +131,14 @@ def common_caster(dtype: torch.dtype, *, lends: bool = False) -> Callable[[Any, 
         dtype: the dtype to which tensors are cast.
         lends: what is cast and copied is noted in the second argument, as a walk that notes does.
     """
-    tensor, atoms, to, known, new_object = torch.Tensor, ATOM_KINDS, TO[dtype], known_form, object.__new__
+    tensor, atoms, to, known, new_object = torch.Tensor, frozenset(ATOMS), TO[dtype], known_form, object.__new__
     first, second = CASTABLE - {dtype}
     put: Callable[[Any, str, Any], None] = object.__setattr__  # Python makes no dict for an object that is filled so
 
     def cast(value: Any, seen: dict[int, Any]) -> Any:
         form = known(type(value))
         items = value
-        if form.is_dict:
+        if form.kind is dict:
             items = value.values()
         elif form.in_dict is not None:
             if value.__dict__.keys() != form.in_dict:  # it has other values too, or a field is only in the class
@@ -175,14 +173,14 @@ def common_caster(dtype: torch.dtype, *, lends: bool = False) -> Callable[[Any, 
             return value
         if form.make is not None:
             copied = form.make(made)
-        elif form.is_dict:
+        elif form.kind is dict:
             copied = dict(zip(value, made, strict=True))
         else:
             copied = new_object(form.kind)
             for name, item in zip(value.__dict__, made, strict=True):
                 put(copied, name, item)
-        if lends:
-            note_copy(seen, value, copied, form)
+        if lends and form.base is not tuple:
+            seen[COPIES].append(Copied(value, copied, form))
         return copied
 
     return keep_eager(cast)
