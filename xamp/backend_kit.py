@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from xamp.contract import masked
 from xamp.registry.causes import first_line, first_sentence, one_line
-from xamp.registry.device_trial import defect_of
 from xamp.registry.findings import environment_settings
+from xamp.registry.trials import defect_of
 from xamp.scaling.fused import is_right as fused_is_right
 from xamp.scaling.fused import right_forms as fused_forms
 

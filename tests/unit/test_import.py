@@ -103,7 +103,6 @@ WITHOUT_TORCH = [
     "registry.find_torch",
     "registry.causes",
     "registry.findings",
-    "registry.device_trial",
     "doctor.survey",
     "doctor.known",
     "doctor.children",

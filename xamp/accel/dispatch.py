@@ -36,8 +36,8 @@ def call(name: str, *args: Any, instead: str = "") -> Any:
     return found(*args)
 
 
-def call_on(name: str, device: Device) -> Any:
-    """Call ``name`` with ``device``, or without an argument if ``device`` is None or the device in use has no indices.
+def call_on(name: str, device: Device, *args: Any) -> Any:
+    """Call ``name`` with ``args`` and ``device``, or without the latter if it is None or the device has no indices.
 
     Raises:
         PolicyError, BackendUnavailable: see :func:`check_device`.
@@ -45,8 +45,8 @@ def call_on(name: str, device: Device) -> Any:
     """
     check_device(name, device)
     if device is None or not takes_indices():
-        return call(name)
-    return call(name, device)
+        return call(name, *args)
+    return call(name, *args, device)
 
 
 def takes_indices() -> bool:

@@ -114,9 +114,7 @@ def set_per_process_memory_fraction(fraction: float, device: Device = None) -> N
     Raises:
         PolicyError: on a CPU, ``fraction`` is not a number from 0 to 1.
     """
-    check_device("set_per_process_memory_fraction", device)
-    place = () if device is None or not takes_indices() else (device,)
-    call("set_per_process_memory_fraction", fraction, *place)
+    call_on("set_per_process_memory_fraction", device, fraction)
 
 
 def _summary(device: Device) -> str:

@@ -5,6 +5,7 @@ If the torch module of an accelerator lacks one of these names, it also comes fr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,28 +73,9 @@ def set_device(device: Device) -> None:
     check_device("set_device", device)
 
 
-def current_device() -> int:
-    """Return 0, the only index."""
-    return 0
-
-
 def device_count() -> int:
     """Return the number of devices that the backend lists."""
     return len(in_use().backend.devices())
-
-
-def is_current_stream_capturing() -> bool:
-    """Return False: there are no graphs to capture."""
-    return False
-
-
-def init() -> None:
-    """Do nothing: the probe has initialized the device."""
-
-
-def is_initialized() -> bool:
-    """Return True: the probe has initialized the device."""
-    return True
 
 
 def get_device_name(device: Device = None) -> str:
@@ -104,37 +86,19 @@ def get_device_name(device: Device = None) -> str:
     return used.backend.devices()[0 if used.device_type == HOST else index or 0]
 
 
-def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Return (0, 0): the device has no CUDA compute capability."""
-    return 0, 0
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_: answer
 
 
-def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """Return False: there is no other device."""
-    return False
-
-
-def get_arch_list() -> list[str]:
-    """Return an empty list: torch was not built for particular chips of this type."""
-    return []
-
-
-def get_gencode_flags() -> str:
-    """Return an empty string; see :func:`get_arch_list`."""
-    return ""
-
-
-def is_tf32_supported() -> bool:
-    """Return False: TF32 is a format of CUDA devices."""
-    return False
-
-
-def empty_cache() -> None:
-    """Do nothing: there is no cache of memory."""
-
-
-def ipc_collect() -> None:
-    """Do nothing: processes share no memory of the device."""
+current_device = _always(0)  # the only index
+can_device_access_peer = _always(False)  # there is no other device
+is_current_stream_capturing = _always(False)  # there are no graphs to capture
+get_device_capability = _always((0, 0))  # it has no CUDA compute capability
+is_tf32_supported = _always(False)  # a format of CUDA devices
+get_arch_list, get_gencode_flags = _always([]), _always("")  # torch was not built for particular chips of this type
+init, is_initialized = _always(None), _always(True)  # the probe has initialized the device
+empty_cache = _always(None)  # there is no cache of memory
+ipc_collect = _always(None)  # processes share no memory of the device
 
 
 def manual_seed_all(seed: int) -> None:

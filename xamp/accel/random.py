@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from xamp.accel.dispatch import call, takes_indices
-from xamp.accel.use import Device, check_device, in_use
+from xamp.accel.dispatch import call, call_on
+from xamp.accel.use import Device, in_use
 from xamp.ground.accel_names import RANDOM
 from xamp.registry.registry import HOST
 
@@ -74,8 +74,7 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
     Returns:
         A uint8 tensor on the CPU. Its length depends on the device type, so it fits no other type.
     """
-    check_device("get_rng_state", device)
-    state: torch.Tensor = call("get_rng_state", *_place(device))
+    state: torch.Tensor = call_on("get_rng_state", device)
     return state
 
 
@@ -91,8 +90,7 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     Raises:
         CheckpointError: on a CPU, the state is from another type of device.
     """
-    check_device("set_rng_state", device)
-    call("set_rng_state", new_state, *_place(device))
+    call_on("set_rng_state", device, new_state)
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
@@ -102,7 +100,3 @@ def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
         CheckpointError: as :func:`set_rng_state`, or the states are from several devices.
     """
     call("set_rng_state_all", new_states)
-
-
-def _place(device: Device) -> tuple[Device, ...]:
-    return () if device is None or not takes_indices() else (device,)

@@ -173,7 +173,8 @@ def _apply() -> None:
             _patches[key] = patch
         elif patch.place != place:
             patch.install(place)
-    needs.set_replaced_outside(bool(_wanted))
+    needs.replaced_outside = bool(_wanted)
+    needs.marks = needs.marks or needs.replaced_outside
     _clear_caches()
 
 

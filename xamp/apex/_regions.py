@@ -27,7 +27,7 @@ class ApexLists(OpPolicy):
 
     def install(self, device_type: str, backend: Backend) -> None:
         """See :meth:`OpPolicy.install`: make backward recompute with the casts of the forward."""
-        needs.ask_for_marks()
+        needs.marks = True
         recompute.watch()
 
     def hold(self) -> Callable[[], None]:

@@ -281,8 +281,9 @@ def run_traced(mark: Mark, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def prepare_tracing() -> None:
-    """Run what must run before a region is traced; see :meth:`xamp.casting.needs.Needs.call_when_tracing`."""
-    needs.prepare_tracing()
+    """Run what must run before a region is traced; see :attr:`xamp.casting.needs.Needs.when_tracing`."""
+    for function in needs.when_tracing:
+        function()
 
 
 prepare_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]

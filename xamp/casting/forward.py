@@ -24,8 +24,6 @@ from torch import nn
 
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
-from xamp.casting.inputs import Lender
-from xamp.casting.loans import take_back_traced
 from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
@@ -35,7 +33,6 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
-from xamp.ground.traced_walk import TracedWalk
 from xamp.scaling.overflow_flag import run_watched
 from xamp.scaling.witness import clear_gradients
 
@@ -269,20 +266,12 @@ class InstanceMethod:
         self.function = function
         self._region = region
         self._module = None if module is None else weakref.ref(module)
-        into, spared = region.input_dtype, region.spared
-        self._lender = None if into is None or not spared else Lender(function, into, spared=spared, bound=True)
-        # The attribute casts its arguments itself where some are spared: only it knows their positions.
-        inside = dataclasses.replace(region, input_dtype=None, spared=()) if self._lender else region
-        self._run = in_noted_region(own_code(_call), dataclasses.replace(inside, lowers=False, watched=False))
+        self._run = in_noted_region(own_code(_call), dataclasses.replace(region, lowers=False, watched=False), function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
         note_call(module if self._region.follows else None)
-        lent, given, lender = None, (args, kwargs), self._lender
-        if lender is not None:
-            lend = lender.lend_traced if torch.compiler.is_compiling() else lender.lend
-            args, kwargs, lent = lend(args, kwargs)
         try:
             if module is not None and self._region.watched:
                 return run_watched(module, self._run, (self.function, *args), kwargs)
@@ -291,11 +280,6 @@ class InstanceMethod:
             if module is not None and self._region.lowers:
                 explain_forward(error, module, (*args, *kwargs.values()))
             raise
-        finally:
-            if isinstance(lent, TracedWalk):
-                take_back_traced(lent)
-            elif lent is not None and lender is not None:
-                lender.take_back(lent, *given)
 
     keep_eager(__call__, inner=False)
 

@@ -25,7 +25,7 @@ __all__ = ["call", "disable_casts", "float_function", "half_function", "is_torch
 
 HALF, FLOAT, PROMOTE = "half", "float", "promote"
 
-needs.ask_for_marks()
+needs.marks = True
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -7,6 +7,7 @@ Whether one has tensors in it is looked up the first time, the second, the fourt
 from __future__ import annotations
 
 import collections
+import gc
 import logging
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from xamp.ground.containers import CASTABLE
-from xamp.ground.forms import ATOMS, attributes_of, items_of, known_form, slots_of, values_in_dict
+from xamp.ground.forms import ATOMS, known_form
 from xamp.ground.log import Once, say
 
 __all__ = ["Unseen", "say_uncopied"]
@@ -29,7 +30,10 @@ _ITERABLE: tuple[type, ...] = (
     type({}.values()),
     type({}.items()),
 )
-"""Types that are not rebuilt, and whose items can be seen without a call into somebody's code."""
+"""Types of Python's own that are not rebuilt."""
+
+_CODE = (types.FunctionType, types.ModuleType, types.GeneratorType, types.CoroutineType)
+"""Types whose objects refer to what a result does not hold."""
 
 _MOST_VALUES, _MOST_TYPES = 1000, 128
 
@@ -113,25 +117,9 @@ def _tensor_in(value: Any, dtypes: Iterable[torch.dtype]) -> torch.Tensor | None
             if each.dtype in dtypes:
                 return each
             continue
-        left.extend(_parts(each))
+        if not isinstance(each, _CODE):
+            left.extend(gc.get_referents(each))
     return None
-
-
-def _parts(value: Any) -> list[Any]:
-    """Return what is in ``value``, of any type."""
-    form = known_form(type(value))
-    if form.name:
-        items = items_of(value, form)
-        return [*(items.values() if isinstance(items, dict) else items or ()), *attributes_of(value, form).values()]
-    if isinstance(value, (types.FunctionType, types.ModuleType)):
-        return []
-    slots = (object.__getattribute__(value, name) for name in slots_of(type(value)) if hasattr(value, name))
-    if isinstance(value, _ITERABLE):
-        if isinstance(value, (collections.ChainMap, types.MappingProxyType)):
-            return [*value.values(), *slots]
-        found: Any = value
-        return [*found, *slots]
-    return [*values_in_dict(value).values(), *slots]
 
 
 _uncopied = Once()

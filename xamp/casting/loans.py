@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from xamp.ground.compiler import keep_eager
-from xamp.ground.forms import Form, attributes_of, drop_attribute, items_of, set_attribute
 from xamp.ground.log import Once, say
-from xamp.ground.traced_walk import TracedCopy, TracedWalk, put_items, same, stored_in, write_attribute
-from xamp.ground.walk import CASTS, COPIES, INSIDE, Walk
+from xamp.ground.walk import CASTS, COPIES, INSIDE, Copied, TracedWalk, Walk
+from xamp.ground.ways import Raw, Traced
 
 __all__ = ["Lent", "prepare_traced", "take_back", "take_back_traced"]
 
@@ -45,14 +44,13 @@ def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:
     for old, new in lent[CASTS]:
         if new._version:
             _guarded(name, said, old, _write_tensor, old, new)
-    home: Walk | None = None
-    for each in lent[COPIES]:
-        if _is_as_it_was(*each[1:]):
-            continue
-        if home is None:
-            homes = {id(new): old for old, new, *_ in (*lent[CASTS], *lent[COPIES])}
-            home = Walk(_stay, homes)
-        _guarded(name, said, each[0], _write_container, *each, home.of)
+    written = [each for each in lent[COPIES] if not _is_as_it_was(each)]
+    if not written:
+        return
+    homes = {id(new): old for old, new in lent[CASTS]}
+    walk = Walk(_stay, {**homes, **{id(each.new): each.old for each in lent[COPIES]}})
+    for each in written:
+        _guarded(name, said, each.old, _write_back, each, Raw, lambda value: walk.of(value)[0])
 
 
 keep_eager(take_back)
@@ -94,73 +92,70 @@ def _stay(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else INSIDE
 
 
-def _same_dict(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
+def _is_as_it_was(each: Copied) -> bool:
+    """Return whether nothing was written into a copy."""
+    new, form, before = each.new, each.form, each.items
+    if before is not None and not _holds_the_same(Raw.items_of(new, form), before):
+        return False
+    return _holds_the_same(Raw.attributes_of(new, form, stored=True), each.attributes)
 
 
-def _is_as_it_was(new: Any, form: Form, before: Any, attributes: dict[str, Any]) -> bool:
-    """Return whether nothing was written into the copy ``new``."""
-    if form.plain:  # its own class cannot have changed what it does
-        if form.name == "dict":
-            return _same_dict(new, before)
-        return len(new) == len(before) and all(map(is_, new, before))
-    if before is not None:
-        items = items_of(new, form)
-        if form.name == "dict":
-            if not _same_dict(items, before):
-                return False
-        elif len(items) != len(before) or not all(map(is_, items, before)):
-            return False
-    return _same_dict(attributes_of(new, form, stored=True), attributes)
+def _holds_the_same(one: Any, other: Any) -> bool:
+    """Return whether two lists or dicts have the same objects in them."""
+    if len(one) != len(other) or not all(map(is_, one, other)):
+        return False
+    return isinstance(one, list) or all(map(is_, one.values(), other.values()))
 
 
-def _write_container(
-    old: Any, new: Any, form: Form, before: Any, attributes: dict[str, Any], home: Callable[[Any], Any]
-) -> None:
-    """Do to ``old`` what was done to its copy; ``home`` gives the original of what was cast or copied.
+def _write_back(each: Copied, ways: type[Raw], home: Callable[[Any], Any]) -> None:
+    """Do to a container what was done to its copy.
 
     Args:
-        old: the caller's container.
-        new: its copy.
-        form: of both.
-        before: the items that the copy had at first.
-        attributes: the attributes that it had.
-        home: see above.
+        each: both.
+        ways: how they are read and written.
+        home: gives the original of what was cast or copied.
     """
+    old, new, form = each.old, each.new, each.form
     if form.name == "list":
-        _write_list(old, items_of(new, form), before, home)
-    elif before is not None:
-        _write_dict(old, items_of(new, form), before, form, home)
-    after = attributes_of(new, form, stored=True)
-    for name in attributes.keys() - after.keys():
-        drop_attribute(old, form, name)
+        _write_list(old, ways.items_of(new, form), each.items, ways, home)
+    elif form.name == "dict":
+        _write_dict(each, ways.items_of(new, form), ways, home)
+    before, after = each.attributes, ways.attributes_of(new, form, stored=True)
+    for name in before:
+        if name not in after:
+            ways.drop_attribute(old, form, name)
     for name, item in after.items():
-        if name not in attributes or attributes[name] is not item:
-            set_attribute(old, form, name, home(item))
+        if name not in before or not ways.same(before[name], item):
+            ways.set_attribute(old, form, name, home(item))
 
 
-def _write_list(old: list[Any], after: list[Any], before: list[Any], home: Callable[[Any], Any]) -> None:
+def _write_list(
+    old: list[Any], after: list[Any], before: list[Any], ways: type[Raw], home: Callable[[Any], Any]
+) -> None:
     size = len(before)
-    if len(after) >= size and all(map(is_, after, before)):  # appended only: what others appended meanwhile stays
-        list.extend(old, map(home, after[size:]))
-    else:
-        list.__setitem__(old, slice(None), map(home, after))
+    stays = len(after) >= size
+    for at, item in enumerate(before):
+        stays = stays and ways.same(item, after[at])
+    if not stays:
+        ways.put_list(old, [home(item) for item in after])
+    elif len(after) > size:  # appended only: what others appended meanwhile stays
+        ways.put_list(old, [home(item) for item in after[size:]], after=True)
 
 
-def _write_dict(old: Any, after: Any, before: Any, form: Form, home: Callable[[Any], Any]) -> None:
-    put, drop = form.base.__setitem__, form.base.__delitem__
-    held = items_of(old, form)
+def _write_dict(each: Copied, after: dict[Any, Any], ways: type[Raw], home: Callable[[Any], Any]) -> None:
+    old, form, before = each.old, each.form, each.items
+    held = ways.items_of(old, form)
     for key in before:
         if key not in after and key in held:
-            drop(old, key)
-    for key, item in after.items():
-        if key not in before or before[key] is not item:
-            put(old, key, home(item))
-    held = items_of(old, form)
-    if held.keys() == after.keys() and not all(map(is_, held, after)):  # it was put in another order
+            ways.drop_item(old, form, key)
+    changed = {k: home(item) for k, item in after.items() if k not in before or not ways.same(before[k], item)}
+    ways.put_items(old, form, changed)
+    held = ways.items_of(old, form)
+    order = [key for key in held if key in after]
+    if len(order) == len(held) == len(after) and order != list(after):  # it was put in another order
         for key in after:
-            drop(old, key)
-            put(old, key, held[key])
+            ways.drop_item(old, form, key)
+            ways.put_items(old, form, {key: held[key]})
 
 
 # ---------------------------------------------------------------- in code that the compiler traces
@@ -191,49 +186,23 @@ prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 
 def take_back_traced(walk: TracedWalk) -> None:
     """Do what :func:`take_back` does, in code that the compiler traces."""
-    for old, new, argument in walk.tensors:
-        _write_in_graph(old, new, argument)
-    for each in walk.copied:
-        _take_back_copy(each, walk)
-
-
-def _home(value: Any, walk: TracedWalk) -> Any:
-    """Return ``value`` with the originals of copies and casts in their places."""
 
     def leaf(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            for old, new, _ in walk.tensors:
+            for old, new, _ in walk.casts:
                 if new is item:
                     return old
             return item
         if not isinstance(item, tuple):
-            for each in walk.copied:
+            for each in walk.copies:
                 if each.new is item:
                     return each.old
         return INSIDE
 
-    return TracedWalk(leaf).run(value)
+    def home(value: Any) -> Any:
+        return TracedWalk(leaf).run(value)
 
-
-def _take_back_copy(each: TracedCopy, walk: TracedWalk) -> None:
-    old, new, before = each.old, each.new, each.items
-    if each.form == "list":
-        if not same(tuple(new), tuple(before)):
-            old[:] = [_home(item, walk) for item in new]
-    elif each.form == "dict":
-        for key in before:
-            if key not in new:
-                old.pop(key)
-        items = dict.items(new)  # its class may give other ones
-        put_items(old, {k: _home(v, walk) for k, v in items if k not in before or not same(before[k], v)})
-        order = [key for key, _ in dict.items(new)]
-        if [key for key, _ in dict.items(old)] != order:
-            for key in order:
-                put_items(old, {key: old.pop(key)})
-    after = stored_in(new, each.form)
-    for name in each.attributes:
-        if name not in after:
-            delattr(old, name)
-    for name, item in after.items():
-        if name not in each.attributes or not same(each.attributes[name], item):
-            write_attribute(old, name, _home(item, walk))
+    for old, new, argument in walk.casts:
+        _write_in_graph(old, new, argument)
+    for each in walk.copies:
+        _write_back(each, Traced, home)

@@ -25,14 +25,13 @@ from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
 from xamp.errors import BackendUnavailable
 from xamp.ground import followers
-from xamp.ground.caster import Caster
 from xamp.ground.compiler import keep_eager, own_code
-from xamp.ground.containers import cast_floats, leaf_of
+from xamp.ground.containers import cast_floats, leaf_of, result_caster
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autocast import is_autocast_enabled
 from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_attributes
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
-from xamp.ground.traced_walk import TracedWalk
+from xamp.ground.walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
 from xamp.scaling.overflow_flag import watched
@@ -129,12 +128,22 @@ def is_framed(region: Region) -> bool:
     return region.follows or is_running()
 
 
-def in_noted_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`."""
-    return _wrapped(function, region, notes=False)
+def in_noted_region(
+    function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`.
+
+    Args:
+        function: the method.
+        region: where it runs.
+        called: what ``function`` calls with the same arguments but ``self``; it tells their names. None: itself.
+    """
+    return _wrapped(function, region, called, notes=False)
 
 
-def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Callable[..., Any]:
+def _wrapped(
+    function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None, *, notes: bool
+) -> Callable[..., Any]:
     """Wrap ``function(self, ...)`` so that it runs in ``region`` and, with ``notes``, notes the DDP that runs it."""
     device, on = region.device_type, region.autocast_dtype is not None
     mark = region.mark
@@ -144,12 +153,13 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
     cast, apart, lowers = region.cast, region.apart, region.lowers
     run_traced = own_code(active.run_traced)
 
-    lender = None if into is None else Lender(function, into, cast, region.spared)
+    named, bound = function if called is None else called, called is not None
+    lender = None if into is None else Lender(named, into, cast, region.spared, bound=bound)
     lend, lend_traced, take_back = (
         (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
     )
     unseen = Unseen(getattr(function, "__qualname__", type(function).__name__), out_of)
-    results = Caster(out_of, cast, unseen)
+    cast_result = result_caster(out_of, cast, unseen)
     result_leaf, see_type = None if out_of is None else leaf_of(cast, out_of), unseen.of_type
     ddp = ddp_attributes
 
@@ -190,7 +200,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
             note_wrapper()
         if not apart or (not on and not is_enabled(device) and not needs.replaced_outside):
             try:
-                return results.cast(function(self, *args, **kwargs))
+                return cast_result(function(self, *args, **kwargs))
             except Exception as error:
                 if lowers:
                     explain_forward(error, self, (*args, *kwargs.values()))
@@ -201,7 +211,7 @@ def _wrapped(function: Callable[..., Any], region: Region, notes: bool) -> Calla
         entered = None
         try:
             entered = enter(mark, number())
-            return results.cast(function(self, *args, **kwargs))
+            return cast_result(function(self, *args, **kwargs))
         except Exception as error:
             if lowers:
                 explain_forward(error, self, (*args, *kwargs.values()))

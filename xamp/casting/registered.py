@@ -146,7 +146,7 @@ def _register(kind: str, module: Any, name: str) -> None:
                 f"{request}: it cannot be replaced there: {error}. Register it where you call it."
             ) from error
         _registered[id(module), name] = record
-        needs.set_registered(True)
+        needs.registered = True
         recompute.watch()
 
 
@@ -172,7 +172,7 @@ def _unregister_all() -> None:
         while _registered:
             _, record = _registered.popitem()
             record.remove()
-        needs.set_registered(False)
+        needs.registered = False
 
 
 # ---------------------------------------------------------------- wrappers
@@ -237,4 +237,4 @@ def _correct_trace_rules() -> None:
             table.setdefault(record.function, rule)
 
 
-needs.call_when_tracing(_correct_trace_rules)
+needs.when_tracing.append(_correct_trace_rules)

@@ -14,9 +14,8 @@ from xamp.contract import Backend, Capabilities
 from xamp.ground.kernels import missing
 from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
-from xamp.registry.device_trial import defect_of
 from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
-from xamp.registry.kernel_trials import KERNELS
+from xamp.registry.trials import KERNELS, defect_of
 from xamp.scaling.fused import is_right
 
 __all__ = ["find_gaps", "find_mismatches"]

@@ -2,7 +2,7 @@
 
 No device has all of them in every dtype: torch's CUDA kernel that unscales gradients has no bfloat16, and a vendor's
 device may have no operators on lists at all. Which are missing is not listed here. The device is asked when its backend
-is probed (:mod:`xamp.registry.kernel_trials`), and :func:`note` keeps what it lacks. A function below calls torch's
+is probed (:mod:`xamp.registry.trials`), and :func:`note` keeps what it lacks. A function below calls torch's
 operator where the device has it in the dtypes of its arguments, else operators on single tensors with the same results.
 No function waits for the device, and all of them can stand in a graph.
 """

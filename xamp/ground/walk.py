@@ -1,32 +1,24 @@
 """One pass over a value, in which some of what is in it is put in the place of other: tensors by their casts.
 
 What changes in nothing stays the same object. A container in which something changes is copied
-(:mod:`xamp.ground.forms`) and never written to. What is one object in the value is one object in the copy, and a
-container may hold itself. The compiler cannot trace this; :mod:`xamp.ground.traced_walk` is what it traces.
+(:mod:`xamp.ground.ways`) and never written to. What is one object in the value is one object in the copy, and a
+container may hold itself. The compiler traces :class:`TracedWalk`, which differs in how it finds again what was copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from xamp.errors import StateError
 from xamp.ground.compiler import keep_eager
-from xamp.ground.forms import (
-    ATOMS,
-    Form,
-    attributes_of,
-    fill,
-    items_of,
-    known_form,
-    make_shell,
-    make_tuple,
-    set_attribute,
-)
+from xamp.ground.forms import ATOMS, Form, known_form
+from xamp.ground.torch_features import compares_containers
+from xamp.ground.ways import Raw, Traced, make_shell
 
-__all__ = ["ATOM_KINDS", "CASTS", "COPIES", "INSIDE", "OPEN", "Copied", "Leaf", "Walk", "WithinItself", "refuse_proxy"]
+__all__ = ["CASTS", "COPIES", "INSIDE", "Copied", "Leaf", "TracedWalk", "Walk"]
 
 INSIDE = "look inside"
 """What a :data:`Leaf` returns for a value that it has no answer for: what is in it is looked at."""
@@ -34,38 +26,30 @@ INSIDE = "look inside"
 Leaf = Callable[[Any], Any]
 """Gives what is to stand in the place of a value, which may be the value itself, or :data:`INSIDE`."""
 
-ATOM_KINDS = frozenset(ATOMS)
-
-OPEN = object()
-"""What :attr:`Walk.made` has of a container that is being looked into."""
-
-_MISSING = object()
+_MISSING, _OPEN = object(), object()  # the latter is what is made of a container that is being looked into
 
 CASTS, COPIES = 0, 1
 """The keys of :attr:`Walk.made`, which are no ids, under which a walk that notes has lists of what it cast, with the
 casts, and of the mutable containers that it copied, as :class:`Copied`."""
 
 
-class WithinItself(Exception):
-    """A container was found in itself that the walk did not begin with, so that it cannot fill its copy."""
-
-
-class Copied(NamedTuple):
-    """A container that was copied, and what was in the copy at first. A plain tuple may stand for it.
+class Copied:
+    """A container that was copied, and what was in the copy at first.
 
     Attributes:
         old: the container.
         new: its copy.
         form: of both.
-        items: of the copy, a list or dict; None for an object.
+        items: of the copy, a list or dict; None for a tuple or an object.
         attributes: of the copy, as it stores them.
     """
 
-    old: Any
-    new: Any
-    form: Form
-    items: Any
-    attributes: dict[str, Any]
+    def __init__(self, old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> None:
+        self.old = old
+        self.new = new
+        self.form = form
+        self.items: Any = None if form.name == "tuple" else ways.items_of(new, form)
+        self.attributes = ways.attributes_of(new, form, stored=True)
 
 
 class Walk:
@@ -79,18 +63,17 @@ class Walk:
     Attributes:
         changed: something was put in the place of something else.
         made: what is put in the place of each value, by its id; a container that stays is its own.
-        seen: the values that ``made`` has, so that their ids stay theirs.
         left: objects of types that are not looked into, and containers that cannot be copied.
+        ways: how containers are read and made.
     """
 
-    __slots__ = ("_begun", "_leaf", "_notes", "changed", "left", "made", "seen")
+    ways: type[Raw] = Raw
 
     def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, notes: bool = False) -> None:
         self._leaf, self._notes = leaf, notes
         self.changed = False
-        self._begun: set[int] = set()
         self.made: dict[int, Any] = ({CASTS: [], COPIES: []} if notes else {}) if made is None else made
-        self.seen: list[Any] = []
+        self._seen: list[Any] = []  # what ``made`` has, so that the ids stay theirs
         self.left: list[Any] = []
 
     def run(self, value: Any) -> Any:
@@ -98,103 +81,164 @@ class Walk:
 
         Raises:
             StateError: ``value`` holds a ``torch.fx`` proxy: the traced graph would not contain the policy.
-            WithinItself: ``value`` holds a container that ``made`` says is being looked into.
         """
-        found = self.of(value)
+        found, _ = self.of(value)
         return found if self.changed else value
 
     keep_eager(run)
 
-    def of(self, value: Any) -> Any:
-        """Return what is put in the place of ``value``, as :meth:`run` does, for a part of a value."""
-        kind = type(value)
-        if kind in ATOM_KINDS:
-            return value
-        key = id(value)
-        found = self.made.get(key, _MISSING)
-        if found is OPEN:
-            found = self._within_itself(value)
-        if found is not _MISSING:
+    def of(self, value: Any) -> tuple[Any, bool]:
+        """Return what is put in the place of ``value``, a part of a value, and whether that is something else."""
+        if isinstance(value, ATOMS):
+            return value, False
+        found = self._found(value)
+        if found is not None:
             return found
         new = self._leaf(value)
         if new is INSIDE:
-            form = known_form(kind)
-            new = self._look_inside(value, form) if form.name else self._leave(value)
-        elif new is value:
-            return value
-        else:
-            self.changed = True
-            if self._notes and isinstance(value, torch.Tensor):
-                self.made[CASTS].append((value, new))
-        self.made[key] = new
-        self.seen.append(value)
-        return new
+            form = known_form(type(value))
+            if form.name:
+                return self._look_inside(value, form)
+            _refuse_proxy(value)
+            self._leave(value)
+            return value, False
+        if new is value:
+            return value, False
+        self.changed = True
+        self._keep(value, new)
+        if isinstance(value, torch.Tensor):
+            self._note_cast(value, new)
+        return new, True
 
-    def _leave(self, value: Any) -> Any:
-        refuse_proxy(value)
-        if not isinstance(value, ATOMS):
-            self.left.append(value)
-        return value
+    def _found(self, value: Any) -> tuple[Any, bool] | None:
+        """Return what was found before for ``value``, if it was."""
+        new = self.made.get(id(value), _MISSING)
+        if new is _MISSING:
+            return None
+        if new is _OPEN:  # it is in itself: it is filled later
+            form = known_form(type(value))
+            if form.base is tuple:
+                self._leave(value)
+                return value, False
+            new = self.made[id(value)] = make_shell(value, form)
+        return new, new is not value
 
-    def _within_itself(self, value: Any) -> Any:
-        """Return what is put in the place of a container that is found in itself; it is filled later."""
-        if id(value) not in self._begun:
-            raise WithinItself
-        form = known_form(type(value))
-        if form.name in ("tuple", "struct"):
-            self.left.append(value)
-            return value
-        shell = self.made[id(value)] = make_shell(value, form)
-        return shell
+    def _keep(self, value: Any, new: Any) -> None:
+        self.made[id(value)] = new
+        self._seen.append(value)
 
-    def _look_inside(self, value: Any, form: Form) -> Any:
-        key, of = id(value), self.of
-        self.made[key] = OPEN
-        self._begun.add(key)
-        before = items_of(value, form)
-        items: Any = None
-        same = True
-        if before is not None:
-            items = (
-                {k: of(item) for k, item in before.items()} if form.name == "dict" else [of(item) for item in before]
-            )
-            same = all(new is old for new, old in zip(_values(items), _values(before), strict=True))
+    def _leave(self, value: Any) -> None:
+        self.left.append(value)
+
+    def _note_cast(self, value: Any, new: Any) -> None:
+        if self._notes:
+            self.made[CASTS].append((value, new))
+
+    def _look_inside(self, value: Any, form: Form) -> tuple[Any, bool]:
+        self._keep(value, _OPEN)
+        items, attributes, changed = self._parts(value, form)
+        begun = self.made[id(value)]
+        new = value
+        if changed or begun is not _OPEN:
+            try:
+                new = self.ways.copy_of(value, form, items, attributes, None if begun is _OPEN else begun)
+                if self._notes and (form.base is not tuple or not form.plain):  # else nobody writes into it
+                    self.made[COPIES].append(Copied(value, new, form))
+            except Exception:  # it is a class of somebody's that refuses
+                self._leave(value)
+        self.made[id(value)] = new
+        return new, new is not value
+
+    def _parts(self, value: Any, form: Form) -> tuple[Any, dict[str, Any], bool]:
+        """Return the items and the attributes for a copy, of the latter those that change, and whether any does."""
+        before, changed = self.ways.items_of(value, form), False
+        items: Any = before
+        if form.name == "dict":
+            items = {}
+            for key, item in before.items():
+                items[key], other = self.of(item)
+                changed = changed or other
+        elif before is not None:
+            items = []
+            for item in before:
+                new, other = self.of(item)
+                items.append(new)
+                changed = changed or other
         attributes = {}
-        if not form.plain:
-            for name, item in attributes_of(value, form).items():
-                if (new := of(item)) is not item:
-                    attributes[name] = new
-        shell = self.made[key]
-        if same and not attributes and shell is OPEN:
-            return value
-        try:
-            return self._copy(value, form, items, attributes, None if shell is OPEN else shell)
-        except Exception:  # it is a class of somebody's that refuses
-            self.left.append(value)
-            return value
-
-    def _copy(self, value: Any, form: Form, items: Any, attributes: dict[str, Any], made: Any) -> Any:
-        """Return a copy of ``value``, or ``made`` if it was begun, with these items, and these attributes changed."""
-        if form.name in ("tuple", "struct"):
-            made = make_tuple(value, form, items)
-        elif form.plain and made is None and not self._notes:
-            return items
-        else:
-            made = make_shell(value, form) if made is None else made
-            fill(made, form, items)
-        for name, item in attributes.items():
-            set_attribute(made, form, name, item)
-        if self._notes and not (form.plain and form.base is tuple):
-            held = None if form.base is tuple else items
-            self.made[COPIES].append(Copied(value, made, form, held, attributes_of(made, form, stored=True)))
-        return made
+        for name, item in self.ways.attributes_of(value, form).items():
+            new, other = self.of(item)
+            if other:
+                attributes[name] = new
+                changed = True
+        return items, attributes, changed
 
 
-def _values(items: Any) -> Any:
-    return items.values() if isinstance(items, dict) else items
+class TracedWalk(Walk):
+    """A pass in code that the compiler traces.
+
+    The compiler knows no ids of containers, so what was copied is looked up in a list, and no tuple, which it cannot
+    tell from another one.
+
+    Args:
+        leaf: what is to be put in the place of which value.
+        left: called with the type of an object that is not looked into.
+        is_result: nothing is written back into what is copied, so a container that stands twice may be copied twice
+            where the compiler cannot tell.
+
+    Attributes:
+        casts: the tensors that were cast, each with its cast and with the name of the argument that holds it.
+        copies: the mutable containers that were copied.
+    """
+
+    ways = Traced
+
+    def __init__(self, leaf: Leaf, left: Callable[[type], object] | None = None, *, is_result: bool = False) -> None:
+        self._leaf = leaf
+        self._left = left
+        self._finds_again = not is_result or compares_containers()
+        self.changed = False
+        self.copies: list[Copied] = []
+        self.casts: list[tuple[Any, Any, str]] = []
+        self._argument = ""
+
+    def run(self, value: Any, argument: str = "") -> Any:
+        """Return ``value``, an argument of this name, with what the leaves say in the places of what is in it."""
+        self._argument = argument
+        return self.of(value)[0]
+
+    def _found(self, value: Any) -> tuple[Any, bool] | None:
+        if isinstance(value, torch.Tensor):
+            for old, new, _ in self.casts:
+                if old is value:
+                    return new, True
+        return None
+
+    def _keep(self, value: Any, new: Any) -> None:
+        pass
+
+    def _leave(self, value: Any) -> None:
+        if self._left is not None:
+            self._left(type(value))
+
+    def _note_cast(self, value: Any, new: Any) -> None:
+        self.casts.append((value, new, self._argument))
+
+    def _look_inside(self, value: Any, form: Form) -> tuple[Any, bool]:
+        mutable = form.name not in ("tuple", "struct")
+        if mutable and self._finds_again:
+            for each in self.copies:
+                if each.old is value:
+                    return each.new, True
+        items, attributes, changed = self._parts(value, form)
+        if not changed:
+            return value, False
+        new = self.ways.copy_of(value, form, items, attributes)
+        if mutable:
+            self.copies.append(Copied(value, new, form, self.ways))
+        return new, True
 
 
-def refuse_proxy(value: Any) -> None:
+def _refuse_proxy(value: Any) -> None:
     """Refuse a ``torch.fx`` proxy.
 
     Raises:

@@ -17,10 +17,10 @@ from xamp.errors import PolicyError
 from xamp.ground.shown import shown
 from xamp.ground.version import __version__
 from xamp.registry.causes import one_line
-from xamp.registry.spellings import RESERVED
 
 __all__ = [
     "PLUGINS_VARIABLE",
+    "SPELLINGS",
     "EntryPoint",
     "PluginSpec",
     "allowed_points",
@@ -32,6 +32,12 @@ __all__ = [
 
 PLUGINS_VARIABLE = "XAMP_PLUGINS"
 """The variable that says which plugins are read: ``none``, or names of entry points; unset or empty: all."""
+
+SPELLINGS = {"apex": "apex"}
+"""Names that ``backend=`` and ``XAMP_BACKEND`` accept although no backend is registered under them, each with the op
+policy that it stands for. The backend is that of the model's device, shown under this name."""
+
+_RESERVED = frozenset({"auto", *SPELLINGS})  # names that a spec must not have, in lower case
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")
@@ -78,8 +84,8 @@ def check_spec(spec: object, call: str) -> BackendSpec:
     name, types, target, priority, masks, causes, ledger, emulations = (getattr(spec, field) for field in fields)
     hint, tested = (getattr(spec, field) for field in ("install_hint", "tested"))
     problem = ""
-    if not _matches(_NAME, name) or name.lower() in RESERVED:
-        reserved = " or ".join(f'"{word}"' for word in sorted(RESERVED, reverse=True))
+    if not _matches(_NAME, name) or name.lower() in _RESERVED:
+        reserved = " or ".join(f'"{word}"' for word in sorted(_RESERVED, reverse=True))
         problem = f'name={shown(name)} must be letters, digits and "_.-", begin with a letter, and not be {reserved}'
     elif not isinstance(types, tuple) or not types or not all(_matches(_DEVICE_TYPE, kind) for kind in types):
         problem = f'device_types={shown(types)} must be a non-empty tuple of torch device types, such as ("cpu",)'

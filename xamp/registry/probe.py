@@ -134,7 +134,7 @@ def _ask_kernels(backend: Backend, can: Capabilities) -> None:
     import torch
 
     from xamp.ground import kernels
-    from xamp.registry.kernel_trials import ask_once
+    from xamp.registry.trials import ask_once
 
     if type(backend).plain is not Backend.plain:
         kernels.note_formats(backend.device_type, backend.plain)

@@ -25,9 +25,8 @@ from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.shown import shown
 from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, as_text, find_torch
-from xamp.registry.plugins import PluginSpec, check_spec, read_entry_points
+from xamp.registry.plugins import SPELLINGS, PluginSpec, check_spec, read_entry_points
 from xamp.registry.probe import Failed, Ready, start
-from xamp.registry.spellings import SPELLINGS
 
 __all__ = [
     "BACKEND_VARIABLE",

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.registry.causes import may_pass, one_line
-from xamp.registry.trial_state import as_in_a_new_process
+from xamp.registry.trials import as_in_a_new_process
 from xamp.scaling.ranks import is_dtensor
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from xamp.contract import Backend
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
-from xamp.registry.spellings import SPELLINGS
+from xamp.registry.plugins import SPELLINGS
 from xamp.scaling import ddp as ddps
 from xamp.scaling.engine import Engine
 from xamp.scaling.fsdp import is_sharded, sharded_params

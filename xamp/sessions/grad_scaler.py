@@ -402,6 +402,10 @@ class GradScaler(TorchGradScaler):
         """The type of the device, to which torch compares that of a new scale."""
         return device_in_use.device_type() if self._engine is None else self._engine.device.type
 
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        scaler = self._require(funcname).scaler
+        return scaler.factor, scaler.growth_tracker
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:

@@ -27,7 +27,7 @@ from xamp.ground.log import say
 from xamp.ground.shown import shown
 from xamp.policy import LEVELS, WHY_BEST, Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
-from xamp.registry.spellings import SPELLINGS
+from xamp.registry.plugins import SPELLINGS
 from xamp.scaling import ddp
 from xamp.scaling.engine import Engine
 from xamp.sessions import checks

@@ -12,7 +12,7 @@ from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.doctor import trial
 from xamp.doctor.trial import find_mismatches
 from xamp.policy import LEVELS
-from xamp.registry import device_trial
+from xamp.registry import trials
 from xamp.registry.findings import DEFECT, WARNING
 
 CPU = torch.device("cpu")
@@ -121,8 +121,8 @@ def test_every_dtype_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chip_that_saturates_is_not_asked_to_keep_an_inf(monkeypatch: pytest.MonkeyPatch) -> None:
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda *args, **kwargs: full(*args, **kwargs).clamp(-65504, 65504))
-    assert "the device saturates" in device_trial.defect_of(CPU, "float16")
-    assert device_trial.defect_of(CPU, "float16", keeps_inf=False) == ""
+    assert "the device saturates" in trials.defect_of(CPU, "float16")
+    assert trials.defect_of(CPU, "float16", keeps_inf=False) == ""
 
 
 # --- unscaling

@@ -42,8 +42,7 @@ from managed_models import start
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
-from xamp.ground.caster import Caster
-from xamp.ground.containers import cast_floats
+from xamp.ground.containers import cast_floats, result_caster
 
 HALF, FP32 = torch.float16, torch.float32
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,10 +54,10 @@ class Cast(Protocol):
 
 def cast_by_type(value: Any, dtype: torch.dtype) -> Any:
     """The cast of eager forwards, as :func:`cast_floats` is called."""
-    return BY_TYPE[dtype].cast(value)
+    return BY_TYPE[dtype](value)
 
 
-BY_TYPE = {dtype: Caster(dtype) for dtype in CASTABLE}
+BY_TYPE = {dtype: result_caster(dtype) for dtype in CASTABLE}
 both = pytest.mark.parametrize("cast", [cast_floats, cast_by_type])
 
 
@@ -277,19 +276,19 @@ def test_a_batch_goes_in_lowered_and_comes_out_fp32_in_the_same_containers(level
 
 def test_types_may_come_in_any_order() -> None:
     for first, second in itertools.product(MAKERS, repeat=2):
-        caster = Caster(HALF)
+        caster = result_caster(HALF)
         for name in (first, second, second, first):
             given = MAKERS[name](floats())
-            result, expected = caster.cast(given), cast_floats(given, HALF)
+            result, expected = caster(given), cast_floats(given, HALF)
             assert shape(result) == shape(expected), (first, second)
             assert [str(leaf) for leaf in leaves(result)] == [str(leaf) for leaf in leaves(expected)], (first, second)
 
 
 def test_a_class_made_in_each_forward_is_not_kept() -> None:
-    caster, classes = Caster(FP32), []
+    caster, classes = result_caster(FP32), []
     for _ in range(300):
         made = dataclasses.make_dataclass("Made", ["x"])
-        assert caster.cast(made(floats().half())).x.dtype == FP32
+        assert caster(made(floats().half())).x.dtype == FP32
         classes.append(weakref.ref(made))
         del made
     gc.collect()

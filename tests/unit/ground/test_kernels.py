@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xamp
 from xamp.ground import kernels
 from xamp.ground.torch_private import operators
-from xamp.registry.device_trial import defect_of
-from xamp.registry.kernel_trials import KERNELS, ask_kernels
+from xamp.registry.trials import KERNELS, ask_kernels, defect_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from xamp.doctor.trial import find_mismatches
 from xamp.errors import StateError
 from xamp.policy import LEVELS
 from xamp.registry import registry
-from xamp.registry.device_trial import defect_of
+from xamp.registry.trials import defect_of
 from xamp.scaling import fused
 
 CPU = torch.device("cpu")

@@ -91,7 +91,8 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
                 dispatch.put_kernel(library, overload, _entry(overload, own, device_type), key, with_keyset=True)
         digest = hashlib.sha256(repr((__version__, sorted(op_rules.items()))).encode()).hexdigest()[:12]
         cache_keys.put(f"{device_type}dtype", digest)
-        needs.add_own_dtypes(device_type, found.values())
+        needs.own_dtypes = {**needs.own_dtypes, device_type: frozenset(found.values())}
+        needs.marks = True
         recompute.watch()
         _added[device_type] = lacked, library  # last: after an interrupt before, all is done again
 

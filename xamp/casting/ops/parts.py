@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from xamp.casting.ops.table import RULES, Rule
-from xamp.ground.caster import TO
+from xamp.ground.containers import TO
 from xamp.ground.torch_private import dispatch
 
 __all__ = [

@@ -45,8 +45,8 @@ from xamp.casting.ops.table import LAYERS, RULES
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.ground import cache_keys
-from xamp.ground.caster import TO
 from xamp.ground.compiler import keep_eager
+from xamp.ground.containers import TO
 from xamp.ground.torch_private import dispatch
 from xamp.ground.torch_private.autocast import get_autocast_dtype
 from xamp.ground.version import __version__
@@ -127,9 +127,9 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
                 make = _passing_entry if passes else _entry
                 dispatch.put_kernel(library, overload, make(overload, native, device_type), key, passes)
         if missing:
-            needs.add_extended(device_type)
+            needs.extended |= {device_type}
             _tag_caches(device_type, missing)
-        needs.ask_for_marks()
+        needs.marks = True
         recompute.watch()
         _added[device_type] = missing, library  # last: after an interrupt before, all is done again
 
