@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xamp import accel, apex, debug
+    from xamp.averages import ema
     from xamp.casting.autocast import autocast
     from xamp.casting.custom_function import custom_bwd, custom_fwd
     from xamp.casting.exact_fp32 import exact_fp32
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from xamp.ground.version import __version__
     from xamp.registry.device_in_use import device, device_type, distributed_backend, is_available
     from xamp.registry.registry import available_backends, register_backend
-    from xamp.sessions.averages import ema
     from xamp.sessions.clipping import clip_grad_norm_, clip_grad_value_, master_params
     from xamp.sessions.grad_scaler import GradScaler
     from xamp.sessions.initialize import initialize
@@ -56,7 +56,7 @@ _HOMES = {
     "debug.recorder": ("trace",),
     "casting.exact_fp32": ("exact_fp32",),
     "casting.functions": ("disable_casts", "float_function", "half_function", "promote_function"),
-    "sessions.averages": ("ema",),
+    "averages": ("ema",),
     "sessions.clipping": ("clip_grad_norm_", "clip_grad_value_", "master_params"),
     "sessions.grad_scaler": ("GradScaler",),
     "sessions.initialize": ("initialize",),

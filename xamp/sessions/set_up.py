@@ -30,7 +30,7 @@ from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
-from xamp.sessions.averages import serve_averaged_models
+from xamp.sessions.averaged_models import serve_averaged_models
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.sharding import serve_torch_states

@@ -178,11 +178,11 @@ MADE_BY_XAMP = ("Average", "NonFinite", "Session", "StepOutcome")
 def public_callables() -> Iterator[tuple[str, Any]]:
     """What users may call, by the name that they know: functions, classes, and the methods of classes."""
     from xamp import backend_kit, contract, debug, testing
-    from xamp.sessions.averages import Average
+    from xamp.averages import Average
     from xamp.sessions.session import Session
 
     found = [(f"xamp.{name}", getattr(xamp, name)) for name in xamp.__all__]
-    found += [("xamp.sessions.session.Session", Session), ("xamp.sessions.averages.Average", Average)]
+    found += [("xamp.sessions.session.Session", Session), ("xamp.averages.Average", Average)]
     for module in (backend_kit, contract, debug, testing):
         found += [(f"{module.__name__}.{name}", getattr(module, name)) for name in module.__all__]
     for name, each in found:

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adam
 
 import xamp
+from xamp import averages
+from xamp.averages import was_skipped
 from xamp.errors import CheckpointError, PolicyError, StateError
-from xamp.sessions import averages
-from xamp.sessions.averages import was_skipped
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 all_levels = pytest.mark.parametrize("level", LEVELS)

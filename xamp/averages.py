@@ -1,28 +1,20 @@
-"""Averages of weights: ``ema``, and torch's ``AveragedModel`` of a model whose parameters are cast.
+"""``xamp.ema``: an average of weights, fp32 at every level.
 
-``ema`` is fp32 at every level. It reads the fp32 masters where a parameter was lowered, and the parameter itself
-elsewhere. It finds them anew at each update, by qualified name in the model without its wrappers. So it does not matter
-whether ``initialize``, a wrapper or ``torch.compile`` came before it or after it.
-
-``AveragedModel`` averages tensor by tensor. Made before ``initialize``, it is fp32 and meets lowered parameters: an
-error about dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of
-lowered parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is given the
-exact values.
+It reads the fp32 masters where a parameter was lowered, and the parameter itself elsewhere. It finds them anew at each
+update, by qualified name in the model without its wrappers. So it does not matter whether ``initialize``, a wrapper or
+``torch.compile`` came before it or after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from xamp.casting.forward import forget_policy, is_under_policy
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
 from xamp.scaling import fsdp, masters, ranks, unscale
@@ -31,7 +23,7 @@ from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import find_session, session
 
-__all__ = ["Average", "ema", "serve_averaged_models", "was_skipped"]
+__all__ = ["Average", "ema", "was_skipped"]
 
 _FORMAT, _SCHEMA = "xamp.ema", 1
 _BUFFERS = ("copy", "average", "leave")
@@ -368,69 +360,6 @@ def _read(state: object) -> tuple[int, Mapping[str, torch.Tensor]]:
         if not isinstance(tensor, torch.Tensor):
             raise _misfit(f"state['weights'][{name!r}] is a {type(tensor).__name__}, and must be a tensor")
     return updates, weights
-
-
-class _Exact:
-    """Stands for a managed model: the same tensors in the same order, each with its exact values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return (masters.exact(param) for param in self._model.parameters())
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        return (masters.exact(buffer) for buffer in self._model.buffers())
-
-
-def serve_averaged_models() -> None:
-    """Wrap the two methods of ``AveragedModel`` that take a model. They stay wrapped."""
-    if not hasattr(AveragedModel.update_parameters, "_xamp_serves"):
-        AveragedModel.__init__ = _making(AveragedModel.__init__)  # type: ignore[method-assign]
-        AveragedModel.update_parameters = _serving(AveragedModel.update_parameters)  # type: ignore[method-assign,assignment]
-
-
-def _making(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        init(self, model, *args, **kwargs)
-        if any(masters.is_lowered(param) for param in model.parameters()):
-            _make_fp32(self.module, model)
-            for copied, source in _pairs(self.module, model):
-                copied.detach().copy_(masters.exact(source))
-
-    return __init__
-
-
-def _serving(update: Callable[[AveragedModel, Any], None]) -> Callable[[AveragedModel, nn.Module], None]:
-    @functools.wraps(update)
-    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        if not any(masters.is_lowered(param) for param in model.parameters()):
-            return update(self, model)
-        _make_fp32(self.module, model)  # it may come out of a file as a 16-bit copy
-        return update(self, _Exact(model))
-
-    update_parameters._xamp_serves = True  # type: ignore[attr-defined]
-    return update_parameters
-
-
-def _make_fp32(average: nn.Module, model: nn.Module) -> None:
-    """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones."""
-    for copied, _ in _pairs(average, model):
-        if copied.dtype in masters.LOWER:
-            ranks.set_data(copied, copied.detach().float())
-    if any(is_under_policy(module) for module in average.modules()):
-        forget_policy(average)
-
-
-def _pairs(average: nn.Module, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each tensor of a copy whose source is lowered, and its source."""
-    own = (*average.parameters(), *average.buffers())
-    sources = (*model.parameters(), *model.buffers())
-    return ((copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_lowered(source))
 
 
 def was_skipped(source: Any, model: nn.Module, params: Sequence[torch.Tensor]) -> bool | torch.Tensor:

@@ -1,0 +1,79 @@
+"""torch's ``AveragedModel`` of a model whose parameters are lowered.
+
+It averages tensor by tensor. Made before ``initialize``, it is fp32 and meets lowered parameters: an error about
+dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of lowered
+parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is given the exact
+values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from xamp.casting.forward import forget_policy, is_under_policy
+from xamp.scaling import masters, ranks
+
+__all__ = ["serve_averaged_models"]
+
+
+class _Exact:
+    """Stands for a managed model: the same tensors in the same order, each with its exact values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return map(masters.exact, self._model.parameters())
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return map(masters.exact, self._model.buffers())
+
+
+def serve_averaged_models() -> None:
+    """Wrap the two methods of ``AveragedModel`` that take a model. They stay wrapped."""
+    init, update = AveragedModel.__init__, AveragedModel.update_parameters
+    if hasattr(update, "_xamp_serves"):
+        return
+
+    @functools.wraps(init)
+    def __init__(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, model, *args, **kwargs)
+        for copied, source in _make_fp32(self.module, model):
+            copied.detach().copy_(masters.exact(source))
+
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        # The average may have come out of a file as a 16-bit copy.
+        update(self, _Exact(model) if _make_fp32(self.module, model) else model)  # type: ignore[arg-type]
+
+    update_parameters._xamp_serves = True  # type: ignore[attr-defined]
+    AveragedModel.__init__ = __init__  # type: ignore[method-assign]
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign,assignment]
+
+
+def _make_fp32(average: nn.Module, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones.
+
+    Returns:
+        Each tensor whose source is lowered, with its source; none where no parameter of ``model`` is lowered.
+    """
+    if not any(map(masters.is_lowered, model.parameters())):
+        return []
+    own = (*average.parameters(), *average.buffers())
+    sources = (*model.parameters(), *model.buffers())
+    pairs = [(copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_lowered(source)]
+    for copied, _ in pairs:
+        if copied.dtype in masters.LOWER:
+            ranks.set_data(copied, copied.detach().float())
+    if any(map(is_under_policy, average.modules())):
+        forget_policy(average)
+    return pairs
