@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,17 +11,17 @@ from xamp import GradScaler
 from xamp.scaling import masters
 from xamp.sessions import checkpoint, formats
 
-write, write_foreign, read, torchs_state = formats.write, formats.write_foreign, formats.read, formats._Reader._torch
-matched, load, scale_of = checkpoint._matched, checkpoint.load, checkpoint._scale_of
+write_foreign, read, torchs_state = formats.write_foreign, formats.read, formats._torch
+matched, load, scale_of = checkpoint._matched, checkpoint.load, checkpoint._saved
 load_masters, load_scaler = masters.load_masters, GradScaler.load_state_dict
 
 
-def writes_no_tracker(saved: Any) -> Any:
-    return write(dataclasses.replace(saved, scales=[dataclasses.replace(s, growth_tracker=0) for s in saved.scales]))
+def writes_no_tracker(scaler: Any) -> Any:
+    return {**scale_of(scaler), "growth_tracker": 0}
 
 
-def writes_static_factors(saved: Any, kind: str) -> Any:
-    return write_foreign(dataclasses.replace(saved, factors=None), kind)
+def writes_static_factors(saved: Any, rules: Any, kind: str) -> Any:
+    return write_foreign({**saved, "dynamic": False}, rules, kind)
 
 
 def lowered(master: torch.Tensor) -> torch.Tensor:
@@ -36,7 +35,7 @@ def shared(master: torch.Tensor) -> torch.Tensor:
 
 
 def scale_on_device(scaler: Any) -> Any:
-    return dataclasses.replace(scale_of(scaler), scale=scaler.scale.clone())
+    return {**scale_of(scaler), "scale": scaler.scale.clone()}
 
 
 def saves_parameters(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -69,10 +68,10 @@ def takes_no_scale(engine: Any, saved: Any) -> Any:
 
 
 def takes_static_scales(engine: Any, saved: Any) -> Any:
-    return saved.scales
+    return saved["scalers"]
 
 
-def takes_any_number(self: Any, value: Any, key: str) -> float:
+def takes_any_number(value: Any, key: str) -> float:
     return float(value)
 
 
@@ -85,17 +84,19 @@ def loads_where_disabled(engine: Any, state: Any) -> None:
 
 
 def reads_no_runs(call: str, state: object) -> Any:
-    return dataclasses.replace(read(call, state), overflow_runs=())
+    saved: Any = read(call, state)
+    return {**saved, "optimizers": [{**each, "overflow_run": 0} for each in saved["optimizers"]]}
 
 
-def reads_apex_as_it_comes(self: Any, state: Any) -> Any:
-    return [formats.SavedScale(each["loss_scale"], each["unskipped"], None) for each in state.values()]
+def reads_apex_as_it_comes(state: Any) -> Any:
+    scales = ((each["loss_scale"], each["unskipped"]) for each in state.values())
+    return [{"dynamic": None, "scale": scale, "growth_tracker": tracker} for scale, tracker in scales]
 
 
-def wants_dynamic(self: Any, value: Any, key: str) -> Any:
+def wants_dynamic(value: Any, key: str) -> Any:
     if "dynamic" not in value:
-        raise self._error("the key 'dynamic' is missing", key)
-    return torchs_state(self, value, key)
+        raise formats._Misfit("the key 'dynamic' is missing", key)
+    return torchs_state(value, key)
 
 
 def forgets_the_tracker(self: Any, state: Any) -> None:
@@ -106,7 +107,7 @@ MUTANTS = [
     Mutant(
         "forgets the growth tracker",
         "checkpoint.resume_is_bit_identical",
-        patched(formats, "write", writes_no_tracker),
+        patched(checkpoint, "_saved", writes_no_tracker),
     ),
     Mutant("saves lowered masters", "checkpoint.resume_is_bit_identical", patched(checkpoint, "_copy", lowered)),
     Mutant(
@@ -117,7 +118,7 @@ MUTANTS = [
     Mutant(
         "leaves the scale on the device",
         "checkpoint.state_is_plain",
-        patched(checkpoint, "_scale_of", scale_on_device),
+        patched(checkpoint, "_saved", scale_on_device),
     ),
     Mutant("hands out the masters themselves", "checkpoint.state_is_plain", patched(checkpoint, "_copy", shared)),
     Mutant(
@@ -128,13 +129,13 @@ MUTANTS = [
     Mutant(
         "wants torch_npu's key of every state",
         "checkpoint.recorded_states_load",
-        patched(formats._Reader, "_torch", wants_dynamic),
+        patched(formats, "_torch", wants_dynamic),
         error="xamp.errors.CheckpointError: load_state_dict(state): the key 'dynamic' is missing",
     ),
     Mutant(
         "gives losses each other's scales",
         "checkpoint.recorded_states_load",
-        patched(formats._Reader, "_apex", reads_apex_as_it_comes),
+        patched(formats, "_apex", reads_apex_as_it_comes),
     ),
     Mutant(
         "writes factors of 1 for torch",
@@ -160,7 +161,7 @@ MUTANTS = [
     Mutant(
         "loads a scale of nan",
         "checkpoint.bad_state_changes_nothing",
-        patched(formats._Reader, "_scale", takes_any_number),
+        patched(formats, "_scale", takes_any_number),
     ),
     Mutant(
         "forgets overflows in a row",

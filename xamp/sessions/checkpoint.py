@@ -21,10 +21,11 @@ from xamp.ground.undo import Undo
 from xamp.scaling import masters
 from xamp.scaling.ranks import is_dtensor
 from xamp.sessions import formats
-from xamp.sessions.formats import Saved, SavedScale
+from xamp.sessions.formats import SavedScaler, SessionState
 
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
+    from xamp.scaling.scale import LossScaler
     from xamp.scaling.step import OptimizerState
 
 __all__ = ["load", "save"]
@@ -38,23 +39,29 @@ def save(engine: Engine, kind: str = "xamp") -> Any:
         choices = ", ".join(map(repr, formats.FORMATS))
         raise PolicyError(f"state_dict(format={shown(kind)}): no such format. Choices: {choices}.")
     engine.prepare_checkpoint()
-    scales = [_scale_of(scaler) for scaler in engine.scalers]
     if kind != "xamp":
-        states = [formats.write_foreign(scale, kind) for scale in scales]
-        return {} if not states else states[0] if len(states) == 1 else states  # {} is a disabled GradScaler's
-    stats = engine.stats()
-    named, others = _masters_of(engine)
-    return formats.write(
-        Saved(
-            scales,
-            named,
-            others,
-            [state.outcomes.overflow_run() for state in engine.states],
-            (stats.applied, stats.skipped),
-            engine.policy.level,
-            str(engine.policy.dtype).removeprefix("torch."),
-        )
-    )
+        found = [formats.write_foreign(_saved(scaler), scaler.rules, kind) for scaler in engine.scalers]
+        return {} if not found else found[0] if len(found) == 1 else found  # {} is a disabled GradScaler's
+    stats, models = engine.stats(), engine.models()
+    seen: set[int] = set()  # a master is saved once, and with its model where one has it
+    named = [_copies(_masters_of(models[i]), seen) if i in models else {} for i in range(engine.num_models)]
+    saved: SessionState = {
+        "format": "xamp",
+        "schema": formats.SCHEMA,
+        "level": engine.policy.level,
+        "dtype": str(engine.policy.dtype).removeprefix("torch."),
+        "steps": {"applied": stats.applied, "skipped": stats.skipped},
+        "scalers": [_saved(scaler) for scaler in engine.scalers],
+        "optimizers": [
+            {
+                "overflow_run": state.outcomes.overflow_run(),
+                "masters": _copies({key: m for key, (p, m) in _held(state).items() if m is not p}, seen),
+            }
+            for state in engine.states
+        ],
+        "masters": named,
+    }
+    return saved
 
 
 def load(engine: Engine, saved_state: object) -> None:
@@ -76,7 +83,8 @@ def load(engine: Engine, saved_state: object) -> None:
     _tell_kept_scale(engine, saved)
     writes = _plan(engine, saved)
     _tell_missing(engine, writes)
-    stats = engine.stats()  # now, because resume() drops the steps that are not counted yet
+    runs = [optimizer["overflow_run"] for optimizer in saved["optimizers"]]
+    stats, counts = engine.stats(), engine.counts  # now, because resume() drops the steps that are not counted yet
     undo = Undo()
     try:
         undo.steps.append(_keep_tensors(writes))
@@ -84,13 +92,13 @@ def load(engine: Engine, saved_state: object) -> None:
         _write(writes)
         for scaler, scale in zip(engine.scalers, moving, strict=False):
             # torch's kernel grows the scale where the tracker equals the interval; a larger one would never grow it.
-            tracker = min(scale.growth_tracker, scaler.rules.growth_interval - 1)
-            scaler.set(scaler.rules.within(scale.scale), tracker)
-        same = not engine.states or len(saved.overflow_runs) == len(engine.states)
-        engine.counts.runs = dict(enumerate(saved.overflow_runs)) if same else {}
+            tracker = min(scale["growth_tracker"], scaler.rules.growth_interval - 1)
+            scaler.set(scaler.rules.within(scale["scale"]), tracker)
+        counts.runs = dict(enumerate(runs)) if not engine.states or len(runs) == len(engine.states) else {}
         for optimizer in engine.states:
-            optimizer.resume(engine.counts.runs.get(optimizer.index, 0))
-        engine.counts.applied, engine.counts.skipped = saved.steps or (stats.applied, stats.skipped)
+            optimizer.resume(counts.runs.get(optimizer.index, 0))
+        counts.applied = saved["steps"].get("applied", stats.applied)
+        counts.skipped = saved["steps"].get("skipped", stats.skipped)
     except BaseException:
         undo.unwind()
         raise
@@ -114,16 +122,15 @@ def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
 def _keep_numbers(engine: Engine) -> Callable[[], None]:
     """Copy the scales and all that the host knows of them and of the steps; return a function that puts it back."""
     scalers = [(scaler, float(scaler.scale), int(scaler.growth_tracker)) for scaler in engine.scalers]
-    counts = engine.counts.applied, engine.counts.skipped
-    runs, states = engine.counts.runs, [(state, state.kept()) for state in engine.states]
+    counts, states = engine.counts, [(state, state.kept()) for state in engine.states]
+    numbers = counts.runs, counts.applied, counts.skipped
 
     def put_back() -> None:
         for scaler, scale, tracker in scalers:
             scaler.set(scale, tracker)
-        engine.counts.runs = runs
         for state, kept in states:
             state.put_back(kept)
-        engine.counts.applied, engine.counts.skipped = counts
+        counts.runs, counts.applied, counts.skipped = numbers
 
     return put_back
 
@@ -131,47 +138,55 @@ def _keep_numbers(engine: Engine) -> Callable[[], None]:
 # ---------------------------------------------------------------- loss scales
 
 
-def _scale_of(scaler: Any) -> SavedScale:
-    rules = scaler.rules
-    return SavedScale(
-        float(scaler.scale),
-        int(scaler.growth_tracker),
-        rules.dynamic,
-        (rules.growth_factor, rules.backoff_factor, rules.growth_interval),
-    )
+def _saved(scaler: LossScaler) -> SavedScaler:
+    return {
+        "dynamic": scaler.rules.dynamic,
+        "scale": float(scaler.scale),
+        "growth_tracker": int(scaler.growth_tracker),
+    }
 
 
-def _moving_scales(engine: Engine, saved: Saved) -> Sequence[SavedScale]:
+def _moving_scales(engine: Engine, saved: SessionState) -> Sequence[SavedScaler]:
     """Return the scales to load: none unless they are dynamic both here and in ``saved``; others stay as they are."""
-    if not engine.policy.dynamic or any(scale.dynamic is False for scale in saved.scales):
+    scales, here = saved["scalers"], len(engine.scalers)
+    if not engine.policy.dynamic or any(scale["dynamic"] is False for scale in scales):
         return ()
-    if saved.scales and len(saved.scales) != len(engine.scalers):
+    if scales and len(scales) != here:
         raise CheckpointError(
-            f"{_CALL}(state): it holds {len(saved.scales)} loss scales, and initialize was called with "
-            f"num_losses={len(engine.scalers)}: the scale of loss_id={min(len(saved.scales), len(engine.scalers))} has "
-            "no counterpart. Call initialize with the num_losses of the run that saved it. Nothing was loaded."
+            f"{_CALL}(state): it holds {len(scales)} loss scales, and initialize was called with num_losses={here}: "
+            f"the scale of loss_id={min(len(scales), here)} has no counterpart. Call initialize with the num_losses of "
+            "the run that saved it. Nothing was loaded."
         )
-    return saved.scales
+    return scales
+
+
+def _tell_kept_scale(engine: Engine, saved: SessionState) -> None:
+    """Warn where the state has a static loss scale and this session a dynamic one: the scale is not loaded."""
+    static = [scale["scale"] for scale in saved["scalers"] if scale["dynamic"] is False]
+    if static and engine.policy.dynamic:
+        here = ", ".join(str(float(scaler.scale)) for scaler in engine.scalers)
+        say(
+            "load_state_dict: the state's loss scale of %s is static and was not loaded; this session's is dynamic and "
+            "stays %s. To go on with the static one: initialize(loss_scale=%s)",
+            *(static[0], here, static[0]),
+            level=logging.WARNING,
+        )
 
 
 # ---------------------------------------------------------------- masters
 
 
-def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Copy all masters into host memory: by model and name, or by optimizer and position if no model has them."""
-    seen: set[int] = set()
-    named: list[dict[str, torch.Tensor]] = [{} for _ in range(engine.num_models)]
-    for index, model in engine.models().items():
-        pairs = ((n, p, masters.master_of(p)) for n, p in model.named_parameters())
-        # A DTensor is no plain CPU tensor. Its master is in model.state_dict(), which every way of saving shards reads.
-        found = {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None and not is_dtensor(m)}
-        named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
-        seen.update(id(master) for master in found.values())
-    others = []
-    for state in engine.states:
-        alone = {key: m for key, (p, m) in _held(state).items() if m is not p and not is_dtensor(m)}
-        others.append({key: _copy(master) for key, master in alone.items() if id(master) not in seen})
-    return named, others
+def _masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    pairs = ((name, p, masters.master_of(p)) for name, p in model.named_parameters())
+    return {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None}
+
+
+def _copies(found: Mapping[str, torch.Tensor], seen: set[int]) -> dict[str, torch.Tensor]:
+    """Copy the masters that are not ``seen`` yet into host memory."""
+    # A DTensor is no plain CPU tensor. Its master is in model.state_dict(), which every way of saving shards reads.
+    new = {name: master for name, master in found.items() if not is_dtensor(master) and id(master) not in seen}
+    seen.update(map(id, new.values()))
+    return {name: _copy(master) for name, master in new.items()}
 
 
 def _copy(master: torch.Tensor) -> torch.Tensor:
@@ -190,11 +205,11 @@ _Write = tuple[torch.Tensor, torch.Tensor]
 """(the parameter, its exact value)."""
 
 
-def _plan(engine: Engine, saved: Saved) -> list[_Write]:
+def _plan(engine: Engine, saved: SessionState) -> list[_Write]:
     """Return what to write where, or raise a CheckpointError. Writes nothing."""
     models = engine.models()
     writes = []
-    for index, named in enumerate(saved.masters):
+    for index, named in enumerate(saved["masters"]):
         if named and index not in models:
             raise CheckpointError(
                 f"{_CALL}(state): state['masters'][{index}] belongs to a further model, and initialize was "
@@ -203,13 +218,11 @@ def _plan(engine: Engine, saved: Saved) -> list[_Write]:
             )
         params = dict(models[index].named_parameters(remove_duplicate=False)) if named else {}
         writes += _matched(named, params, f"state['masters'][{index}]", "the model has no such parameter")
-    for index, others in enumerate(saved.others):
-        if not others:
-            continue
+    for index, optimizer in enumerate(saved["optimizers"]):
         held = _held(engine.states[index]) if index < len(engine.states) else {}
-        key = f"state['optimizers'][{index}]['masters']"
-        params = {key: param for key, (param, _) in held.items()}
-        writes += _matched(others, params, key, "no optimizer here has a parameter at that group and position")
+        params = {position: param for position, (param, _) in held.items()}
+        absent = "no optimizer here has a parameter at that group and position"
+        writes += _matched(optimizer["masters"], params, f"state['optimizers'][{index}]['masters']", absent)
     return writes
 
 
@@ -229,22 +242,6 @@ def _matched(
             raise CheckpointError(f"{_CALL}(state): {where}[{name!r}]: {problem}. Nothing was loaded.")
         writes.append((param, value))
     return writes
-
-
-def _tell_kept_scale(engine: Engine, saved: Saved) -> None:
-    """Warn where the state has a static loss scale and this session a dynamic one: the scale is not loaded."""
-    static = [scale.scale for scale in saved.scales if scale.dynamic is False]
-    if not static or not engine.policy.dynamic:
-        return
-    here = ", ".join(str(float(scaler.scale)) for scaler in engine.scalers)
-    say(
-        "load_state_dict: the state's loss scale of %s is static and was not loaded; this session's is dynamic and "
-        "stays %s. To go on with the static one: initialize(loss_scale=%s)",
-        static[0],
-        here,
-        static[0],
-        level=logging.WARNING,
-    )
 
 
 def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:

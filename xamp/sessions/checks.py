@@ -1,4 +1,8 @@
-"""The checks of ``initialize``. A check changes nothing, and its error names the remedy."""
+"""The checks of ``initialize``. A check changes nothing, and its error names the remedy.
+
+Most raise a PolicyError where an argument cannot be right, an UnsupportedPolicy where this device or object cannot do
+what was asked, and a StateError where something came too early or twice.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +38,15 @@ __all__ = [
     "check_not_initialized",
     "check_not_inside",
     "check_not_sharded_since",
-    "check_not_shared",
     "check_op_policy",
     "check_optimizers",
     "check_stepped_rightly",
     "device_of",
     "is_plain",
 ]
+
+_UNCAST = levels_where(lambda row: not row.casts_parameters)
+_WITH_MASTERS = levels_where(lambda row: row.master_weights)
 
 
 def as_list(name: str, given: object, kind: type) -> list[object]:
@@ -125,11 +131,7 @@ def check_not_initialized(models: Sequence[nn.Module], optimizers: Sequence[Opti
 
 
 def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -> None:
-    """Refuse a policy that the device cannot run.
-
-    Raises:
-        UnsupportedPolicy: the message names what the device can do.
-    """
+    """Raise an UnsupportedPolicy, which names what the device can do, where it cannot run ``policy``."""
     can = backend.capabilities(device)
     dtype = str(policy.dtype).removeprefix("torch.")
     if policy.level not in can.levels:
@@ -145,12 +147,9 @@ def check_capabilities(backend: Backend, device: torch.device, policy: Policy) -
 
 
 def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> None:
-    """Refuse an op policy that the backend does not have.
+    """Raise an UnsupportedPolicy where the backend does not have the op policy.
 
-    A backend has those that it declares. A spelling of a backend, such as ``"apex"``, has only the one that it means.
-
-    Raises:
-        UnsupportedPolicy: the message names the op policies of the backend.
+    A backend has those that it declares. An alias of a backend, such as ``"apex"``, has only the one that it means.
     """
     own = SPELLINGS.get(backend.name)
     there = backend.capabilities(device).op_policies if own is None else (own,)
@@ -162,14 +161,7 @@ def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> N
 
 
 def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse models that cannot be put under ``policy``.
-
-    Raises:
-        PolicyError: a model is fp16 or bf16 at a level that does not take it so, or its parameters have no shape yet.
-        UnsupportedPolicy: a ScriptModule is in a model whose parameters are to be cast.
-        StateError: a wrapper is around the model already that must come after ``initialize``, or one that must be given
-            to it itself.
-    """
+    """Refuse models, of which ``given`` are the wrappers, that cannot be put under ``policy``."""
     if policy.spared_inputs:
         found = (getattr(model, name, None) for model in models for name in policy.methods)
         check_names([method for method in found if callable(method)], policy.spared_inputs)
@@ -201,7 +193,6 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
 
 
 def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
-    """The error for a model that was loaded in fp16 or bf16 and given to a level that does not start from it."""
     short = str(dtype).removeprefix("torch.")
     takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
     return PolicyError(
@@ -212,9 +203,7 @@ def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> P
 
 
 def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
-    level = policy.level
-    name = type(model).__name__
-    uncast = levels_where(lambda row: not row.casts_parameters)
+    level, name = policy.level, type(model).__name__
     if any(isinstance(module, DistributedDataParallel) for module in outer.modules()):
         raise _wrapped(model, policy)
     for module in model.modules():
@@ -222,44 +211,41 @@ def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:
             raise StateError(
                 f"initialize(level={level!r}): replicate() has run this {name} already and has laid its buckets out "
                 "for fp32. Call initialize before the first forward, or before replicate(); "
-                f"{listed(uncast, 'and')} take it as it is."
+                f"{listed(_UNCAST, 'and')} take it as it is."
             )
         if is_sharded(module) and not policy.master_weights:
-            masters = listed(levels_where(lambda row: row.master_weights))
             raise StateError(
                 f"initialize(level={level!r}): FSDP shards this {name} in fp32, and here the optimizer would step "
-                f"{policy.dtype} parameters. Use {masters}: the fp32 shards are the masters, "
+                f"{policy.dtype} parameters. Use {listed(_WITH_MASTERS)}: the fp32 shards are the masters, "
                 "and FSDP gathers them in the lower precision."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedPolicy(
                 f"initialize(level={level!r}): {type(module).__name__} in this model is a ScriptModule, whose "
-                f"parameters cannot be cast. Levels for it: {', '.join(uncast)}. Or initialize the model before "
+                f"parameters cannot be cast. Levels for it: {', '.join(_UNCAST)}. Or initialize the model before "
                 "torch.jit.script."
             )
         if module is not model and is_under_policy(module):
             raise StateError(
                 f"initialize(level={level!r}): a part of this {name} ({type(module).__name__}) was given to initialize "
-                f"before. Close that session first, or give both models in one call at {listed(uncast)}."
+                f"before. Close that session first, or give both models in one call at {listed(_UNCAST)}."
             )
 
 
 def _wrapped(model: nn.Module, policy: Policy, from_before: str = "") -> StateError:
-    uncast = levels_where(lambda row: not row.casts_parameters)
     cure = f"Give initialize the bare model and wrap what it returns{from_before}"
     if any(is_part(p) and not is_dtensor(p) for p in model.parameters()):  # it cannot be wrapped afterwards either
         cure = "With tensor parallelism use fully_shard(model, mesh=...) over its device_mesh in its place"
     return StateError(
         f"initialize(level={policy.level!r}): DistributedDataParallel already wraps this {type(model).__name__} and "
-        f"has laid its buckets out for fp32. {cure}; {listed(uncast, 'and')} take a wrapped one."
+        f"has laid its buckets out for fp32. {cure}; {listed(_UNCAST, 'and')} take a wrapped one."
     )
 
 
 def check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse models that lie in a wrapper that was not given itself: DDP and FSDP1 leave no module of theirs in them.
+    """Raise a StateError where models lie in a wrapper that was not given itself.
 
-    Raises:
-        StateError: a DDP reduces a parameter, or FSDP1 shards one and is in no model.
+    DDP and FSDP1 leave no module of theirs in them: a DDP reduces a parameter, or FSDP1 shards one and is in no model.
     """
     found = ddps.around(p for model in models for p in model.parameters()) if is_running() else {}
     reduced: set[int] = set().union(*found.values())
@@ -269,23 +255,15 @@ def check_not_inside(models: Sequence[nn.Module], policy: Policy) -> None:
             if id(param) in reduced:
                 raise _wrapped(model, policy, ", and delete a wrapper that was made before (del ddp)")
             if is_shard(param) and id(param) not in known:
-                uncast = levels_where(lambda row: not row.casts_parameters)
                 raise StateError(
                     f"initialize(level={policy.level!r}): FSDP shards parameter {name!r} of this "
-                    f"{type(model).__name__} from outside, which initialize does not reach. Give "
-                    "xamp.initialize the FullyShardedDataParallel module itself; "
-                    f"{listed(uncast, 'and')} take what is inside too."
+                    f"{type(model).__name__} from outside, which initialize does not reach. Give xamp.initialize the "
+                    f"FullyShardedDataParallel module itself; {listed(_UNCAST, 'and')} take what is inside too."
                 )
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module], policy: Policy) -> None:
-    """Refuse optimizers that cannot be right.
-
-    Raises:
-        PolicyError: an optimizer holds none of the models' parameters, or fp16 or bf16 parameters of no model; or its
-            ``eps`` rounds to zero; or two optimizers share a parameter.
-        UnsupportedPolicy: an optimizer wraps another one whose groups masters cannot enter, or works on copies.
-    """
+    """Refuse optimizers that cannot be right, or that ``policy`` cannot serve."""
     known = {id(p) for model in models for p in model.parameters()}
     held = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
     for optimizer, params in zip(optimizers, held, strict=True):
@@ -295,7 +273,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
                 "model.parameters() of the very model, after moving that to its device."
             )
     if policy.manages_gradients:
-        check_not_shared(held, policy)
+        _check_not_shared(held, policy)
     for optimizer, params in zip(optimizers, held, strict=True):
         foreign.refuse_optimizer(optimizer, policy)
         if is_zero(optimizer) and policy.manages_gradients:
@@ -311,16 +289,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module
             _check_eps(optimizer, policy)
 
 
-def check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> None:
-    """Refuse a parameter that two optimizers hold, because each would unscale its gradient and step its master.
-
-    Args:
-        held: the parameters of each optimizer.
-        policy: the policy.
-
-    Raises:
-        PolicyError: two optimizers hold the same parameter.
-    """
+def _check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> None:
+    """Refuse a parameter that two optimizers hold: each would unscale its gradient and step its master."""
     holder: dict[int, int] = {}
     for index, params in enumerate(held):
         for param in params:
@@ -336,10 +306,9 @@ def check_not_shared(held: Sequence[Sequence[torch.Tensor]], policy: Policy) -> 
 
 
 def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> None:
-    """Refuse optimizers of a model that was cast by ``initialize`` without them, and then sharded.
+    """Raise a StateError where a model was cast by ``initialize`` without its optimizer, and then sharded.
 
-    Raises:
-        StateError: a parameter is in the lower dtype, and no master can have the digits that it lost.
+    A parameter is in the lower dtype, and no master can have the digits that it lost.
     """
     for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         sharded = is_dtensor(param) or is_shard(param)
@@ -352,12 +321,10 @@ def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> 
 
 
 def check_stepped_rightly(optimizer: Optimizer, backend: Backend, policy: Policy) -> None:
-    """Refuse an optimizer whose step would be wrong on the backend.
+    """Raise an UnsupportedPolicy where the step of ``optimizer`` would be wrong on the backend.
 
-    Raises:
-        UnsupportedPolicy: the device's framework made the optimizer, and the level makes the copies wrong that it keeps
-            of its parameters; or the optimizer is fused, and its kernel does not take the parameters' storage format;
-            or it steps lists of parameters of which some are DTensors.
+    The level makes wrong the copies that an optimizer of the device's framework keeps of its parameters; or a fused
+    kernel does not take the parameters' storage format; or it steps lists of parameters of which some are DTensors.
     """
     name = type(optimizer).__name__
     if why := backend.optimizer_refusal(optimizer, casts=policy.casts_parameters) or list_refusal(optimizer):
@@ -380,11 +347,10 @@ def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):
-            without = levels_where(lambda row: not row.master_weights)
             raise UnsupportedPolicy(
                 f"initialize(level={policy.level!r}): {type(optimizer).__name__}.{name} is another optimizer with "
                 "parameter groups of its own, in which masters cannot take the parameters' places. Levels for it: "
-                f"{', '.join(without)}."
+                f"{', '.join(levels_where(lambda row: not row.master_weights))}."
             )
 
 
@@ -411,5 +377,5 @@ def _check_eps(optimizer: Optimizer, policy: Policy) -> None:
             raise PolicyError(
                 f"initialize(level={policy.level!r}): {type(optimizer).__name__}(eps={eps:g}) steps {policy.dtype} "
                 "parameters, where that eps is zero, and would divide by zero. Pass eps=1e-4 or larger, use SGD, or a "
-                f"level with fp32 master weights ({', '.join(levels_where(lambda row: row.master_weights))})."
+                f"level with fp32 master weights ({', '.join(_WITH_MASTERS)})."
             )

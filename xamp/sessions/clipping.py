@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from xamp.errors import PolicyError, StateError
@@ -67,15 +68,18 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    params = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
-    if boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_"):
-        _refuse_nonfinite(given, params, norm_type)
-    if ranks.is_divided(param for _, param in params):
-        norm = _clip_divided(params, max_norm, norm_type)
+    held = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
+    check = boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_")
+    params = [param for _, param in held]
+    grads = [param.grad for param in params if param.grad is not None]
+    in_lists, divided = kernels.foreach_of(grads), ranks.is_divided(params)
+    norm = _norm_of_parts(held, norm_type) if divided else get_total_norm(grads, norm_type, foreach=in_lists)
+    if check:
+        _refuse_nonfinite(norm, norm_type, given)
+    if divided:
+        _clip_parts(grads, max_norm, norm)
     else:
-        whole = [param for _, param in params]
-        in_lists = kernels.foreach_of([p.grad for p in whole if p.grad is not None])
-        norm = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type, foreach=in_lists)
+        clip_grads_with_norm_(params, max_norm, norm, foreach=in_lists)
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
@@ -83,20 +87,20 @@ def clip_grad_norm_(
 
 
 @break_graphs("the norms of shards are gathered, over the groups of their meshes")
-def _clip_divided(params: Sequence[tuple[Any, torch.Tensor]], max_norm: float, norm_type: float) -> torch.Tensor:
-    norm = wrappers.total_norm(_laid_out(params), norm_type)
-    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
-    unscale.multiply_([g for _, p in params if (g := p.grad) is not None], factor)
-    return norm
+def _norm_of_parts(held: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> torch.Tensor:
+    """Return the norm of the whole gradients of parameters, each of which stands behind its optimizer."""
+    found = ((find_session(one), param) for one, param in held)
+    layouts = [(p, ranks.layout_of(p) if own is None else own.engine.layout(p)) for own, p in found]
+    return wrappers.total_norm(layouts, norm_type)
 
 
-def _refuse_nonfinite(given: Sequence[Any], params: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -> None:
-    """Raise a StateError where the norm is inf or nan, and none of the optimizers will skip its step for it."""
-    if ranks.is_divided(param for _, param in params):
-        norm = wrappers.total_norm(_laid_out(params), norm_type)
-    else:
-        grads = [p.grad for _, p in params if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=kernels.foreach_of(grads))
+@break_graphs("this rank's parts are taken out of DTensors")
+def _clip_parts(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    unscale.multiply_(grads, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))  # torch's rule
+
+
+def _refuse_nonfinite(norm: torch.Tensor, norm_type: float, given: Sequence[Any]) -> None:
+    """Raise a StateError where ``norm`` is inf or nan, and none of the optimizers will skip its step for it."""
     states = [state for one in given if (state := state_of(managed(one))) is not None]
     if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
         return
@@ -135,12 +139,6 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         if ranks.is_dtensor(param) and param.grad is not None:
             param.grad = ranks.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
             ranks.local(param.grad).clamp_(-limit, limit)
-
-
-def _laid_out(params: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[torch.Tensor, ranks.Layout]]:
-    """Return each of ``params``, which stand behind their optimizers, with how its elements lie on the ranks."""
-    found = ((find_session(one), param) for one, param in params)
-    return [(param, ranks.layout_of(param) if own is None else own.engine.layout(param)) for own, param in found]
 
 
 def _as_number(name: str, value: Any) -> Any:

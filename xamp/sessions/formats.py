@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import torch
 
@@ -18,11 +18,13 @@ from xamp.errors import CheckpointError
 from xamp.ground.shown import said, shown
 from xamp.policy import LARGEST_SCALE
 
+if TYPE_CHECKING:
+    from xamp.scaling.scale import ScaleRules
+
 __all__ = [
     "FOREIGN",
     "FORMATS",
     "SCHEMA",
-    "Factors",
     "ReadScaler",
     "SavedOptimizer",
     "SavedScaler",
@@ -38,9 +40,6 @@ _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 _STATIC_INTERVAL = 2**31 - 1  # the largest int32, because torch's growth tracker is an int32
 _KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"
 
-Factors: TypeAlias = tuple[float, float, int]
-"""Growth factor, backoff factor and growth interval."""
-
 _Read: TypeAlias = Callable[[Any, str], Any]
 """Checks a value under a key, which it gets for errors, and returns it."""
 
@@ -54,14 +53,16 @@ class SavedScaler(TypedDict):
 
 
 class ReadScaler(SavedScaler, total=False):
-    """One loss scale of :func:`read`: of a GradScaler, with its factors."""
+    """One loss scale of :func:`read`: of a GradScaler, with growth factor, backoff factor and growth interval."""
 
-    factors: Factors
+    factors: tuple[float, float, int]
 
 
 class SavedOptimizer(TypedDict):
-    """Of one optimizer: overflows in a row that no smaller scale could cure, and masters whose parameters are in no
-    model, by ``"group.position"``."""
+    """One optimizer: overflows in a row that no smaller scale could cure, and masters whose parameters no model has.
+
+    These are by ``"group.position"``.
+    """
 
     overflow_run: int
     masters: dict[str, torch.Tensor]
@@ -80,20 +81,20 @@ class SessionState(TypedDict):
     masters: list[dict[str, torch.Tensor]]
 
 
-def write_foreign(saved: SavedScaler, factors: Factors, kind: str) -> dict[str, Any]:
+def write_foreign(saved: SavedScaler, rules: ScaleRules, kind: str) -> dict[str, Any]:
     """Return ``saved`` in the format of ``kind``: ``"torch"`` or ``"torch_npu"``.
 
     torch's scaler knows no static scale. With factors of 1 it skips a step that overflows and keeps the scale.
     """
-    growth, backoff, interval = factors if saved["dynamic"] else (1.0, 1.0, _STATIC_INTERVAL)
+    dynamic = bool(saved["dynamic"])
     state = {
         "scale": saved["scale"],
-        "growth_factor": growth,
-        "backoff_factor": backoff,
-        "growth_interval": interval,
+        "growth_factor": rules.growth_factor if dynamic else 1.0,
+        "backoff_factor": rules.backoff_factor if dynamic else 1.0,
+        "growth_interval": rules.growth_interval if dynamic else _STATIC_INTERVAL,
         "_growth_tracker": saved["growth_tracker"],
     }
-    return {**state, "dynamic": bool(saved["dynamic"])} if kind == "torch_npu" else state
+    return {**state, "dynamic": dynamic} if kind == "torch_npu" else state
 
 
 # ---------------------------------------------------------------- reading
@@ -147,8 +148,14 @@ def _read(state: object) -> SessionState:
 
 def _of_scalers(scalers: list[Any]) -> SessionState:
     return {
-        **{"format": "xamp", "schema": SCHEMA, "level": "", "dtype": ""},
-        **{"steps": {}, "scalers": scalers, "optimizers": [], "masters": []},
+        "format": "xamp",
+        "schema": SCHEMA,
+        "level": "",
+        "dtype": "",
+        "steps": {},
+        "scalers": scalers,
+        "optimizers": [],
+        "masters": [],
     }
 
 

@@ -346,17 +346,17 @@ class GradScaler(TorchGradScaler):
                 f"{call}: The source state dict is empty, possibly because it was saved from a disabled instance of "
                 "GradScaler."
             )
-        scales = formats.read(call, state_dict).scales
+        scales: list[Any] = formats.read(call, state_dict)["scalers"]
         if len(scales) != 1:
             raise CheckpointError(f"{call}: it holds {len(scales)} loss scales, and a GradScaler has one.")
-        (saved,) = scales
-        if saved.dynamic is False:
+        saved: formats.ReadScaler = scales[0]
+        if saved["dynamic"] is False:
             self._growth_factor = self._backoff_factor = 1.0
-        elif saved.factors is not None:
-            self._growth_factor, self._backoff_factor, self._growth_interval = saved.factors
-        self._init_scale = max(saved.scale, SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
+        elif "factors" in saved:
+            self._growth_factor, self._backoff_factor, self._growth_interval = saved["factors"]
+        self._init_scale = max(saved["scale"], SMALLEST_SCALE)  # the inverse of a collapsed run's scale may be inf
         # The scale grows where the tracker equals the interval. With a larger tracker it would never grow again.
-        self._init_growth_tracker = max(min(saved.growth_tracker, self._growth_interval - 1), 0)
+        self._init_growth_tracker = max(min(saved["growth_tracker"], self._growth_interval - 1), 0)
         self._lowest_set = min(self._lowest_set, self._init_scale)
         if self._engine is not None:
             self._set_start(self._engine)
