@@ -211,7 +211,7 @@ def _arguments(models: Any, optimizers: Any) -> Arguments:
             )
         if state_of(optimizer) is not None:
             raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-    return Arguments(model_list, optimizer_list, "auto", None, False, state.verbosity)
+    return Arguments(model_list, optimizer_list, state.verbosity)
 
 
 def _is_optimizer(found: Any) -> bool:

@@ -92,7 +92,7 @@ def scale_by_handle(
 def _engine_for(optimizer: Optimizer, num_loss: int) -> ApexEngine:
     properties = Properties()
     properties.take("O1")
-    arguments = Arguments([], [optimizer], "auto", None, False, state.verbosity)
+    arguments = Arguments([], [optimizer], state.verbosity)
     engine = start_engine(arguments, properties, Scaling(num_losses=num_loss))
     engine.around_step, engine.after_backward = _casts_handle.disable_casts, _casts_handle.clear_caches
     return engine

@@ -9,7 +9,6 @@ import torch
 
 from xamp.contract import Backend
 from xamp.policy import LEVELS, WHY_BEST, Level, best_level
-from xamp.sessions.initialize import _best_level
 
 __all__ = ["Advice", "advise"]
 
@@ -35,7 +34,8 @@ class Advice:
 
 def advise(backend: Backend, device: torch.device) -> Advice | None:
     """Recommend a level for ``device``; choose it as ``initialize`` does. None where the device runs no level."""
-    level, can = _best_level(backend, device), backend.capabilities(device)
+    can = backend.capabilities(device)
+    level = best_level(can.fast_dtypes)
     if not can.levels:
         return None
     alternatives = [(name, when) for name, when in _alternatives(level, can.fast_dtypes) if name in can.levels]

@@ -7,7 +7,7 @@ what was asked, and a StateError where something came too early or twice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,11 +45,12 @@ __all__ = [
     "is_plain",
 ]
 
+_Kind = TypeVar("_Kind")
 _UNCAST = levels_where(lambda row: not row.casts_parameters)
 _WITH_MASTERS = levels_where(lambda row: row.master_weights)
 
 
-def as_list(name: str, given: object, kind: type) -> list[object]:
+def as_list(name: str, given: object, kind: type[_Kind]) -> list[_Kind]:
     """Return ``given`` as a list. It may be one ``kind``, or a list or tuple of them, each once.
 
     Raises:

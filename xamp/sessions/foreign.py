@@ -5,8 +5,8 @@ They are known by the modules that their classes come from; nothing is imported.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,20 +19,12 @@ from xamp.policy import Policy, levels_where, listed
 __all__ = ["keeps_own_state", "optimizer_in", "refuse", "refuse_optimizer", "unwrap"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Library:
-    """Classes of one library.
-
-    Attributes:
-        name: what users call it.
-        paths: the full names of the classes, with their modules, begin so.
-        why: what such an object does that xamp would do too; the end of "it ...".
-        cure: what to do.
-    """
+class _Library(NamedTuple):
+    """Classes of one library, whose full names, with their modules, begin with one of ``paths``."""
 
     name: str
     paths: tuple[str, ...]
-    why: str
+    why: str  # what such an object does that xamp would do too; the end of "it ..."
     cure: str
 
 
@@ -47,14 +39,9 @@ _ENGINES = (
     _Library(
         "Megatron",
         (
-            *(
-                "megatron.core.optimizer",
-                "megatron.optimizer",
-                "megatron.core.distributed",
-                "megatron.model.distributed",
-            ),
-            *("megatron.legacy.model.distributed", "megatron.core.transformer.module.Float16Module"),
-            *("megatron.model.module.Float16Module", "accelerate.utils.megatron_lm"),
+            *("megatron.core.optimizer", "megatron.optimizer", "megatron.core.distributed"),
+            *("megatron.model.distributed", "megatron.legacy.model.distributed", "accelerate.utils.megatron_lm"),
+            *("megatron.core.transformer.module.Float16Module", "megatron.model.module.Float16Module"),
         ),
         "scales the loss, unscales gradients of its own buffers and keeps fp32 masters by itself",
         "Choose the precision with its --fp16 or --bf16 and leave xamp.initialize out; or give xamp a plain "
@@ -94,17 +81,13 @@ def _is_from(found: object, paths: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}".startswith(paths) for cls in type(found).__mro__)
 
 
+def _library_of(found: object, libraries: Iterable[_Library]) -> _Library | None:
+    return next((library for library in libraries if _is_from(found, library.paths)), None)
+
+
 def refuse(argument: str, found: object) -> None:
-    """Refuse a model or optimizer that another mixed-precision engine has made.
-
-    Args:
-        argument: the argument of ``initialize`` that holds it.
-        found: any object.
-
-    Raises:
-        UnsupportedPolicy: the message names the library and the cure.
-    """
-    library = next((library for library in _ENGINES if _is_from(found, library.paths)), None)
+    """Raise an UnsupportedPolicy where another mixed-precision engine has made ``found``, given as ``argument``."""
+    library = _library_of(found, _ENGINES)
     if library is not None:
         raise UnsupportedPolicy(
             f"initialize({argument}=...): {type(found).__name__} is an object of {library.name}, which {library.why}. "
@@ -118,7 +101,7 @@ def refuse_optimizer(optimizer: Optimizer, policy: Policy) -> None:
     Raises:
         UnsupportedPolicy: the message names the levels that take it.
     """
-    library = next((library for library in _STEPS_COPIES if _is_from(optimizer, library.paths)), None)
+    library = _library_of(optimizer, _STEPS_COPIES)
     if library is not None and policy.manages_gradients:
         takes = listed(levels_where(lambda row: not row.manages_gradients and not row.casts_parameters), "and")
         raise UnsupportedPolicy(
@@ -147,12 +130,10 @@ _OPTIMIZERS = ("optimizer", "_optimizer")  # of accelerate, and of Lightning and
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DistributedDataParallel, DataParallel, torch.compile and Fabric's module."""
     while True:
+        names = () if isinstance(model, torch.jit.ScriptModule) else _MODELS
+        inner = next((found for name in names if (found := model._modules.get(name)) is not None), None)
         if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-            continue
-        inner = None
-        if not isinstance(model, torch.jit.ScriptModule):
-            inner = next((model._modules[name] for name in _MODELS if name in model._modules), None)
+            inner = model.module
         if inner is None:
             return model
         model = inner

@@ -1,9 +1,9 @@
 """``GradScaler``: torch's own, on the engine that serves ``initialize`` too.
 
-It is a subclass of torch's oldest GradScaler, for scripts and libraries ask ``isinstance``, and subclasses override
-methods with names that begin with an underscore: these are called as torch calls them. The engine is in
-:mod:`xamp.sessions.manual_engine` and is made on the device of the first loss. ``unscale_`` raises the sticky flag of
-an optimizer, ``step`` skips if that flag is raised, and ``update`` moves the scale by the flags of all optimizers.
+It is a subclass of torch's oldest GradScaler: scripts and libraries ask ``isinstance``, and private methods that a
+user's subclass overrides are called as torch calls them. The engine (:mod:`xamp.sessions.manual_engine`) is made on the
+device of the first loss. ``unscale_`` raises the flag of an optimizer, ``step`` skips if that flag is raised, and
+``update`` moves the scale by the flags of all optimizers.
 """
 
 from __future__ import annotations
@@ -120,20 +120,17 @@ class GradScaler(TorchGradScaler):
         self._init_scale, self._growth_interval = init_scale, growth_interval
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         if self._enabled:  # torch checks no argument of a disabled scaler
-            self._check_arguments()
+            self._init_scale = _number("init_scale", init_scale)
+            try:
+                self._growth_factor = _number("growth_factor", growth_factor)
+                self._backoff_factor = _number("backoff_factor", backoff_factor)
+            except PolicyError as error:
+                raise _BadFactor(str(error)) from None
+            self._growth_interval = int(_number("growth_interval", growth_interval))
         self._init_growth_tracker = 0
         self._lowest_set = self._init_scale
         self._engine: ManualEngine | None = None  # made when the device is known
         self._per_optimizer_states: defaultdict[int, Use] = defaultdict(_unused)
-
-    def _check_arguments(self) -> None:
-        self._init_scale = _number("init_scale", self._init_scale)
-        try:
-            self._growth_factor = _number("growth_factor", self._growth_factor)
-            self._backoff_factor = _number("backoff_factor", self._backoff_factor)
-        except PolicyError as error:
-            raise _BadFactor(str(error)) from None
-        self._growth_interval = int(_number("growth_interval", self._growth_interval))
 
     # ---------------------------------------------------------------- the step
 
@@ -185,7 +182,7 @@ class GradScaler(TorchGradScaler):
             PolicyError: another rank has a scaler of other settings for the same optimizer.
         """
         if not self._enabled:
-            if self._has_told is None and ranks.is_running():
+            if ranks.is_running() and self._has_told is None:
                 self._has_told = ScalerSettings()
                 params = [p for group in optimizer.param_groups for p in group["params"]]
                 self._has_told.tell_off(sharing(self.process_group, params), params)
@@ -258,20 +255,12 @@ class GradScaler(TorchGradScaler):
 
     @property
     def last_step(self) -> Any:
-        """Outcome of the last ``step``: a StepOutcome. May wait for the device.
-
-        None before the first step, and after one that found no gradient. With several optimizers: a dict of these by
-        optimizer.
-        """
+        """Outcome of the last ``step``, as :attr:`xamp.sessions.session.Session.last_step`. May wait for the device."""
         return None if self._engine is None else self._engine.last_step()
 
     @property
     def stats(self) -> Stats:
-        """Counts of applied and skipped steps, over all optimizers, replays of a graph included. Waits for the device.
-
-        Raises:
-            LossScaleCollapsed: 50 overflows in a row at the floor, in replays of a captured graph; raised once.
-        """
+        """Counts of steps, as :attr:`xamp.sessions.session.Session.stats`. Waits for the device."""
         if self._engine is None:
             return Stats()
         self._engine.judge_replays()
@@ -280,10 +269,7 @@ class GradScaler(TorchGradScaler):
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return plain numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 
-        Where the device decides on steps and is not waited for, growth of the scale shows one step later.
-
-        Args:
-            wait: wait for the device, so that no number is late.
+        Where the device decides on steps and is not waited for (``wait``), growth of the scale shows one step later.
         """
         if not self._enabled or self._engine is None:
             return metrics.collect(None, (), wait=wait, scale=self.get_scale())
@@ -359,7 +345,7 @@ class GradScaler(TorchGradScaler):
         self._init_growth_tracker = max(min(saved["growth_tracker"], self._growth_interval - 1), 0)
         self._lowest_set = min(self._lowest_set, self._init_scale)
         if self._engine is not None:
-            self._set_start(self._engine)
+            self._set_start(self._engine.scaler)
             self._engine.outdate_losses()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -416,8 +402,7 @@ class GradScaler(TorchGradScaler):
         if inv_scale is not engine.scaler.inverse or found_inf is not state.sticky:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine.unscale(state, use)
-        flags: dict[torch.device, torch.Tensor] = use["found_inf_per_device"]
-        return flags
+        return use["found_inf_per_device"]  # type: ignore[no-any-return]
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: Use, *args: Any, **kwargs: Any) -> Any:
         """Step, or skip the step by the flag of the optimizer."""
@@ -429,7 +414,7 @@ class GradScaler(TorchGradScaler):
         if self._engine is not None:
             raise _NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
         engine = ManualEngine(torch.device(dev), self.process_group)
-        self._set_start(engine)
+        self._set_start(engine.scaler)
         self._engine = engine
 
     # ---------------------------------------------------------------- inside
@@ -469,10 +454,10 @@ class GradScaler(TorchGradScaler):
         self._engine.notice_writes()
         return self._engine
 
-    def _set_start(self, engine: ManualEngine) -> None:
-        """Give ``engine`` the scale and the growth tracker that were given to the constructor or loaded."""
-        self._follow_rules(engine.scaler)
-        engine.scaler.set(engine.scaler.rules.within(self._init_scale), self._init_growth_tracker)
+    def _set_start(self, scaler: LossScaler) -> None:
+        """Give ``scaler`` the scale and the growth tracker that were given to the constructor or loaded."""
+        self._follow_rules(scaler)
+        scaler.set(scaler.rules.within(self._init_scale), self._init_growth_tracker)
 
     def _set_scale(self, name: str, scale: float | torch.Tensor | None) -> None:
         number = _number(name, _one_element(scale))
@@ -496,11 +481,7 @@ class GradScaler(TorchGradScaler):
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
-    """Return ``value`` as a number, checked against a range.
-
-    The range of a scale is that of fp32; any other name has the range that ``initialize`` has for it. ``low`` and
-    ``high`` replace the bounds of that range.
-    """
+    """Return ``value`` as a number from ``low`` to ``high``: by default fp32's of a scale, else ``initialize``'s."""
     least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
     return number_between(
         name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
@@ -508,7 +489,7 @@ def _number(name: str, value: object, low: float | None = None, high: float | No
 
 
 def _one_element(value: float | torch.Tensor | None) -> object:
-    """Return the number that ``update`` was given; a tensor must have one element and need no gradient."""
+    """Return the number that ``update`` was given."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1 or value.requires_grad:

@@ -25,7 +25,7 @@ from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
 from xamp.ground.shown import shown
-from xamp.policy import LEVELS, WHY_BEST, Level, Policy, Request, Unsaid, best_level, compile_policy, parse_level
+from xamp.policy import LEVELS, WHY_BEST, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.plugins import SPELLINGS
 from xamp.scaling import ddp
@@ -42,10 +42,9 @@ __all__ = ["LevelName", "Settings", "initialize"]
 DELEGATES = {"apex": "xamp.apex._delegate:hand_over"}
 """For each value of ``backend=``: the function, as ``"module:function"``, to which ``delegate=True`` hands the work.
 
-The function takes the policy, the backend, the device of the first parameter and :class:`Arguments`. It registers the
-engine of the session and returns it.
+It takes what :func:`xamp.sessions.set_up.set_up` takes, registers the engine of the session and returns it.
 """
-
+_MakeSession: TypeAlias = Callable[[Policy, Backend, torch.device, Arguments], object]
 
 OneModel = TypeVar("OneModel", bound=nn.Module)
 OneOptimizer = TypeVar("OneOptimizer", bound=Optimizer)
@@ -238,17 +237,16 @@ def initialize(
     if not isinstance(backend, str):
         raise PolicyError(f"initialize(backend={shown(backend)}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
-    model_list: list[nn.Module] = checks.as_list("models", models, nn.Module)  # type: ignore[assignment]
-    given_optimizers = [] if optimizers is None else optimizers
-    optimizer_list: list[Optimizer] = checks.as_list("optimizers", given_optimizers, Optimizer)  # type: ignore[assignment]
+    model_list = checks.as_list("models", models, nn.Module)
+    optimizer_list = checks.as_list("optimizers", [] if optimizers is None else optimizers, Optimizer)
     if not model_list:
         raise PolicyError("initialize(models=[]): there is no model. Pass one nn.Module or a list of them.")
     delegated = bool(boolean("delegate", delegate))
-    arguments = Arguments(model_list, optimizer_list, backend, process_group, delegated, loudness)
+    arguments = Arguments(model_list, optimizer_list, loudness, process_group)
     undo = arguments.undo
     try:
         if boolean("enabled", enabled) is not False:
-            _set_up(request, arguments)
+            _set_up(request, backend, delegated, arguments)
         else:
             _set_up_disabled(arguments)
         # One line, so that the call is done when it returns: no Ctrl-C comes between the two.
@@ -269,76 +267,56 @@ def _level_of(level: object, opt_level: object) -> object:
     return opt_level
 
 
-def _set_up(request: Request, arguments: Arguments) -> None:
+def _set_up(request: Request, backend_name: str, delegated: bool, arguments: Arguments) -> None:
     level = parse_level(request.level)
     if level is not None:  # refuse arguments that are wrong on every device before a backend is loaded
         compile_policy(request, level, tuple(ops.OP_POLICIES))
     existing = checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
-    backend = registry.resolve(arguments.backend, device.type)
+    backend = registry.resolve(backend_name, device.type)
     own_op_policy = SPELLINGS.get(backend.name)
     if own_op_policy is not None and isinstance(request.op_policy, Unsaid):
         request = dataclasses.replace(request, op_policy=own_op_policy)
-    policy = compile_policy(request, level or _best_level(backend, device), tuple(ops.OP_POLICIES))
+    can = backend.capabilities(device)
+    policy = compile_policy(request, level or best_level(can.fast_dtypes), tuple(ops.OP_POLICIES))
     checks.check_capabilities(backend, device, policy)
     checks.check_op_policy(backend, device, policy)
-    hand_over = _delegate_of(backend) if arguments.delegate else None
+    make_session: _MakeSession = _delegate_of(backend) if delegated else set_up
     if existing is not None:
         attach(existing, policy, arguments)
         return
     checks.check_models(arguments.models, arguments.given, policy)
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     narrowed = _less_than_fp32(backend, device) if arguments.verbosity and policy.dtype == torch.float32 else []
-    if hand_over is not None:
-        hand_over(policy, backend, device, arguments)
-    else:
-        set_up(policy, backend, device, arguments)
+    make_session(policy, backend, device, arguments)
     if arguments.verbosity:
         if level is None:
-            _say_why(policy.level, backend, device)
+            lacking = "".join(can.why_not(dtype) for dtype, _ in can.lacking)  # that one would expect there
+            why = WHY_BEST[LEVELS[policy.level].dtype]
+            say("level='auto' is %s on %s: %s.%s", policy.level, device, why, lacking)
         say("%s, backend %s on %s", policy, backend.name, device)
     for line in narrowed:
         say("%s", line, level=logging.WARNING)
 
 
-def _delegate_of(backend: Backend) -> Callable[[Policy, Backend, torch.device, Arguments], object]:
-    """Return the function of :data:`DELEGATES` that hands models and optimizers to another implementation.
-
-    Raises:
-        UnsupportedPolicy: ``backend`` has no such function.
-    """
+def _delegate_of(backend: Backend) -> _MakeSession:
+    """Return the function of :data:`DELEGATES`, or raise an UnsupportedPolicy where ``backend`` has none."""
     target = DELEGATES.get(backend.name)
     if target is None:
         raise UnsupportedPolicy(
             f"initialize(delegate=True): backend {backend.name!r} has nothing to hand over to. Leave delegate out."
         )
-    found: Callable[[Policy, Backend, torch.device, Arguments], object] = pkgutil.resolve_name(target)
-    return found
+    return pkgutil.resolve_name(target)  # type: ignore[no-any-return]
 
 
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
-    """List the settings that make O0 differ from plain fp32 on this device, one line each.
-
-    A user who compares another level with O0 should know them.
-    """
+    """List the settings that make O0 differ from plain fp32 on this device, for whoever compares a level with O0."""
     rows = [row for row in backend.precision_settings(device) if row.narrows_fp32 or not row.expected]
     return [
         f"O0 on {device}: {row.name} is {row.value}: {row.effect}; to undo: {row.undo}"
         + (", or xamp.exact_fp32()" if row.exact else "")
         for row in rows
     ]
-
-
-def _best_level(backend: Backend, device: torch.device) -> Level:
-    """Return the level that ``"auto"`` means on ``device``."""
-    return best_level(backend.capabilities(device).fast_dtypes)
-
-
-def _say_why(chosen: str, backend: Backend, device: torch.device) -> None:
-    """Log what ``"auto"`` means on ``device`` and why, with the dtypes that one would expect there and that fail."""
-    can = backend.capabilities(device)
-    lacking = "".join(can.why_not(dtype) for dtype, _ in can.lacking)
-    say("level='auto' is %s on %s: %s.%s", chosen, device, WHY_BEST[LEVELS[chosen].dtype], lacking)
 
 
 def _set_up_disabled(arguments: Arguments) -> None:

@@ -56,8 +56,9 @@ class Plan:
         lowered: parameters to cast; of those that come in the lower dtype only a master is made.
 
     Raises:
-        PolicyError: ``keep_fp32`` names a module that no model has; or FSDP shards a model in another way than the
-            policy needs.
+        PolicyError: ``keep_fp32`` names a module that no model has; or FSDP shards a model otherwise than the policy
+            needs: units that stay fp32 in part, or that are to be computed in another dtype, or shards that are not
+            fp32.
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class Plan:
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
         sharded = self._find_units(kept)
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
-        seen: set[int] = set()
+        # A model may come in the lower dtype already where masters are made.
+        taken = {torch.float32, self.policy.dtype if self.policy.master_weights else torch.float32}
+        seen = kept_params | sharded
         for module in (m for key, m in modules.items() if key not in kept):
             for param in module._parameters.values():
-                if param is not None and self._is_lowered(param) and id(param) not in kept_params | seen | sharded:
+                if param is not None and param.dtype in taken and id(param) not in seen:
                     seen.add(id(param))
                     self.lowered.append(param)
             self._buffers += [
@@ -111,23 +114,13 @@ class Plan:
 
         Args:
             kept: ids of the modules that stay fp32.
-
-        Raises:
-            PolicyError: a unit of FSDP holds modules that stay fp32, and others; or it was asked to compute in another
-                dtype, or its shards are not fp32.
         """
         for model in self.models():
             for unit in fsdp.units_of(model):
                 stay = [id(owner) in kept for owner in unit.owners]
-                if any(stay) and not all(stay):
-                    raise _two_dtypes(unit, unit.owners[stay.index(True)], self.policy)
-                if unit.dtype in masters.LOWER:
-                    raise _half_shards(unit, self.policy)
-                if unit.dtype != torch.float32:
-                    continue
-                if not all(stay) and unit.computes_in not in (None, self.policy.dtype):
-                    raise _other_dtype(unit, self.policy)
-                self._units.append((unit, None if all(stay) else self.policy.dtype, not unit.name))
+                _check_unit(unit, stay, self.policy)
+                if unit.dtype == torch.float32:
+                    self._units.append((unit, None if all(stay) else self.policy.dtype, not unit.name))
         return {id(param) for param in fsdp.sharded_params(self._modules().values())}
 
     def _find_halves(self, kept: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
@@ -145,10 +138,6 @@ class Plan:
                 for name, b in module._buffers.items()
                 if b is not None and b.dtype == self.policy.dtype and id(b) not in found
             ]
-
-    def _is_lowered(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one to lower. A model may come in the lower dtype already where masters are made."""
-        return param.dtype == torch.float32 or (self.policy.master_weights and param.dtype == self.policy.dtype)
 
     def models(self) -> Iterator[nn.Module]:
         """Yield the models that are still alive."""
@@ -171,26 +160,23 @@ class Plan:
             self._lower(undo)
         for unit, dtype, is_root in self._units:
             undo.steps.append(unit.compute_in(dtype, is_root))
-        for model in self.models():
-            if self.policy.casts_parameters:
-                undo.steps.append(watch_state_dicts(model))
-            kept_whole = any(model is module for module in self.fp32_modules())
-            region = self._region(kept_whole)
+        for model in self.models() if self.policy.casts_parameters else ():
+            undo.steps.append(watch_state_dicts(model))
+        for module, region in self._regions():
             if region.does_something:
-                undo.steps.append(enter_policy(model, region))
-        for part in self._parts_that_write():
-            whole = Region(self.device_type, None, None, None, methods=(), lowers=True)
-            undo.steps.append(enter_policy(part, whole))
-        for module in self.fp32_modules():
-            if not any(module is model for model in self.models()):
-                undo.steps.append(enter_policy(module, self._fp32_region()))
+                undo.steps.append(enter_policy(module, region))
 
-    def _parts_that_write(self) -> list[nn.Module]:
-        """Find the parts of the models that can be written out by themselves, if parameters are cast; each once."""
-        if not self.lowered:
-            return []
-        others = {id(module) for module in (*self.models(), *self.fp32_modules())}
-        return [m for key, m in self._modules().items() if writes_its_dtype(type(m)) and key not in others]
+    def _regions(self) -> Iterator[tuple[nn.Module, Region]]:
+        """Yield the models, their parts that can be written out alone, and those that stay fp32, with their regions."""
+        models, kept = ({id(module): module for module in found} for found in (self.models(), self.fp32_modules()))
+        yield from ((model, self._region(key in kept)) for key, model in models.items())
+        if self.lowered:
+            whole = Region(self.device_type, None, None, None, methods=(), lowers=True)
+            inner = (m for key, m in self._modules().items() if key not in models and key not in kept)
+            yield from ((module, whole) for module in inner if writes_its_dtype(type(module)))
+        back = self.policy.dtype if self.policy.casts_parameters else None
+        fp32 = Region(self.device_type, None, torch.float32, back)
+        yield from ((module, fp32) for key, module in kept.items() if key not in models)
 
     def _region(self, kept_whole: bool) -> Region:
         policy = self.policy
@@ -202,10 +188,6 @@ class Plan:
             bool(self.lowered) and not kept_whole,
         )
 
-    def _fp32_region(self) -> Region:
-        back = self.policy.dtype if self.policy.casts_parameters else None
-        return Region(self.device_type, None, torch.float32, back)
-
     def _lower(self, undo: Undo) -> None:
         undo.preparing.append(self._prepare_fp32)
         undo.steps.append(self._restore_fp32)
@@ -214,32 +196,28 @@ class Plan:
             self._before[id(param)] = param.data, grad
             master = self._make_master(param) if self.policy.master_weights else None
             masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
-            if master is not None:
-                _put(param, value, None)
-                master.grad = None if grad is None else grad.to(master.dtype)
-            else:
-                _put(param, value, None if grad is None else grad.to(value.dtype))
+            _put(param, value, None)
+            stepped = param if master is None else master
+            stepped.grad = None if grad is None else grad.to(stepped.dtype)
         for module, name, buffer in _alive(self._buffers):
             lowered = buffer.to(self.policy.dtype)
             masters.set_lowered_buffer(lowered, buffer)
             module._buffers[name] = lowered
         self._values = []
         self._flatten_rnns()
-        self._join_rnns()
+        lowered = {id(param) for param in self.lowered}
+        for rnn in self._rnns():  # let the backend join the weights that torch left apart
+            weights: list[Any] = rnn._flat_weights
+            if all(id(w) in lowered for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
+                join_weights(rnn, self._backend.join_weights_)
+
+    def _rnns(self) -> Iterator[nn.RNNBase]:
+        return (module for module in self._modules().values() if isinstance(module, nn.RNNBase))
 
     def _flatten_rnns(self) -> None:
         """Put the weights of recurrent layers into one block again. Some devices keep them so, and a cast splits it."""
-        for module in self._modules().values():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()
-
-    def _join_rnns(self) -> None:
-        """Let the backend join the weights of the recurrent layers that were lowered, where torch left them apart."""
-        lowered = {id(param) for param in self.lowered}
-        for module in (m for m in self._modules().values() if isinstance(m, nn.RNNBase)):
-            weights: list[Any] = module._flat_weights
-            if all(id(w) in lowered for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
-                join_weights(module, self._backend.join_weights_)
+        for rnn in self._rnns():
+            rnn.flatten_parameters()
 
     def _make_master(self, param: nn.Parameter) -> nn.Parameter:
         with torch.inference_mode(False):  # an inference tensor has no version, by which changes are seen
@@ -312,35 +290,29 @@ class Plan:
         self._flatten_rnns()
 
 
-def _two_dtypes(unit: fsdp.Unit, stays: nn.Module, policy: Policy) -> PolicyError:
-    kind = type(stays).__name__
-    norm = ", or keep_batchnorm_fp32=False" if isinstance(stays, BatchNorm) else ""
-    return PolicyError(
-        f"initialize(level={policy.level!r}): FSDP gathers the parameters of {_place(unit)} in one piece, in one "
-        f"dtype, and there is a {kind} among them that stays fp32, and others that do not. Shard each {kind} by itself "
-        f"before the rest: fully_shard(module), or FullyShardedDataParallel(module){norm}."
-    )
-
-
-def _half_shards(unit: fsdp.Unit, policy: Policy) -> PolicyError:
-    return PolicyError(
-        f"initialize(level={policy.level!r}): the parameters of {_place(unit)} were {unit.dtype} when FSDP sharded "
-        f"them. The fp32 shards are the masters: call model.float() before sharding. FSDP gathers in {policy.dtype} "
-        "all the same."
-    )
-
-
-def _other_dtype(unit: fsdp.Unit, policy: Policy) -> PolicyError:
-    same = [row for row in levels_where(lambda row: row.master_weights) if row != policy.level]
-    return PolicyError(
-        f"initialize(level={policy.level!r}): FSDP was told to compute {_place(unit)} in {unit.computes_in}, and this "
-        f"level computes in {policy.dtype}. Give fully_shard mp_policy=xamp.fsdp_policy({policy.level!r}), or no "
-        f"mixed precision of its own; or use {listed(same)}."
-    )
-
-
-def _place(unit: fsdp.Unit) -> str:
-    return f"{unit.name!r}" if unit.name else "the model"
+def _check_unit(unit: fsdp.Unit, stay: Sequence[bool], policy: Policy) -> None:
+    """Raise a PolicyError where FSDP cannot gather a unit as ``policy`` needs; ``stay``: which owners stay fp32."""
+    at, place = f"initialize(level={policy.level!r}):", f"{unit.name!r}" if unit.name else "the model"
+    if any(stay) and not all(stay):
+        owner = unit.owners[stay.index(True)]
+        kind, norm = type(owner).__name__, ", or keep_batchnorm_fp32=False" if isinstance(owner, BatchNorm) else ""
+        raise PolicyError(
+            f"{at} FSDP gathers the parameters of {place} in one piece, in one dtype, and there is a {kind} among them "
+            f"that stays fp32, and others that do not. Shard each {kind} by itself before the rest: "
+            f"fully_shard(module), or FullyShardedDataParallel(module){norm}."
+        )
+    if unit.dtype in masters.LOWER:
+        raise PolicyError(
+            f"{at} the parameters of {place} were {unit.dtype} when FSDP sharded them. The fp32 shards are the "
+            f"masters: call model.float() before sharding. FSDP gathers in {policy.dtype} all the same."
+        )
+    if unit.dtype == torch.float32 and not all(stay) and unit.computes_in not in (None, policy.dtype):
+        same = [row for row in levels_where(lambda row: row.master_weights) if row != policy.level]
+        raise PolicyError(
+            f"{at} FSDP was told to compute {place} in {unit.computes_in}, and this level computes in {policy.dtype}. "
+            f"Give fully_shard mp_policy=xamp.fsdp_policy({policy.level!r}), or no mixed precision of its own; or use "
+            f"{listed(same)}."
+        )
 
 
 def _restore_halves(before: dict[Any, Any]) -> None:

@@ -32,12 +32,8 @@ __all__ = ["ManualEngine", "Use", "sharing"]
 
 _SLOTS = 4  # number of optimizers for which the device state has room at first
 
-
 Use = dict[str, Any]
-"""What torch's GradScaler keeps of one optimizer since the last ``update``: ``"stage"`` and ``"found_inf_per_device"``.
-
-Under ``"state"`` it has the engine's state of the optimizer too.
-"""
+"""What torch's GradScaler keeps of one optimizer since the last ``update``, and the engine's state (``"state"``)."""
 
 
 def sharing(process_group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]:
@@ -46,11 +42,7 @@ def sharing(process_group: Any, params: Iterable[torch.Tensor]) -> Sequence[Any]
 
 
 class ManualEngine(Engine):
-    """The engine of one :class:`xamp.GradScaler`.
-
-    Args:
-        device: the device of the loss scale.
-        process_group: see :func:`xamp.initialize`.
+    """The engine of one :class:`xamp.GradScaler`, with its loss scale on ``device``.
 
     Attributes:
         checked: indices of the optimizers whose gradients were checked since the last update. A new optimizer gets none
@@ -177,15 +169,11 @@ class ManualEngine(Engine):
         """Do nothing: the scale moves after the step, in :meth:`move`."""
 
     def move(self, flags: Iterable[torch.Tensor]) -> None:
-        """Back off or grow the scale, once until :meth:`finish` is done.
-
-        Args:
-            flags: the overflow flags that count, besides the sticky flags of all optimizers.
-        """
+        """Back off or grow the scale by ``flags`` and those of all optimizers, once until :meth:`finish` is done."""
         if self.scaler.updates is self._finished_updates:
             found = self.memory.sticky.max()
             for flag in flags:
-                if flag._base is not self.memory.values:  # else it is a sticky flag
+                if flag._base is not self.memory.values:  # else it is an optimizer's
                     found = torch.maximum(found, flag.to(self.device, non_blocking=True))
             self.scaler.update(found)
 

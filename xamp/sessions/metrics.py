@@ -42,14 +42,9 @@ def note_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.Te
 def collect(
     engine: Engine | None, states: Sequence[OptimizerState], *, wait: bool, scale: float = 1.0, scaled: bool = False
 ) -> dict[str, float]:
-    """Return the numbers of ``engine``, seen from the optimizers of ``states``. See :meth:`Session.metrics`.
+    """Return the numbers of :meth:`Session.metrics`, seen from the optimizers of ``states``.
 
-    Args:
-        engine: the engine; None where there is none yet.
-        states: the optimizers whose outcome and norm are meant.
-        wait: wait for the device, so that no number is late.
-        scale: the loss scale where there is no engine yet.
-        scaled: the gradients are still scaled, so their norm would be wrong.
+    ``scale`` is for a GradScaler without engine; ``scaled``: the gradients are still scaled, so their norm is wrong.
     """
     if engine is None:
         scales, applied, skipped, late = [scale], 0, 0, 0

@@ -66,9 +66,7 @@ def scale_loss(
     if model is not None:
         ddp.note_given(model)
     if not engine.enabled:
-        if ranks.is_running():
-            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return _Unscaled(loss)
+        return _unscaled(loss, engine, optimizers)
     _check_loss(loss, engine)
     scaler = _scaler_of("scale_loss", engine, loss_id)
     if engine.scale_loss is not None:
@@ -79,10 +77,14 @@ def scale_loss(
     if loss.dtype in masters.LOWER:
         loss = loss.float()
     if not engine.policy.manages_gradients:
-        if ranks.is_running():
-            engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
-        return _Unscaled(loss)
+        return _unscaled(loss, engine, optimizers)
     return ScaledLoss(engine, states, scaler, loss, delay_unscale, delay_overflow_check)
+
+
+def _unscaled(loss: torch.Tensor, engine: Engine, optimizers: Optimizer | Sequence[Optimizer]) -> _Unscaled:
+    if ranks.is_running():
+        engine.compare_settings([optimizers] if isinstance(optimizers, Optimizer) else optimizers)
+    return _Unscaled(loss)
 
 
 class _Unscaled:

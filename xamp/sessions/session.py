@@ -78,11 +78,7 @@ class Session:
         )
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled or copied: a session is a view of live objects.
-
-        Raises:
-            StateError: always.
-        """
+        """Raise a StateError: a session is a view of live objects, which cannot be pickled or copied."""
         raise StateError(
             "pickle or copy of a Session: it leads to live models and optimizers, so it cannot be pickled or copied. "
             "Save session.state_dict(), and load it into the session of the new model."
@@ -128,11 +124,10 @@ class Session:
         """Return plain numbers for a logger, under the same names at every level and for a ``GradScaler``.
 
         ``loss_scale`` (``loss_scale_1`` and so on for further losses); ``steps_applied`` and ``steps_skipped``, over
-        all optimizers; ``last_step_skipped``, 1 where the last step was skipped; ``grad_norm``, what the last
-        ``xamp.clip_grad_norm_`` returned, or without one the norm of the gradients there are, or nan where there are
-        none; ``steps_late``, see ``wait``. For the session of a model, ``last_step_skipped`` counts its optimizers, and
-        ``grad_norm`` is over all of them. A training step pays nothing for this. A norm of gradients that were not
-        clipped is computed by this call; for sharded gradients it is nan.
+        all optimizers; ``last_step_skipped``, 1 where the last step was skipped, and for the session of a model the
+        number of optimizers that skipped; ``grad_norm``, over all of them, what the last ``xamp.clip_grad_norm_``
+        returned, or without one the norm of the gradients there are, or nan where there are none or they are sharded;
+        ``steps_late``, see ``wait``. A training step pays nothing for this.
 
         Args:
             wait: True: wait for the device, and return the numbers of this moment. False: do not wait where the device
@@ -190,11 +185,9 @@ class Session:
 
 
 def end_session(engine: Engine) -> bool:
-    """Do what :meth:`Session.close` does, for a caller that wraps the models again before they are trained.
+    """Do what :meth:`Session.close` does, and return whether a DDP is left that reduces no gradients any more.
 
-    Returns:
-        Whether a DDP is left that reduces no gradients any more, as it waits for those of parameters in the dtype that
-        they had.
+    It waits for those of parameters in the dtype that they had.
     """
     engine.check_closable()
     lowered = [p for model in engine.models().values() for p in model.parameters() if is_lowered(p)]
@@ -280,11 +273,7 @@ def state_dict(obj: object = None, format: Literal["xamp"] = "xamp") -> SessionS
 
 
 @overload
-def state_dict(obj: object = None, *, format: str) -> Any: ...
-
-
-@overload
-def state_dict(obj: object, format: str) -> Any: ...
+def state_dict(obj: object = None, format: str = "xamp") -> Any: ...
 
 
 def state_dict(obj: object = None, format: str = "xamp") -> Any:

@@ -40,18 +40,12 @@ __all__ = ["Arguments", "attach", "fused_forms", "set_up", "take_optimizers"]
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What ``initialize`` was given besides the policy.
-
-    Attributes:
-        undo: takes back what the call has changed so far.
-    """
+    """What ``initialize`` was given besides the policy; ``undo`` takes back what the call has changed so far."""
 
     given: list[nn.Module]
     optimizers: list[Optimizer]
-    backend: str
-    process_group: Any
-    delegate: bool
     verbosity: int
+    process_group: Any = None
     undo: Undo = dataclasses.field(default_factory=Undo)
 
     @property
@@ -70,12 +64,7 @@ def set_up(
 ) -> Engine:
     """Put models and optimizers, which were checked, under ``policy``. Where it raises, the caller unwinds the list.
 
-    Args:
-        policy: the policy, complete and checked.
-        backend: the backend of the device.
-        device: the device for the loss scale.
-        arguments: the models and optimizers, and the other arguments of ``initialize``.
-        make: the class of the engine.
+    ``device`` is that of the loss scale; ``make`` the class of the engine.
     """
     plan = lowering.Plan(arguments.models, policy, backend, device, make.cast)
     engine = make(
