@@ -9,7 +9,7 @@ values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,22 +20,6 @@ from xamp.casting.forward import forget_policy, is_under_policy
 from xamp.scaling import masters, ranks
 
 __all__ = ["serve_averaged_models"]
-
-
-class _Exact:
-    """Stands for a managed model: the same tensors in the same order, each with its exact values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return map(masters.exact, self._model.parameters())
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        return map(masters.exact, self._model.buffers())
 
 
 def serve_averaged_models() -> None:
@@ -52,12 +36,18 @@ def serve_averaged_models() -> None:
 
     @functools.wraps(update)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        # The average may have come out of a file as a 16-bit copy.
-        update(self, _Exact(model) if _make_fp32(self.module, model) else model)  # type: ignore[arg-type]
+        source: Any = model
+        if _make_fp32(self.module, model):  # the average may have come out of a file as a 16-bit copy
+            # All that torch asks of a model: the same tensors in the same order, each with its exact values.
+            source = SimpleNamespace(
+                parameters=lambda: map(masters.exact, model.parameters()),
+                buffers=lambda: map(masters.exact, model.buffers()),
+            )
+        update(self, source)
 
     update_parameters._xamp_serves = True  # type: ignore[attr-defined]
     AveragedModel.__init__ = __init__  # type: ignore[method-assign]
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign,assignment]
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
 def _make_fp32(average: nn.Module, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -139,11 +139,8 @@ def _keep_numbers(engine: Engine) -> Callable[[], None]:
 
 
 def _saved(scaler: LossScaler) -> SavedScaler:
-    return {
-        "dynamic": scaler.rules.dynamic,
-        "scale": float(scaler.scale),
-        "growth_tracker": int(scaler.growth_tracker),
-    }
+    scale, tracker = float(scaler.scale), int(scaler.growth_tracker)
+    return {"dynamic": scaler.rules.dynamic, "scale": scale, "growth_tracker": tracker}
 
 
 def _moving_scales(engine: Engine, saved: SessionState) -> Sequence[SavedScaler]:

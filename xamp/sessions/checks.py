@@ -58,7 +58,7 @@ def as_list(name: str, given: object, kind: type[_Kind]) -> list[_Kind]:
         UnsupportedPolicy: another mixed-precision engine has made one of them.
     """
     try:
-        items = list(given) if isinstance(given, (list, tuple)) else [given]
+        items: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
     except Exception as error:  # of a class derived from list
         raise PolicyError(f"initialize({name}=...): {type(given).__name__} cannot be read: {said(error)}.") from error
     for item in items:
@@ -168,39 +168,36 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
         check_names([method for method in found if callable(method)], policy.spared_inputs)
     for model, outer in zip(models, given, strict=True):
         for name, param in model.named_parameters():
-            if isinstance(param, nn.parameter.UninitializedParameter):
-                raise PolicyError(
-                    f"initialize: parameter {name!r} of {type(model).__name__} has no shape yet. Run one batch through "
-                    "the model first."
-                )
-            if is_lowered(param):
-                raise StateError(
-                    f"initialize: parameter {name!r} of {type(model).__name__} belongs to another session, which has "
-                    "cast it. Give all models that share it to one initialize call, or close that session first."
-                )
-            if getattr(param, "_in_backward_optimizers", None) and policy.manages_gradients:
-                takes = listed(levels_where(lambda row: not row.manages_gradients), "and")
-                raise UnsupportedPolicy(
-                    f"initialize(level={policy.level!r}): parameter {name!r} of {type(model).__name__} has an "
-                    "optimizer that steps in the backward (torch's _apply_optimizer_in_backward), where gradients are "
-                    f"still scaled. Step it after the backward, or use {takes}."
-                )
-            if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
-                raise _half_model(name, param.dtype, type(model).__name__, policy.level)
+            _check_parameter(param, f"parameter {name!r} of {type(model).__name__}", policy)
         if policy.casts_parameters:
             _check_castable(model, outer, policy)
     if policy.casts_parameters:
         check_not_inside(models, policy)
 
 
-def _half_model(parameter: str, dtype: torch.dtype, model: str, level: str) -> PolicyError:
-    short = str(dtype).removeprefix("torch.")
-    takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
-    return PolicyError(
-        f"initialize(level={level!r}): parameter {parameter!r} of {model} is {dtype}, and this level starts from fp32. "
-        f"Leave out .half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before "
-        f"making the optimizer; the level casts. {takes or 'No level'} takes a model in {short} as it is."
-    )
+def _check_parameter(param: torch.Tensor, named: str, policy: Policy) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise PolicyError(f"initialize: {named} has no shape yet. Run one batch through the model first.")
+    if is_lowered(param):
+        raise StateError(
+            f"initialize: {named} belongs to another session, which has cast it. Give all models that share it to one "
+            "initialize call, or close that session first."
+        )
+    if getattr(param, "_in_backward_optimizers", None) and policy.manages_gradients:
+        takes = listed(levels_where(lambda row: not row.manages_gradients), "and")
+        raise UnsupportedPolicy(
+            f"initialize(level={policy.level!r}): {named} has an optimizer that steps in the backward (torch's "
+            f"_apply_optimizer_in_backward), where gradients are still scaled. Step it after the backward, or use "
+            f"{takes}."
+        )
+    if param.dtype in LOWER and not (policy.master_weights and param.dtype == policy.dtype):
+        short = str(param.dtype).removeprefix("torch.")
+        takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
+        raise PolicyError(
+            f"initialize(level={policy.level!r}): {named} is {param.dtype}, and this level starts from fp32. Leave out "
+            ".half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before making "
+            f"the optimizer; the level casts. {takes or 'No level'} takes a model in {short} as it is."
+        )
 
 
 def _check_castable(model: nn.Module, outer: nn.Module, policy: Policy) -> None:

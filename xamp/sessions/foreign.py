@@ -96,11 +96,7 @@ def refuse(argument: str, found: object) -> None:
 
 
 def refuse_optimizer(optimizer: Optimizer, policy: Policy) -> None:
-    """Refuse an optimizer that does not step the gradients that xamp unscales, or the masters that it makes.
-
-    Raises:
-        UnsupportedPolicy: the message names the levels that take it.
-    """
+    """Raise an UnsupportedPolicy where an optimizer would not step the gradients that xamp unscales, or its masters."""
     library = _library_of(optimizer, _STEPS_COPIES)
     if library is not None and policy.manages_gradients:
         takes = listed(levels_where(lambda row: not row.manages_gradients and not row.casts_parameters), "and")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from xamp.scaling.scale import ScaleRules
 
 __all__ = [
-    "FOREIGN",
     "FORMATS",
     "SCHEMA",
     "ReadScaler",
@@ -34,8 +33,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-FOREIGN = ("torch", "torch_npu")
-FORMATS = ("xamp", *FOREIGN)
+FORMATS = ("xamp", "torch", "torch_npu")
 _TORCH = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 _STATIC_INTERVAL = 2**31 - 1  # the largest int32, because torch's growth tracker is an int32
 _KINDS = "xamp.state_dict(), torch.amp.GradScaler, apex.amp and torch_npu's GradScaler"

@@ -55,8 +55,7 @@ def _also_as_in_torch_amp(init: Callable[..., None]) -> Callable[..., None]:
         if args and device_in_use.names_device(args[0]):
             if device is not None:
                 raise PolicyError(f"GradScaler({args[0]!r}, device={device!r}): names a device twice.")
-            device, *rest = args
-            args = tuple(rest)
+            device, args = args[0], args[1:]
         init(self, *args, **kwargs)
         if device is not None and self._enabled:
             device_in_use.require_in_use("GradScaler", device)

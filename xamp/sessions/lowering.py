@@ -7,7 +7,6 @@ each of them. Both a failed ``initialize`` and ``session.close()`` unwind that l
 from __future__ import annotations
 
 import fnmatch
-import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -44,13 +43,7 @@ class Plan:
     """The changes to the models of one session. Making a plan changes nothing.
 
     The engine keeps the plan to undo the changes. The engine must not keep models alive, so the plan holds them weakly.
-
-    Args:
-        models: the models, without their wrappers.
-        policy: the policy under which they will run.
-        backend: the backend of their device.
-        device: their device.
-        cast: the function that casts a model's arguments and results.
+    The models come without their wrappers; ``cast`` casts their arguments and results.
 
     Attributes:
         lowered: parameters to cast; of those that come in the lower dtype only a master is made.
@@ -110,11 +103,7 @@ class Plan:
             self._find_halves([m for key, m in modules.items() if key in kept], list(modules.values()))
 
     def _find_units(self, kept: Collection[int]) -> set[int]:
-        """Find what FSDP shards, and the dtype in which it is to gather that; return the ids of the parameters.
-
-        Args:
-            kept: ids of the modules that stay fp32.
-        """
+        """Find what FSDP shards, and the dtype in which it is to gather that; return the ids of the parameters."""
         for model in self.models():
             for unit in fsdp.units_of(model):
                 stay = [id(owner) in kept for owner in unit.owners]
@@ -127,8 +116,8 @@ class Plan:
         """Find what a model that comes in the lower dtype has in it besides the parameters to lower."""
         found: set[int] = set()
         for module in kept:
-            for name, tensor in _tensors_of(module):
-                if tensor.dtype in masters.LOWER and id(tensor) not in found:
+            for name, tensor in _tensors_of(module).items():
+                if tensor is not None and tensor.dtype in masters.LOWER and id(tensor) not in found:
                     found.add(id(tensor))
                     self._raised.append((weakref.ref(module), name))
         if any(param.dtype in masters.LOWER for param in self.lowered):
@@ -200,9 +189,9 @@ class Plan:
             stepped = param if master is None else master
             stepped.grad = None if grad is None else grad.to(stepped.dtype)
         for module, name, buffer in _alive(self._buffers):
-            lowered = buffer.to(self.policy.dtype)
-            masters.set_lowered_buffer(lowered, buffer)
-            module._buffers[name] = lowered
+            cast = buffer.to(self.policy.dtype)
+            masters.set_lowered_buffer(cast, buffer)
+            module._buffers[name] = cast
         self._values = []
         self._flatten_rnns()
         lowered = {id(param) for param in self.lowered}
@@ -250,8 +239,15 @@ class Plan:
 
     def _raise(self, undo: Undo) -> None:
         """Cast the fp16 and bf16 tensors of modules that stay fp32 to fp32."""
-        undo.steps.append(functools.partial(_restore_halves, undo.before))
-        halves = undo.before["halves"] = []
+        before = undo.before  # is empty once the call is done: a session that ends gives back fp32 tensors
+
+        def put_back() -> None:
+            for ref, values, grad in before.get("halves", ()):
+                if (tensor := ref()) is not None:
+                    _put(tensor, values, grad)
+
+        undo.steps.append(put_back)
+        halves = before["halves"] = []
         for _, _, tensor in _alive(self._raised):
             halves.append((TensorWeakRef(tensor), tensor.data, tensor.grad))
             _put(tensor, tensor.data.float(), None if tensor.grad is None else tensor.grad.float())
@@ -315,13 +311,6 @@ def _check_unit(unit: fsdp.Unit, stay: Sequence[bool], policy: Policy) -> None:
         )
 
 
-def _restore_halves(before: dict[Any, Any]) -> None:
-    """Undo :meth:`Plan._raise` where ``initialize`` failed. A session that ends gives back fp32 tensors."""
-    for ref, values, grad in before.get("halves", ()):
-        if (tensor := ref()) is not None:
-            _put(tensor, values, grad)
-
-
 def _put(tensor: torch.Tensor, values: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give ``tensor`` values, and a gradient, of another dtype."""
     tensor.grad = None  # a gradient must have its tensor's dtype
@@ -333,16 +322,12 @@ def _alive(places: Iterable[_Place]) -> Iterator[tuple[nn.Module, str, torch.Ten
     """Yield the tensors at ``places`` that are still there, with their modules and names."""
     for ref, name in places:
         module = ref()
-        tensor = None if module is None else dict(_tensors_of(module)).get(name)
-        if module is not None and tensor is not None:
+        if module is not None and (tensor := _tensors_of(module).get(name)) is not None:
             yield module, name, tensor
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the module's own parameters and buffers by their names."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {**module._parameters, **module._buffers}
 
 
 def _find_fp32_modules(models: Sequence[nn.Module], keep: Sequence[type | str]) -> list[nn.Module]:

@@ -152,10 +152,7 @@ class ManualEngine(Engine):
         self._scaler_settings.compare(self._sharing, params, texts)
 
     def _deciders(self, state: OptimizerState) -> Sequence[Any]:
-        """Return the groups whose ranks an inf does not reach with the gradients, and the one that was named.
-
-        It does not from sharded parameters, nor on a chip that saturates.
-        """
+        """Return the groups that must be told of an inf: of sharded parameters and of a chip that saturates."""
         params, group = state.gradients.stepped, self.process_group
         in_parts = state.gradients.in_parts
         found = list(self._sharing or ()) if in_parts else []  # DDPs beside the sharded parameters are among these

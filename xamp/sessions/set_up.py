@@ -1,7 +1,4 @@
-"""Models and optimizers, which were checked, are put under a policy: all of them or nothing.
-
-How to undo a change is listed before it is made, in the :class:`~xamp.ground.undo.Undo` of the call.
-"""
+"""Models and optimizers, which were checked, are put under a policy: all of them or nothing."""
 
 from __future__ import annotations
 
@@ -86,13 +83,14 @@ def set_up(
     for model in arguments.models if policy.master_weights else ():
         followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
     take_optimizers(engine, arguments.optimizers, forms, undo)
-    rounded, counts = plan.doubtful_buffers() if arguments.verbosity > 0 else ([], [])
     register(engine, arguments.objects)
-    _tell_buffers(rounded, counts, policy)
+    if arguments.verbosity > 0:
+        _tell_buffers(plan, policy)
     return engine
 
 
-def _tell_buffers(rounded: Sequence[str], counts: Sequence[str], policy: Policy) -> None:
+def _tell_buffers(plan: lowering.Plan, policy: Policy) -> None:
+    rounded, counts = plan.doubtful_buffers()
     dtype = str(policy.dtype).removeprefix("torch.")
     if rounded:
         say(

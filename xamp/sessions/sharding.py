@@ -73,28 +73,19 @@ _FILL_TENSORS = ("_broadcast_state_dict", "_distribute_state_dict")
 
 
 class _View:
-    """An optimizer that holds masters, as if it held the parameters themselves.
-
-    Attributes:
-        param_groups: the optimizer's, with parameters in the places of masters.
-        state: the optimizer's, by parameters too. Never empty: torch makes a state where there is none, by a step.
-    """
+    """An optimizer that holds masters, as if it held the parameters themselves: in ``param_groups`` and ``state``."""
 
     def __init__(self, optimizer: Any, param_of: dict[int, Any]) -> None:
         self._optimizer = optimizer
         self.param_groups = [
             {**group, "params": [param_of.get(id(p), p) for p in group["params"]]} for group in optimizer.param_groups
         ]
+        # Never empty: torch makes a state where there is none, by a step.
         self.state = collections.defaultdict[Any, Any](dict, {"is made": True})
         self.state.update((param_of.get(id(p), p), state) for p, state in optimizer.state.items())
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's."""
-        return self._optimizer.state_dict()  # type: ignore[no-any-return]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load it into the optimizer."""
-        self._optimizer.load_state_dict(state_dict)
+    def __getattr__(self, name: str) -> Any:  # state_dict and load_state_dict
+        return getattr(self._optimizer, name)
 
 
 def serve_torch_states() -> None:
@@ -109,8 +100,7 @@ def serve_torch_states() -> None:
 class _Finder:
     """Wraps the functions as soon as somebody imports their module, which takes long to import."""
 
-    def __init__(self) -> None:
-        self._asking = False
+    _asking = False
 
     def find_spec(self, name: str, *_: Any) -> Any:
         """Return the module's own spec, whose loader also wraps."""
