@@ -21,7 +21,8 @@ def writes_no_tracker(scaler: Any) -> Any:
 
 
 def writes_static_factors(saved: Any, rules: Any, kind: str) -> Any:
-    return write_foreign({**saved, "dynamic": False}, rules, kind)
+    static: Any = {**saved, "dynamic": False}
+    return write_foreign(static, rules, kind)
 
 
 def lowered(master: torch.Tensor) -> torch.Tensor:

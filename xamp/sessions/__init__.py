@@ -1,1 +1,1 @@
-"""The public calls of xamp. They combine what the other wings do."""
+"""The public calls of xamp. They combine what the other packages do."""

@@ -80,8 +80,8 @@ class GradScaler(TorchGradScaler):
     It does more than torch's scaler. The scale has a floor, and a run of overflows at the floor raises an error.
     :attr:`last_step` and :attr:`stats` tell which steps were skipped. On a chip that saturates instead of giving inf,
     the scaler reads the chip's overflow flag. Ranks whose gradients are not equal anyway (sharded parameters, or such a
-    chip) skip together. torch.amp's spellings are taken too, with the type of the device in use: ``GradScaler("cuda")``
-    and ``device="cuda"``.
+    chip) skip together. The type of the device in use may be given as to torch.amp's: ``GradScaler("cuda")`` and
+    ``device="cuda"``.
 
     Args:
         init_scale: loss scale at the start.
@@ -114,8 +114,8 @@ class GradScaler(TorchGradScaler):
         enabled: bool = True,
     ) -> None:
         # torch's own __init__ warns that its name is old, and switches itself off where that name's device is missing.
-        spelt: object = enabled
-        self._enabled = boolean("enabled", spelt, call="GradScaler") is True if isinstance(spelt, str) else bool(spelt)
+        wanted: object = enabled
+        self._enabled = bool(boolean("enabled", wanted, call="GradScaler") if isinstance(wanted, str) else wanted)
         self._init_scale, self._growth_interval = init_scale, growth_interval
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         if self._enabled:  # torch checks no argument of a disabled scaler

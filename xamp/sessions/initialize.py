@@ -232,8 +232,8 @@ def initialize(
             "initialize: called under torch.inference_mode(), where no tensor that is made can be trained. Call it "
             "outside."
         )
-    spelt = int(verbosity) if isinstance(verbosity, bool) else verbosity
-    loudness = int(number_between("verbosity", spelt, -1, math.inf, whole=True))
+    verbosity = int(verbosity) if isinstance(verbosity, bool) else verbosity
+    loudness = int(number_between("verbosity", verbosity, -1, math.inf, whole=True))
     if not isinstance(backend, str):
         raise PolicyError(f"initialize(backend={shown(backend)}): must be a backend's name, or 'auto'.")
     request = Request(**{name: given[name] for name in _SHAPING if name != "level"}, level=_level_of(level, opt_level))
