@@ -199,7 +199,7 @@ MUTANTS = [
     Mutant(
         "takes O1 for auto",
         "probe.auto_is_declared",
-        also(registered(f"{__name__}:IsFastInBf16"), patched(initialize, "_best_level", lambda *_: LEVELS["O1"])),
+        also(registered(f"{__name__}:IsFastInBf16"), patched(initialize, "best_level", lambda *_: LEVELS["O1"])),
         "mutant",
     ),
     _mutant("lists a device twice", "runtime", CountsTwice),

@@ -480,7 +480,7 @@ class GradScaler(TorchGradScaler):
 
 
 def _number(name: str, value: object, low: float | None = None, high: float | None = None) -> float:
-    """Return ``value`` as a number from ``low`` to ``high``: by default fp32's of a scale, else ``initialize``'s."""
+    """Return ``value`` as a number in bounds. None: fp32's bound where it is a scale, else that of ``initialize``."""
     least, most, whole = (SMALLEST_SCALE, LARGEST_SCALE, False) if name.endswith("_scale") else SCALER_RANGES[name]
     return number_between(
         name, value, least if low is None else low, most if high is None else high, whole=whole, call="GradScaler"
