@@ -155,7 +155,7 @@ class RankSettings:
                 different = {first: different[first]}
         if different:
             raise PolicyError(
-                f"{self.said} were given different settings: {_told(different)}. Their gradients would not add up, and "
+                f"{self.said}{_told(different)}. Their gradients would not add up, and "
                 f"their weights drift apart. {self.cure}"
             )
 
@@ -169,7 +169,7 @@ class SessionSettings(RankSettings):
         enabled: False: the session does nothing.
     """
 
-    said = "scale_loss: ranks that share a model"
+    said = "scale_loss: ranks that share a model were given different settings: "
     cure = (
         "Give initialize the same arguments and the same checkpoint on every rank, or process_group=, the ranks that "
         "decide together. Call scale_loss of several sessions in one order on every rank."
@@ -220,7 +220,7 @@ class ScalerSettings(RankSettings):
     of the same shapes.
     """
 
-    said = "GradScaler: ranks that decide together"
+    said = "GradScaler: ranks that decide together were given different settings: "
     cure = (
         "Give GradScaler the same arguments and the same state on every rank, or set its process_group, the ranks that "
         "decide together."
