@@ -168,14 +168,15 @@ def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy
         check_names([method for method in found if callable(method)], policy.spared_inputs)
     for model, outer in zip(models, given, strict=True):
         for name, param in model.named_parameters():
-            _check_parameter(param, f"parameter {name!r} of {type(model).__name__}", policy)
+            _check_parameter(param, name, type(model).__name__, policy)
         if policy.casts_parameters:
             _check_castable(model, outer, policy)
     if policy.casts_parameters:
         check_not_inside(models, policy)
 
 
-def _check_parameter(param: torch.Tensor, named: str, policy: Policy) -> None:
+def _check_parameter(param: torch.Tensor, name: str, model: str, policy: Policy) -> None:
+    named = f"parameter {name!r} of {model}"
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise PolicyError(f"initialize: {named} has no shape yet. Run one batch through the model first.")
     if is_lowered(param):
@@ -194,8 +195,8 @@ def _check_parameter(param: torch.Tensor, named: str, policy: Policy) -> None:
         short = str(param.dtype).removeprefix("torch.")
         takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
         raise PolicyError(
-            f"initialize(level={policy.level!r}): {named} is {param.dtype}, and this level starts from fp32. Leave out "
-            ".half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before making "
+            f"initialize(level={policy.level!r}): parameter {name!r} of {model} is {param.dtype}, and this level starts "
+            "from fp32. Leave out .half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before making "
             f"the optimizer; the level casts. {takes or 'No level'} takes a model in {short} as it is."
         )
 
