@@ -1,16 +1,12 @@
 """The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
-The life of a gradient, with every value on the device::
+On entering, gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled. On
+leaving, those of lowered parameters move into the masters, and all are multiplied by 1/scale and checked on the device.
+Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
 
-    enter   gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled
-    (the body runs backward; where micro-batches accumulate, gradients move into masters already: see early_moves)
-    leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
-
-From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
-that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped. What a call does depends on the
-:class:`State`; a cell says which state comes next, and "error" stands for a StateError that changes nothing. A backward
-that comes half-way is dropped with all that it was added to: masters have gradients to which nothing was added yet, and
-keep them (the second word of a cell)::
+What a call does depends on the :class:`State`. A cell of this table is the state that comes next; "error" stands for a
+StateError that changes nothing. If the body raises after its backward began, what that backward added to is dropped.
+Masters to which it added nothing keep their gradients, which is the second word of a cell::
 
     call                              CLEAR     SCALED    UNSCALED        SPENT
     scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
@@ -42,13 +38,12 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import early_moves, masters, unscale
+from xamp.scaling import masters, moves, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.ranks import is_shard, local
 from xamp.scaling.scale import LossScaler
 from xamp.scaling.unscale import Unscaler
-from xamp.scaling.witness import GradientWitness
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]
 
@@ -80,10 +75,7 @@ class Pending:
 
 
 class Entry:
-    """The gradients as they were on entering ``scale_loss``.
-
-    After an exception in the body, they show whether the body changed the gradients.
-    """
+    """The gradients on entering ``scale_loss``, to find out after an exception whether the body changed them."""
 
     def __init__(
         self,
@@ -118,11 +110,8 @@ def _version(grad: torch.Tensor) -> int:
     return grad._version if part is grad else grad._version + part._version
 
 
-NOTHING = Entry()
-"""There were no gradients."""
-
-OUTSIDE = Entry()
-"""No backward has been entered: the gradients are what they were."""
+NOTHING = Entry()  # there were no gradients
+OUTSIDE = Entry()  # no backward has been entered: the gradients are what they were
 
 
 class Gradients:
@@ -164,8 +153,11 @@ class Gradients:
         self.used: dict[int, object] = {}
         self.owed: dict[int, LossScaler] = {}
         self.mixed = False
-        self._holds_counted = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
+        self.forward_overflow: torch.Tensor | None = None
+        self.count = 0
+        self._held: list[nn.Parameter] = []  # what the groups held when they were read
+        self._holds_counted = False
         self._scales = policy.scales
         self._checks = policy.checks
         self._reads_flag = policy.checks and saturates
@@ -173,14 +165,11 @@ class Gradients:
         self._backend = backend
         self._unscaler = Unscaler(backend, fused, optimizer)
         self._optimizer = optimizer
-        self.count = 0
-        self._held: list[nn.Parameter] = []  # what the groups held when they were read
         self._pending: Pending | None = None
         self._entry = OUTSIDE
-        self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
+        self._early: moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
-        self._witness: GradientWitness | None = None  # see _new_witness
-        self.forward_overflow: torch.Tensor | None = None
+        self._witness: moves.GradientWitness | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
         """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
@@ -198,8 +187,9 @@ class Gradients:
         self._unscaler.fit(self.plain, self.stepped)
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
-        self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
-        before, self._witness = self._witness, self._new_witness()
+        self._may_move_early = bool(self.pairs) and not own_rules and moves.is_worth_it(self.pairs)
+        before = self._witness
+        self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
 
@@ -214,23 +204,19 @@ class Gradients:
         known = set(map(id, self._held))
         return [p for p in now if id(p) not in known]
 
-    def _new_witness(self) -> GradientWitness | None:
-        """Make a witness; None where there are no masters, or where lowered parameters keep their gradients."""
-        return GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
-
     def model_params(self) -> list[torch.Tensor]:
         """Return the parameters as the models and their wrappers know them: lowered parameters, not masters."""
         return [*self.plain, *(p for p, _ in self.pairs)]
 
     def not_finite(self) -> list[torch.Tensor]:
         """Return the stepped tensors whose gradient holds inf or nan. Waits for the device."""
-        with_grad = [(p, g) for p in self.stepped for g in (p.grad,) if g is not None]
+        with_grad = [(p, p.grad) for p in self.stepped if p.grad is not None]
         return [p for p, grad in with_grad if not bool(unscale.values(grad).isfinite().all())]
 
     def all_zero(self) -> bool:
         """Return whether every gradient is zero or absent. Waits for the device."""
-        holders = [*self.stepped, *(p for p, _ in self.pairs)]
-        return not any(bool(unscale.values(g).any()) for p in holders if (g := p.grad) is not None)
+        grads = [p.grad for p in (*self.stepped, *self.model_params()) if p.grad is not None]
+        return not any(bool(unscale.values(grad).any()) for grad in grads)
 
     @property
     def in_shards(self) -> bool:
@@ -264,7 +250,11 @@ class Gradients:
         self.mixed = False
         # A backward() without scale_loss may have left gradients: they count.
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
-            self._enter_lowered(scaler)
+            self._entry = NOTHING
+            if self.hidden is None:
+                moves.transfer(self.pairs, None)
+            elif self._scales:  # a wrapper may yet reduce them
+                unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
         existing = [g for p in self.plain for g in (p.grad,) if g is not None]
         unreduced: list[torch.Tensor] = []
         if self.hidden is not None:
@@ -276,7 +266,7 @@ class Gradients:
         self._notice_counted(scaler)
         if not self._scales:
             self._entry = Entry(existing)
-        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
+        elif unreduced or (not self.sets_aside and self._may_multiply(scaler)):
             self._entry = Entry(existing, complete=False)
             unscale.multiply_(existing, scaler.scale)
             self.mixed = self._holds_counted
@@ -297,11 +287,15 @@ class Gradients:
             counted = counted or index != scaler.index or updates is not scaler.updates
         self._holds_counted = counted
 
-    def _stay_exact(self, scaler: LossScaler) -> bool:
+    def _may_multiply(self, scaler: LossScaler) -> bool:
         """Return whether existing gradients may be multiplied by the scale, and be checked once more.
 
-        Not where an overflow among them was counted: it would hide one of this backward, or be counted again.
+        Gradients that came without ``scale_loss`` under a wrapper must: it may have yet to reduce them with the next.
+        Others may where the product is exact and no overflow among them was counted: that would hide one of this
+        backward, or be counted again.
         """
+        if self.hidden is not None and not self.ready:
+            return True
         return scaler.exact and self._in_fp32 and not self._holds_counted
 
     def were_cleared(self) -> bool:
@@ -311,18 +305,6 @@ class Gradients:
     def _unreduced(self) -> list[torch.Tensor]:
         """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
         return [] if self.hidden is None else list(self.hidden())
-
-    def _is_stray_of_wrapper(self) -> bool:
-        """Return whether gradients came without ``scale_loss`` that a wrapper may have yet to reduce with the next."""
-        return self.hidden is not None and not self.ready
-
-    def _enter_lowered(self, scaler: LossScaler) -> None:
-        """Bring gradients of lowered parameters into the masters, or to the scale if a wrapper may yet reduce them."""
-        self._entry = NOTHING
-        if self.hidden is None:
-            masters.transfer(self.pairs, None)
-        elif self._scales:
-            unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
 
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
@@ -335,17 +317,8 @@ class Gradients:
         here = self.pairs[0][0].device == scaler.scale.device
         if here and any(m.grad is not None for _, m in self.pairs):
             found = torch.zeros_like(scaler.scale) if self._checks else None
-            self._early = early_moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
+            self._early = moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
             self._early.start()
-
-    def _end_early(self, found_inf: torch.Tensor | None) -> bool:
-        """End the early moves after the backward, and take over what they found; return whether anything moved."""
-        early = self._early
-        if early is None:
-            return False
-        moved = early.end(found_inf)
-        self._early = None
-        return moved
 
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
         scaled = [*self._scaled(), *self._unreduced()]
@@ -404,21 +377,18 @@ class Gradients:
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""
-        moved_early = self._end_early(found_inf)
+        moved_early = self._early is not None and self._early.end(found_inf)
+        self._early = None
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
-        moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
+        moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
         if self._witness is not None:
             self._witness.leave()
         return moved or moved_early
 
-    def _finisher(
-        self, scaler: LossScaler, found_inf: torch.Tensor | None
-    ) -> Callable[[list[torch.Tensor]], None] | None:
-        if not self._scales:
-            return None
+    def _finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> moves.Finish | None:
         run = self._unscaler.run
-        return lambda grads: run(grads, scaler, found_inf)
+        return (lambda grads: run(grads, scaler, found_inf)) if self._scales else None
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""
@@ -473,27 +443,19 @@ class Gradients:
         self.drop_lowered()
         if self._early is not None and self._early.moved:
             self._drop()
-        elif not entry.complete:
-            self._undo_entry(entry, scaler)
-        elif not entry.untouched(self._plain_gradients()):
+        elif not entry.complete and entry.stash is not None:
+            for grad, old in entry.to_put_back():
+                grad.copy_(old)
+        elif not entry.complete and entry.was_multiplied():
+            unscale.multiply_(entry.grads, scaler.inverse)
+        elif not entry.untouched([*(p.grad for p in self.plain if p.grad is not None), *self._unreduced()]):
             self._drop()
+        elif not entry.complete:
+            return
         elif entry.stash is not None:
             unscale.add_(entry.to_put_back())
         elif entry.grads and self._scales:
             unscale.multiply_(entry.grads, scaler.inverse)
-
-    def _undo_entry(self, entry: Entry, scaler: LossScaler) -> None:
-        """Make the gradients again what they were, where the entry was interrupted before the body."""
-        if entry.stash is not None:
-            for grad, old in entry.to_put_back():
-                grad.copy_(old)
-        elif entry.was_multiplied():
-            unscale.multiply_(entry.grads, scaler.inverse)
-        elif not entry.untouched(self._plain_gradients()):
-            self._drop()
-
-    def _plain_gradients(self) -> list[torch.Tensor]:
-        return [*(g for p in self.plain for g in (p.grad,) if g is not None), *self._unreduced()]
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
@@ -569,8 +531,7 @@ class Gradients:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""
         if not self.ready and any(p.grad is not None for p in self.stepped):
             return True
-        witness = self._witness
-        return witness is not None and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))
+        return self._witness is not None and self._witness.others()
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

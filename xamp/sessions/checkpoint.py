@@ -100,7 +100,7 @@ def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
     """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
     targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
     kept = [(target, _copy(target)) for target in targets]
-    agreeing = [target for target in targets if masters.agrees(target)]
+    agreeing = [param for param, _ in writes if masters.agrees(param)]
 
     def write_back() -> None:
         with torch.no_grad():
@@ -263,7 +263,6 @@ def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
 @torch.no_grad()
 def _write(writes: Sequence[_Write]) -> None:
     for param, value in writes:
-        master = masters.master_of(param)
-        if master is not None:
-            masters.overwrite(master, value)
+        if masters.master_of(param) is not None:
+            masters.overwrite(param, value)
         param.copy_(value)
