@@ -29,7 +29,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,9 +41,8 @@ from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
-from xamp.scaling.ranks import is_shard, local
+from xamp.scaling.ranks import is_part, is_shard, local
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.unscale import Unscaler
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]
 
@@ -59,19 +58,17 @@ class State(enum.Enum):
     SPENT = "a step has seen them, or they did not come through scale_loss"
 
 
-class Pending:
-    """Describes gradients that are still scaled, because of ``delay_unscale`` or a wrapper that has yet to reduce them.
+class Pending(NamedTuple):
+    """What is known of gradients that ``delay_unscale``, or a wrapper that has yet to reduce them, left scaled."""
 
-    Attributes:
-        why: the reason, for messages.
-        overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
-    """
-
-    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None) -> None:
-        self.version = scaler.version
-        self.inverse = scaler.inverse.clone()
-        self.why = why
-        self.overflow = overflow
+    version: object
+    """:attr:`xamp.scaling.scale.LossScaler.version` of the scale."""
+    inverse: torch.Tensor
+    """1/scale, a copy."""
+    why: str
+    """The reason, for messages."""
+    overflow: torch.Tensor | None
+    """On a chip that reports an overflow by a flag: the flag so far, because the next backward clears it."""
 
 
 class Entry:
@@ -125,11 +122,13 @@ class Gradients:
         used: the loss scales they had since the last step: the index of each, and its
             :attr:`xamp.scaling.scale.LossScaler.updates` as the last check that counts for it found them; None where
             none did. While the scale has the same, it has not moved by that check.
+        in_parts: some of ``plain`` are DTensors, or local tensors of such, so this rank has parts of them.
         count: how many parameters the groups hold.
         owed: the loss scales of backwards that are left scaled, by index. They move by the check of a later one.
         mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
         hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
             wrapper shares the models.
+        pending: what is known of gradients that are still scaled; None: there are none.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
         leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
@@ -163,9 +162,9 @@ class Gradients:
         self._reads_flag = policy.checks and saturates
         self._joins = policy.casts_parameters
         self._backend = backend
-        self._unscaler = Unscaler(backend, fused, optimizer)
+        self._fused = fused
         self._optimizer = optimizer
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None
         self._entry = OUTSIDE
         self._early: moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
@@ -184,7 +183,8 @@ class Gradients:
             else:
                 self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
-        self._unscaler.fit(self.plain, self.stepped)
+        self.in_parts = any(map(is_part, self.plain))
+        self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
         self._may_move_early = bool(self.pairs) and not own_rules and moves.is_worth_it(self.pairs)
@@ -223,17 +223,7 @@ class Gradients:
         """Whether FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer."""
         return any(map(is_shard, self.stepped))
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether some of :attr:`plain` are DTensors, so that this rank has parts of them."""
-        return self._unscaler.in_parts
-
     # ---------------------------------------------------------------- into the scale
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether gradients are still scaled."""
-        return self._pending is not None
 
     def drop_lowered(self) -> None:
         """Clear the gradients of the lowered parameters."""
@@ -244,8 +234,8 @@ class Gradients:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
         if self._witness is not None:
             self._witness.collect("scale_loss")
-        if self._pending is not None:
-            self._enter_pending(self._pending, scaler)
+        if self.pending is not None:
+            self._enter_pending(self.pending, scaler)
             return
         self.mixed = False
         # A backward() without scale_loss may have left gradients: they count.
@@ -312,7 +302,7 @@ class Gradients:
         Only for a block that unscales on leaving, for gradients that nobody shares, on the device of the scale: its
         current stream is the one that a hook compares.
         """
-        if not self.ready or not self._may_move_early or self._pending is not None:
+        if not self.ready or not self._may_move_early or self.pending is not None:
             return
         here = self.pairs[0][0].device == scaler.scale.device
         if here and any(m.grad is not None for _, m in self.pairs):
@@ -326,7 +316,7 @@ class Gradients:
         self.mixed = self.mixed and len(scaled) > 0
         if pending.version is not scaler.version:  # no two scalers have the same
             unscale.multiply_(scaled, scaler.scale * pending.inverse)
-            self._pending = Pending(scaler, pending.why, pending.overflow)
+            self.pending = Pending(scaler.version, scaler.inverse.clone(), pending.why, pending.overflow)
         self._entry = Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
@@ -344,7 +334,7 @@ class Gradients:
             first: this is the first check since the last step, so gradients left from before it are checked too.
             counts: the scale is to move by this check.
         """
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None or self.forward_overflow is not None:
             self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
         if counts:
@@ -355,7 +345,7 @@ class Gradients:
             self.used.setdefault(scaler.index)
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
-            self._unscaler.run(grads, scaler, found_inf, self.plain)
+            self._unscale(grads, scaler, found_inf, self.plain)
         moved = self._move_to_masters(scaler, found_inf, first) if self.pairs else False
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
@@ -386,14 +376,54 @@ class Gradients:
             self._witness.leave()
         return moved or moved_early
 
+    def _unscale(
+        self,
+        grads: list[torch.Tensor],
+        scaler: LossScaler,
+        found_inf: torch.Tensor | None,
+        params: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Multiply ``grads`` by 1/scale and check them.
+
+        Args:
+            grads: the gradients.
+            scaler: the scale that they have.
+            found_inf: see :meth:`unscale`.
+            params: the parameters that hold ``grads`` as ``.grad``; empty where ``grads`` are new fp32 copies.
+        """
+        if not grads:
+            return
+        if found_inf is None:
+            unscale.multiply_(grads, scaler.inverse)
+            return
+        unscale_ = self._backend.unscale_
+        if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
+            grads = [*map(local, grads)]
+        if self._of_one_kind and grads[0].device == found_inf.device:
+            try:
+                unscale_(grads, found_inf, scaler.inverse)
+                return
+            except (RuntimeError, NotImplementedError):
+                # torch refuses sparse and complex gradients before it changes anything. To look for them first would
+                # cost 10 us at 300 gradients.
+                if not any(g.is_sparse or g.is_complex() for g in grads):
+                    raise
+        if any(g.is_sparse for g in grads):
+            if (optimizer := self._optimizer()) is not None:
+                self._fused.met_sparse(optimizer)
+            if params:
+                unscale.coalesce_half(params)
+                grads = [g for p in params for g in (p.grad,) if g is not None]
+        unscale.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
+
     def _finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> moves.Finish | None:
-        run = self._unscaler.run
+        run = self._unscale
         return (lambda grads: run(grads, scaler, found_inf)) if self._scales else None
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""
         if not self.sets_aside:
-            self._unscaler.check(grads, found_inf)
+            unscale.check(grads, found_inf, self._backend.unscale_)
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
@@ -404,7 +434,7 @@ class Gradients:
             unscale.multiply_([old for _, old in back], scaler.scale)
             unscale.add_(back)
             self.mixed = True
-        self._pending = Pending(scaler, why, self._flag_so_far(scaler))
+        self.pending = Pending(scaler.version, scaler.inverse.clone(), why, self._flag_so_far(scaler))
         self.owed[scaler.index] = scaler
         self._entry = OUTSIDE
 
@@ -416,7 +446,7 @@ class Gradients:
         if not self._reads_flag:
             return None
         found = read_flag(self._backend, scaler.scale.device)
-        before = None if self._pending is None else self._pending.overflow
+        before = None if self.pending is None else self.pending.overflow
         return found if before is None else torch.maximum(found, before)
 
     def abandon(self, scaler: LossScaler) -> None:
@@ -430,13 +460,13 @@ class Gradients:
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
-        if self._witness is not None and self._pending is None and any(m.grad is not None for _, m in self.pairs):
+        if self._witness is not None and self.pending is None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
         self._entry = OUTSIDE
         self._early = None
 
     def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
-        if self._pending is not None:
+        if self.pending is not None:
             if not entry.untouched([*self._scaled(), *self._unreduced()]):
                 self._drop()
             return
@@ -473,7 +503,7 @@ class Gradients:
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
         unscale.zero_(self._unreduced())
-        self._pending = None
+        self.pending = None
         self.owed.clear()
         self.ready = False
 
@@ -482,7 +512,7 @@ class Gradients:
         self.ready = False
         if self.hidden is not None:
             unscale.zero_(self._unreduced())
-        self._pending = None
+        self.pending = None
         if self.owed:
             self.owed.clear()
         if self.pairs:
@@ -504,24 +534,24 @@ class Gradients:
         """
         if self._witness is not None:
             self._witness.check(call)
-        if self._pending is not None:
+        if self.pending is not None:
             self.refuse_scaled(call)
 
     def refuse_scaled(self, call: str) -> None:
         """Raise a StateError if gradients are still scaled."""
-        if self._pending is None:
+        if self.pending is None:
             return
         if self._scaled() or self._unreduced():
             raise StateError(
-                f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
+                f"{call}: the gradients are still scaled, because {self.pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."
             )
-        self._pending = None
+        self.pending = None
 
     @property
     def state(self) -> State:
         """The state of the gradients; see the module."""
-        if self._pending is not None and (self._scaled() or self._unreduced()):
+        if self.pending is not None and (self._scaled() or self._unreduced()):
             return State.SCALED
         if self.ready:
             return State.UNSCALED

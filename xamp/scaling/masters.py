@@ -44,9 +44,7 @@ __all__ = [
     "replace_fp32",
     "save_masters",
     "set_lowered",
-    "set_lowered_buffer",
     "unrounded",
-    "up_to_date",
     "use",
     "watch_state_dicts",
     "write_changed",
@@ -98,17 +96,20 @@ def any_lowered() -> bool:
     return bool(_lowered)
 
 
-def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
-    """Note that xamp lowered ``tensor``, and its master if it has one."""
+def set_lowered(
+    tensor: torch.Tensor, master: nn.Parameter | None = None, *, original: torch.Tensor | None = None
+) -> None:
+    """Note that xamp lowered ``tensor``.
+
+    Args:
+        tensor: the parameter or buffer, which has its lower dtype.
+        master: the master of a parameter, if it has one.
+        original: of a buffer: its fp32 values. They count where nothing writes to ``tensor``.
+    """
     global copy
     if ranks.is_dtensor(tensor):
         copy = ranks.copy
-    _lowered[tensor] = _Lowered(master, version=0 if master is None else master._version)
-
-
-def set_lowered_buffer(buffer: torch.Tensor, original: torch.Tensor) -> None:
-    """Note that xamp lowered ``original`` to ``buffer``. Its fp32 values count where nothing writes to ``buffer``."""
-    _lowered[buffer] = _Lowered(original=original)
+    _lowered[tensor] = _Lowered(master, original, 0 if master is None else master._version)
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
@@ -131,15 +132,20 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it."""
-    if not is_lowered(tensor):
-        return tensor
-    master = master_of(tensor)
-    return fp32_of(tensor) if master is None else up_to_date(tensor, master)
+    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it.
+
+    A master that no backward has used yet first follows its parameter.
+    """
+    found: _Lowered | None = _lowered.get(tensor)
+    if found is None or found.master is None:
+        return tensor if found is None else fp32_of(tensor)
+    if found.is_unused:
+        reconcile([(tensor, found.master)])  # type: ignore[list-item]
+    return found.master
 
 
 def has_fp32(buffer: torch.Tensor) -> bool:
-    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered_buffer`."""
+    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered`."""
     return is_lowered(buffer) and _lowered[buffer].original is not None
 
 
@@ -231,13 +237,6 @@ def use(pairs: Sequence[Pair]) -> None:
     reconcile(pairs)
     for param, _ in pairs:
         _lowered[param].is_unused = False
-
-
-def up_to_date(param: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
-    """Return ``master``. As long as no backward has used it, it first follows ``param``."""
-    if _lowered[param].is_unused:
-        reconcile([(param, master)])  # type: ignore[list-item]
-    return master
 
 
 @torch.no_grad()
@@ -332,8 +331,7 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
         if master is None:
             state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
         else:
-            up_to_date(tensor, master)
-            state[key] = master if state[key].requires_grad else master.detach()
+            state[key] = exact(tensor) if state[key].requires_grad else exact(tensor).detach()
 
 
 @pickled_as("load_masters")

@@ -164,7 +164,7 @@ def _masters_of(engine: Engine) -> tuple[list[dict[str, torch.Tensor]], list[dic
     for index, model in engine.models().items():
         pairs = ((n, p, masters.master_of(p)) for n, p in model.named_parameters())
         # A DTensor is no plain CPU tensor. Its master is in model.state_dict(), which every way of saving shards reads.
-        found = {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None and not is_dtensor(m)}
+        found = {name: masters.exact(p) for name, p, m in pairs if m is not None and not is_dtensor(m)}
         named[index] = {name: _copy(master) for name, master in found.items() if id(master) not in seen}
         seen.update(id(master) for master in found.values())
     others = []

@@ -221,7 +221,7 @@ class Plan:
                 _put(param, value, None if grad is None else grad.to(value.dtype))
         for module, name, buffer in _alive(self._buffers):
             lowered = buffer.to(self.policy.dtype)
-            masters.set_lowered_buffer(lowered, buffer)
+            masters.set_lowered(lowered, original=buffer)
             module._buffers[name] = lowered
         self._values = []
         self._flatten_rnns()
@@ -288,7 +288,7 @@ class Plan:
         if id(param) in self._before:
             return self._before[id(param)]  # type: ignore[no-any-return]
         master = masters.master_of(param)
-        exact = param if master is None else masters.up_to_date(param, master)
+        exact = param if master is None else masters.exact(param)
         full, grad = exact.data.float(), exact.grad
         return full, None if grad is None else grad.to(full.dtype)
 
