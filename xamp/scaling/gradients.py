@@ -118,17 +118,15 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
-        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: the loss scales they had since the last step: the index of each, and its
-            :attr:`xamp.scaling.scale.LossScaler.updates` as the last check that counts for it found them; None where
-            none did. While the scale has the same, it has not moved by that check.
         in_parts: some of ``plain`` are DTensors, or local tensors of such, so this rank has parts of them.
         count: how many parameters the groups hold.
-        owed: the loss scales of backwards that are left scaled, by index. They move by the check of a later one.
-        mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
-        hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
-            wrapper shares the models.
+        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         pending: what is known of gradients that are still scaled; None: there are none.
+        used: by index, the loss scales that the gradients had since the last step, with
+            :attr:`xamp.scaling.scale.LossScaler.updates` at the last check that moves the scale; None: no check did.
+        owed: by index, the loss scales of gradients that are still scaled. A later check moves them.
+        mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
+        hidden: returns gradients that a wrapper keeps outside of any ``.grad``, to reduce them later; None: no wrapper.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
         leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
@@ -187,7 +185,7 @@ class Gradients:
         self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
-        self._may_move_early = bool(self.pairs) and not own_rules and moves.is_worth_it(self.pairs)
+        self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
         before = self._witness
         self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
         if before is not None and before.collect() and self._witness is not None:
@@ -268,9 +266,10 @@ class Gradients:
             self._entry = Entry(existing, stash)
 
     def _notice_counted(self, scaler: LossScaler) -> None:
-        """Note whether existing gradients hold what the window of ``scaler`` does not count: an overflow counts once.
+        """Note whether existing gradients were counted for another window than that of ``scaler``.
 
-        They were checked under another scale, or before a step of another optimizer ended the window.
+        They were checked under another scale, or before a step of another optimizer ended the window. An overflow among
+        them must not be counted again.
         """
         counted = self._holds_counted and len(self.used) > 0
         for index, updates in self.used.items():
@@ -304,8 +303,7 @@ class Gradients:
         """
         if not self.ready or not self._may_move_early or self.pending is not None:
             return
-        here = self.pairs[0][0].device == scaler.scale.device
-        if here and any(m.grad is not None for _, m in self.pairs):
+        if self.pairs[0][0].device == scaler.scale.device and any(m.grad is not None for _, m in self.pairs):
             found = torch.zeros_like(scaler.scale) if self._checks else None
             self._early = moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
             self._early.start()
@@ -336,7 +334,10 @@ class Gradients:
         """
         pending, self.pending = self.pending, None
         if pending is not None or self.forward_overflow is not None:
-            self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
+            for earlier in (self.forward_overflow, None if pending is None else pending.overflow):
+                if earlier is not None and found_inf is not None:
+                    torch.maximum(found_inf, earlier, out=found_inf)
+            self.forward_overflow = None
         if counts:
             self.used[scaler.index] = scaler.updates
             if self.owed:
@@ -357,13 +358,6 @@ class Gradients:
             self.ready = True
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
-
-    def _raise_by_earlier(self, overflow: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Raise ``found_inf`` by the overflow of an earlier backward that was left scaled, and of the forward."""
-        for earlier in (self.forward_overflow, overflow):
-            if earlier is not None and found_inf is not None:
-                torch.maximum(found_inf, earlier, out=found_inf)
-        self.forward_overflow = None
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""
@@ -417,8 +411,7 @@ class Gradients:
         unscale.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
 
     def _finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> moves.Finish | None:
-        run = self._unscale
-        return (lambda grads: run(grads, scaler, found_inf)) if self._scales else None
+        return (lambda grads: self._unscale(grads, scaler, found_inf)) if self._scales else None
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""
@@ -439,10 +432,7 @@ class Gradients:
         self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
-        """Return the chip's overflow flag, over all backwards since gradients are pending.
-
-        None where the policy checks nothing or the chip has no flag.
-        """
+        """Return the chip's overflow flag, over all backwards since gradients are pending; None where none is read."""
         if not self._reads_flag:
             return None
         found = read_flag(self._backend, scaler.scale.device)
@@ -452,8 +442,8 @@ class Gradients:
     def abandon(self, scaler: LossScaler) -> None:
         """Clean up after an exception in the body.
 
-        Gradients that the body did not touch become what they were. What a half-done backward left is dropped, with
-        everything that it was added to, and lowered gradients that came without ``scale_loss`` under a wrapper.
+        Gradients that the body did not touch become what they were; others are dropped, because nobody can take half a
+        backward out of them. So are lowered gradients that came without ``scale_loss`` under a wrapper.
         """
         if self._early is not None:
             self._early.stop()

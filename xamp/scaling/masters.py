@@ -152,11 +152,8 @@ def has_fp32(buffer: torch.Tensor) -> bool:
 def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
 
-    Values are compared, because a version does not show what is written through ``.data``.
-
-    Args:
-        buffer: the buffer.
-        wait: wait for the device to learn whether nothing was written; then the result is the tensor that was cast.
+    Values are compared, because a version does not show what is written through ``.data``. With ``wait`` the host waits
+    for the device to learn whether nothing was written; then the result is the tensor that was cast.
     """
     if not has_fp32(buffer):
         return buffer.float()
@@ -174,12 +171,10 @@ def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return ``loaded`` in fp32, on the device of ``held``.
+    """Return ``loaded`` in fp32, on the device of ``held``, the fp32 values so far, of the same shape.
 
-    Args:
-        loaded: values that are about to be loaded. Where they are 16-bit, saved without masters or taken from the model
-            itself, ``held`` stays wherever it rounds to them.
-        held: the fp32 values so far, of the same shape.
+    Of 16-bit values, which were saved without masters or come from the model itself, those to which ``held`` rounds
+    leave it as it is.
     """
     loaded = loaded.detach().to(held.device)
     if loaded.dtype not in LOWER:

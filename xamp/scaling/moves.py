@@ -24,8 +24,7 @@ from xamp.scaling import masters, ranks
 
 __all__ = ["EarlyMoves", "GradientWitness", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
 
-_SMALL_CHUNK = 2**15
-"""Elements, 128 KiB in fp32, below which a chunk of gradients is not worth its calls."""
+_SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
 Finish = Callable[[list[torch.Tensor]], None]
 """Unscales and checks the fp32 gradients of a chunk in place."""
@@ -84,14 +83,9 @@ def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leav
 
 # ---------------------------------------------------------------- during the backward of a later micro-batch
 
-_LEAST = 2**18
-"""Elements of all lowered parameters, 512 KiB of gradients, below which early moves save nothing to speak of."""
-
-_FEW = 32
-"""So many parameters may share those. Of 300 with 1,000 elements each, the hooks took more time than the rest."""
-
-_SMALLER = 16
-"""A parameter this many times smaller than the mean gets no hook, which would take 8 us: biases, norms."""
+_LEAST = 2**18  # elements of all lowered parameters, 512 KiB of gradients: of less, early moves save nothing
+_FEW = 32  # so many parameters may share those; of 300 with 1,000 elements each, the hooks took more time than the rest
+_SMALLER = 16  # a parameter this many times smaller than the mean (bias, norm) gets no hook, which would take 8 us
 
 _DROPPED = "All gradients of the optimizers of this block are dropped, so run the whole iteration again."
 
@@ -105,10 +99,10 @@ def is_worth_it(pairs: Sequence[masters.Pair]) -> bool:
 class EarlyMoves:
     """The early moves of one ``scale_loss`` over one optimizer, from :meth:`start` to :meth:`stop`.
 
-    The hooks hold this object weakly. Autograd runs them in the thread that called ``backward`` on a CPU, elsewhere in
-    the one that it has for the device. A hook in another thread ends the moves of this block, because another backward
-    may be adding to the same gradients. A hook moves the parameters that came before its own: autograd still holds the
-    gradient of that one.
+    A hook runs when a parameter has got its gradient, and moves those of the parameters before it; autograd still holds
+    its own. On a CPU hooks run in the thread that called ``backward``, elsewhere in autograd's thread for the device. A
+    hook in any other thread ends the moves, because a second backward may be adding to the same gradients. Hooks hold
+    this object weakly.
 
     Args:
         pairs: lowered parameters and their masters.
@@ -240,8 +234,7 @@ def _current_stream(device: torch.device) -> object:
 
 # ---------------------------------------------------------------- whether the model's gradients were touched since
 
-_SMALL = 2**16
-"""The most elements of a parameter that gets a second witness: one that large takes 128 KiB."""
+_SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a second witness
 
 _witnesses: Any = WeakIdKeyDictionary()  # parameter -> its witness, held weakly
 
@@ -276,7 +269,7 @@ class GradientWitness:
             self._left = left
 
     def forget(self) -> None:
-        """Forget the zeros, after ``optimizer.zero_grad()``: what comes into the masters now is to be stepped."""
+        """Forget the zeros, after ``optimizer.zero_grad()`` took them."""
         self._left = []
 
     def renew(self) -> None:
@@ -442,8 +435,7 @@ _make._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the compil
 def _check_unwritten(asked: torch.Tensor, zeros: torch.Tensor, version: int, call: str) -> None:
     """Do what :func:`_check` does, in code that is being compiled.
 
-    ``asked`` is any tensor of no other use. The operator says that it writes there, so that no compiler takes it for
-    one without effect.
+    ``asked`` is a tensor of no other use. The operator claims to write to it, so that no compiler leaves the call out.
     """
     if has_operators_outside_of_captures():
         _make()
