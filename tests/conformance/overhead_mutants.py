@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from mutants import Mutant, patched, registered
 
 from xamp.backends.cpu import CpuBackend
 from xamp.casting import active
-from xamp.scaling import masters
+from xamp.scaling import moves
 
 
 class OneByOne(CpuBackend):
@@ -50,6 +51,6 @@ MUTANTS = [
     Mutant(
         "all gradients go to masters at once",
         "overhead.memory_of_masters",
-        patched(masters, "_chunks", lambda pairs: [pairs] if pairs else []),
+        patched(moves, "chunk_limit", lambda _: math.inf),
     ),
 ]

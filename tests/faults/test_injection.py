@@ -16,7 +16,7 @@ from torch import nn
 
 import xamp
 from xamp.errors import StateError
-from xamp.scaling import early_moves, masters
+from xamp.scaling import moves
 
 LEVELS = ("O1", "O2", "O5")
 SCALING = ("O1", "O2")  # at O5 no gradient is checked
@@ -131,8 +131,8 @@ def scale_loss(level: str, fault: Callable[[], Fault]) -> Fault:
 def accumulate(level: str, fault: Callable[[], Fault]) -> Fault:
     """The second of two micro-batches, whose gradients move to the masters during the backward."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(early_moves, "_LEAST", 0)
-        patched.setattr(masters, "chunk_limit", lambda _: 1)
+        patched.setattr(moves, "_LEAST", 0)
+        patched.setattr(moves, "chunk_limit", lambda _: 1)
         run, twin = Run(level, steps=1), Run(level, steps=1)
         run.window(1)
         twin.window(2)

@@ -73,7 +73,7 @@ class ApexGradients(Gradients):
 
     def enter(self, scaler: LossScaler) -> None:
         """See :meth:`Gradients.enter`. Drops old gradients of lowered parameters: the masters have all that count."""
-        if not self.is_pending:
+        if self.pending is None:
             self.drop_lowered()
         super().enter(scaler)
 

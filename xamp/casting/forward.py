@@ -33,8 +33,8 @@ from xamp.ground.class_swap import make_subclass, set_class
 from xamp.ground.compiler import keep_eager, own_code
 from xamp.ground.log import say_again
 from xamp.ground.pickle_names import pickled_as
+from xamp.scaling.moves import clear_gradients
 from xamp.scaling.overflow_flag import run_watched
-from xamp.scaling.witness import clear_gradients
 
 __all__ = [
     "InstanceMethod",

@@ -1,16 +1,12 @@
 """The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
-The life of a gradient, with every value on the device::
+On entering, gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled. On
+leaving, those of lowered parameters move into the masters, and all are multiplied by 1/scale and checked on the device.
+Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
 
-    enter   gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled
-    (the body runs backward; where micro-batches accumulate, gradients move into masters already: see early_moves)
-    leave   lowered parameters: the gradient moves into the master; all: multiplied by 1/scale and checked
-
-From then until ``optimizer.step()`` gradients are unscaled: clipping, logging and any other change see the numbers
-that fp32 would give. :mod:`xamp.scaling.step` decides whether the step is skipped. What a call does depends on the
-:class:`State`; a cell says which state comes next, and "error" stands for a StateError that changes nothing. A backward
-that comes half-way is dropped with all that it was added to: masters have gradients to which nothing was added yet, and
-keep them (the second word of a cell)::
+What a call does depends on the :class:`State`. A cell of this table is the state that comes next; "error" stands for a
+StateError that changes nothing. If the body raises after its backward began, what that backward added to is dropped.
+Masters to which it added nothing keep their gradients, which is the second word of a cell::
 
     call                              CLEAR     SCALED    UNSCALED        SPENT
     scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
@@ -33,7 +29,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,13 +38,11 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.errors import StateError
 from xamp.policy import Policy
-from xamp.scaling import early_moves, masters, unscale
+from xamp.scaling import masters, moves, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
-from xamp.scaling.ranks import is_shard, local
+from xamp.scaling.ranks import is_part, is_shard, local
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.unscale import Unscaler
-from xamp.scaling.witness import GradientWitness
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]
 
@@ -64,26 +58,21 @@ class State(enum.Enum):
     SPENT = "a step has seen them, or they did not come through scale_loss"
 
 
-class Pending:
-    """Describes gradients that are still scaled, because of ``delay_unscale`` or a wrapper that has yet to reduce them.
+class Pending(NamedTuple):
+    """What is known of gradients that ``delay_unscale``, or a wrapper that has yet to reduce them, left scaled."""
 
-    Attributes:
-        why: the reason, for messages.
-        overflow: on a chip that reports an overflow by a flag: the flag so far, because the next backward clears it.
-    """
-
-    def __init__(self, scaler: LossScaler, why: str, overflow: torch.Tensor | None) -> None:
-        self.version = scaler.version
-        self.inverse = scaler.inverse.clone()
-        self.why = why
-        self.overflow = overflow
+    version: object
+    """:attr:`xamp.scaling.scale.LossScaler.version` of the scale."""
+    inverse: torch.Tensor
+    """1/scale, a copy."""
+    why: str
+    """The reason, for messages."""
+    overflow: torch.Tensor | None
+    """On a chip that reports an overflow by a flag: the flag so far, because the next backward clears it."""
 
 
 class Entry:
-    """The gradients as they were on entering ``scale_loss``.
-
-    After an exception in the body, they show whether the body changed the gradients.
-    """
+    """The gradients on entering ``scale_loss``, to find out after an exception whether the body changed them."""
 
     def __init__(
         self,
@@ -118,11 +107,8 @@ def _version(grad: torch.Tensor) -> int:
     return grad._version if part is grad else grad._version + part._version
 
 
-NOTHING = Entry()
-"""There were no gradients."""
-
-OUTSIDE = Entry()
-"""No backward has been entered: the gradients are what they were."""
+NOTHING = Entry()  # there were no gradients
+OUTSIDE = Entry()  # no backward has been entered: the gradients are what they were
 
 
 class Gradients:
@@ -132,15 +118,15 @@ class Gradients:
         plain: parameters that the optimizer steps directly, because they have no master.
         pairs: lowered parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
-        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
-        used: the loss scales they had since the last step: the index of each, and its
-            :attr:`xamp.scaling.scale.LossScaler.updates` as the last check that counts for it found them; None where
-            none did. While the scale has the same, it has not moved by that check.
+        in_parts: some of ``plain`` are DTensors, or local tensors of such, so this rank has parts of them.
         count: how many parameters the groups hold.
-        owed: the loss scales of backwards that are left scaled, by index. They move by the check of a later one.
+        ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
+        pending: what is known of gradients that are still scaled; None: there are none.
+        used: by index, the loss scales that the gradients had since the last step, with
+            :attr:`xamp.scaling.scale.LossScaler.updates` at the last check that moves the scale; None: no check did.
+        owed: by index, the loss scales of gradients that are still scaled. A later check moves them.
         mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
-        hidden: returns those that a wrapper keeps outside of any parameter's ``.grad``, to reduce them later. None: no
-            wrapper shares the models.
+        hidden: returns gradients that a wrapper keeps outside of any ``.grad``, to reduce them later; None: no wrapper.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
         leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
@@ -164,23 +150,23 @@ class Gradients:
         self.used: dict[int, object] = {}
         self.owed: dict[int, LossScaler] = {}
         self.mixed = False
-        self._holds_counted = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
+        self.forward_overflow: torch.Tensor | None = None
+        self.count = 0
+        self._held: list[nn.Parameter] = []  # what the groups held when they were read
+        self._holds_counted = False
         self._scales = policy.scales
         self._checks = policy.checks
         self._reads_flag = policy.checks and saturates
         self._joins = policy.casts_parameters
         self._backend = backend
-        self._unscaler = Unscaler(backend, fused, optimizer)
+        self._fused = fused
         self._optimizer = optimizer
-        self.count = 0
-        self._held: list[nn.Parameter] = []  # what the groups held when they were read
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None
         self._entry = OUTSIDE
-        self._early: early_moves.EarlyMoves | None = None  # inside of a scale_loss only
+        self._early: moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
-        self._witness: GradientWitness | None = None  # see _new_witness
-        self.forward_overflow: torch.Tensor | None = None
+        self._witness: moves.GradientWitness | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
         """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
@@ -195,11 +181,13 @@ class Gradients:
             else:
                 self.pairs.append((lowered, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
-        self._unscaler.fit(self.plain, self.stepped)
+        self.in_parts = any(map(is_part, self.plain))
+        self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_lowered or self.sets_aside
-        self._may_move_early = bool(self.pairs) and not own_rules and early_moves.is_worth_it(self.pairs)
-        before, self._witness = self._witness, self._new_witness()
+        self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
+        before = self._witness
+        self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
 
@@ -214,40 +202,26 @@ class Gradients:
         known = set(map(id, self._held))
         return [p for p in now if id(p) not in known]
 
-    def _new_witness(self) -> GradientWitness | None:
-        """Make a witness; None where there are no masters, or where lowered parameters keep their gradients."""
-        return GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
-
     def model_params(self) -> list[torch.Tensor]:
         """Return the parameters as the models and their wrappers know them: lowered parameters, not masters."""
         return [*self.plain, *(p for p, _ in self.pairs)]
 
     def not_finite(self) -> list[torch.Tensor]:
         """Return the stepped tensors whose gradient holds inf or nan. Waits for the device."""
-        with_grad = [(p, g) for p in self.stepped for g in (p.grad,) if g is not None]
+        with_grad = [(p, p.grad) for p in self.stepped if p.grad is not None]
         return [p for p, grad in with_grad if not bool(unscale.values(grad).isfinite().all())]
 
     def all_zero(self) -> bool:
         """Return whether every gradient is zero or absent. Waits for the device."""
-        holders = [*self.stepped, *(p for p, _ in self.pairs)]
-        return not any(bool(unscale.values(g).any()) for p in holders if (g := p.grad) is not None)
+        grads = [p.grad for p in (*self.stepped, *self.model_params()) if p.grad is not None]
+        return not any(bool(unscale.values(grad).any()) for grad in grads)
 
     @property
     def in_shards(self) -> bool:
         """Whether FSDP1 divides a parameter between ranks, so that others may have all gradients of this optimizer."""
         return any(map(is_shard, self.stepped))
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether some of :attr:`plain` are DTensors, so that this rank has parts of them."""
-        return self._unscaler.in_parts
-
     # ---------------------------------------------------------------- into the scale
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether gradients are still scaled."""
-        return self._pending is not None
 
     def drop_lowered(self) -> None:
         """Clear the gradients of the lowered parameters."""
@@ -258,13 +232,17 @@ class Gradients:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
         if self._witness is not None:
             self._witness.collect("scale_loss")
-        if self._pending is not None:
-            self._enter_pending(self._pending, scaler)
+        if self.pending is not None:
+            self._enter_pending(self.pending, scaler)
             return
         self.mixed = False
         # A backward() without scale_loss may have left gradients: they count.
         if self.pairs and any(p.grad is not None for p, _ in self.pairs):
-            self._enter_lowered(scaler)
+            self._entry = NOTHING
+            if self.hidden is None:
+                moves.transfer(self.pairs, None)
+            elif self._scales:  # a wrapper may yet reduce them
+                unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
         existing = [g for p in self.plain for g in (p.grad,) if g is not None]
         unreduced: list[torch.Tensor] = []
         if self.hidden is not None:
@@ -276,7 +254,7 @@ class Gradients:
         self._notice_counted(scaler)
         if not self._scales:
             self._entry = Entry(existing)
-        elif unreduced or (not self.sets_aside and (self._is_stray_of_wrapper() or self._stay_exact(scaler))):
+        elif unreduced or (not self.sets_aside and self._may_multiply(scaler)):
             self._entry = Entry(existing, complete=False)
             unscale.multiply_(existing, scaler.scale)
             self.mixed = self._holds_counted
@@ -288,20 +266,25 @@ class Gradients:
             self._entry = Entry(existing, stash)
 
     def _notice_counted(self, scaler: LossScaler) -> None:
-        """Note whether existing gradients hold what the window of ``scaler`` does not count: an overflow counts once.
+        """Note whether existing gradients were counted for another window than that of ``scaler``.
 
-        They were checked under another scale, or before a step of another optimizer ended the window.
+        They were checked under another scale, or before a step of another optimizer ended the window. An overflow among
+        them must not be counted again.
         """
         counted = self._holds_counted and len(self.used) > 0
         for index, updates in self.used.items():
             counted = counted or index != scaler.index or updates is not scaler.updates
         self._holds_counted = counted
 
-    def _stay_exact(self, scaler: LossScaler) -> bool:
+    def _may_multiply(self, scaler: LossScaler) -> bool:
         """Return whether existing gradients may be multiplied by the scale, and be checked once more.
 
-        Not where an overflow among them was counted: it would hide one of this backward, or be counted again.
+        Gradients that came without ``scale_loss`` under a wrapper must: it may have yet to reduce them with the next.
+        Others may where the product is exact and no overflow among them was counted: that would hide one of this
+        backward, or be counted again.
         """
+        if self.hidden is not None and not self.ready:
+            return True
         return scaler.exact and self._in_fp32 and not self._holds_counted
 
     def were_cleared(self) -> bool:
@@ -312,40 +295,18 @@ class Gradients:
         """Return what :attr:`hidden` returns; nothing where no wrapper shares the models."""
         return [] if self.hidden is None else list(self.hidden())
 
-    def _is_stray_of_wrapper(self) -> bool:
-        """Return whether gradients came without ``scale_loss`` that a wrapper may have yet to reduce with the next."""
-        return self.hidden is not None and not self.ready
-
-    def _enter_lowered(self, scaler: LossScaler) -> None:
-        """Bring gradients of lowered parameters into the masters, or to the scale if a wrapper may yet reduce them."""
-        self._entry = NOTHING
-        if self.hidden is None:
-            masters.transfer(self.pairs, None)
-        elif self._scales:
-            unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
-
     def move_early(self, scaler: LossScaler) -> None:
         """After :meth:`enter`: let gradients move to the masters during the backward, if the masters have some already.
 
         Only for a block that unscales on leaving, for gradients that nobody shares, on the device of the scale: its
         current stream is the one that a hook compares.
         """
-        if not self.ready or not self._may_move_early or self._pending is not None:
+        if not self.ready or not self._may_move_early or self.pending is not None:
             return
-        here = self.pairs[0][0].device == scaler.scale.device
-        if here and any(m.grad is not None for _, m in self.pairs):
+        if self.pairs[0][0].device == scaler.scale.device and any(m.grad is not None for _, m in self.pairs):
             found = torch.zeros_like(scaler.scale) if self._checks else None
-            self._early = early_moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
+            self._early = moves.EarlyMoves(self.pairs, self._finisher(scaler, found), found)
             self._early.start()
-
-    def _end_early(self, found_inf: torch.Tensor | None) -> bool:
-        """End the early moves after the backward, and take over what they found; return whether anything moved."""
-        early = self._early
-        if early is None:
-            return False
-        moved = early.end(found_inf)
-        self._early = None
-        return moved
 
     def _enter_pending(self, pending: Pending, scaler: LossScaler) -> None:
         scaled = [*self._scaled(), *self._unreduced()]
@@ -353,7 +314,7 @@ class Gradients:
         self.mixed = self.mixed and len(scaled) > 0
         if pending.version is not scaler.version:  # no two scalers have the same
             unscale.multiply_(scaled, scaler.scale * pending.inverse)
-            self._pending = Pending(scaler, pending.why, pending.overflow)
+            self.pending = Pending(scaler.version, scaler.inverse.clone(), pending.why, pending.overflow)
         self._entry = Entry(scaled)
 
     def _scaled(self) -> list[torch.Tensor]:
@@ -371,9 +332,12 @@ class Gradients:
             first: this is the first check since the last step, so gradients left from before it are checked too.
             counts: the scale is to move by this check.
         """
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None or self.forward_overflow is not None:
-            self._raise_by_earlier(None if pending is None else pending.overflow, found_inf)
+            for earlier in (self.forward_overflow, None if pending is None else pending.overflow):
+                if earlier is not None and found_inf is not None:
+                    torch.maximum(found_inf, earlier, out=found_inf)
+            self.forward_overflow = None
         if counts:
             self.used[scaler.index] = scaler.updates
             if self.owed:
@@ -382,7 +346,7 @@ class Gradients:
             self.used.setdefault(scaler.index)
         grads = [g for p in self.plain for g in (p.grad,) if g is not None]
         if self._scales:
-            self._unscaler.run(grads, scaler, found_inf, self.plain)
+            self._unscale(grads, scaler, found_inf, self.plain)
         moved = self._move_to_masters(scaler, found_inf, first) if self.pairs else False
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
@@ -395,35 +359,64 @@ class Gradients:
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 
-    def _raise_by_earlier(self, overflow: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Raise ``found_inf`` by the overflow of an earlier backward that was left scaled, and of the forward."""
-        for earlier in (self.forward_overflow, overflow):
-            if earlier is not None and found_inf is not None:
-                torch.maximum(found_inf, earlier, out=found_inf)
-        self.forward_overflow = None
-
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the lowered parameters to the masters; return whether there was any."""
-        moved_early = self._end_early(found_inf)
+        moved_early = self._early is not None and self._early.end(found_inf)
+        self._early = None
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
-        moved = masters.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
+        moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
         if self._witness is not None:
             self._witness.leave()
         return moved or moved_early
 
-    def _finisher(
-        self, scaler: LossScaler, found_inf: torch.Tensor | None
-    ) -> Callable[[list[torch.Tensor]], None] | None:
-        if not self._scales:
-            return None
-        run = self._unscaler.run
-        return lambda grads: run(grads, scaler, found_inf)
+    def _unscale(
+        self,
+        grads: list[torch.Tensor],
+        scaler: LossScaler,
+        found_inf: torch.Tensor | None,
+        params: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Multiply ``grads`` by 1/scale and check them.
+
+        Args:
+            grads: the gradients.
+            scaler: the scale that they have.
+            found_inf: see :meth:`unscale`.
+            params: the parameters that hold ``grads`` as ``.grad``; empty where ``grads`` are new fp32 copies.
+        """
+        if not grads:
+            return
+        if found_inf is None:
+            unscale.multiply_(grads, scaler.inverse)
+            return
+        unscale_ = self._backend.unscale_
+        if self.in_parts:  # torch would ask the ranks of the mesh for their flags; they agree later
+            grads = [*map(local, grads)]
+        if self._of_one_kind and grads[0].device == found_inf.device:
+            try:
+                unscale_(grads, found_inf, scaler.inverse)
+                return
+            except (RuntimeError, NotImplementedError):
+                # torch refuses sparse and complex gradients before it changes anything. To look for them first would
+                # cost 10 us at 300 gradients.
+                if not any(g.is_sparse or g.is_complex() for g in grads):
+                    raise
+        if any(g.is_sparse for g in grads):
+            if (optimizer := self._optimizer()) is not None:
+                self._fused.met_sparse(optimizer)
+            if params:
+                unscale.coalesce_half(params)
+                grads = [g for p in params for g in (p.grad,) if g is not None]
+        unscale.unscale_by_group_(grads, found_inf, scaler.inverse, unscale_)
+
+    def _finisher(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> moves.Finish | None:
+        return (lambda grads: self._unscale(grads, scaler, found_inf)) if self._scales else None
 
     def _check_left_over(self, grads: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Check gradients that the user did not clear after the last step, which may have been skipped."""
         if not self.sets_aside:
-            self._unscaler.check(grads, found_inf)
+            unscale.check(grads, found_inf, self._backend.unscale_)
 
     # ---------------------------------------------------------------- left scaled, dropped, cleared
 
@@ -434,66 +427,55 @@ class Gradients:
             unscale.multiply_([old for _, old in back], scaler.scale)
             unscale.add_(back)
             self.mixed = True
-        self._pending = Pending(scaler, why, self._flag_so_far(scaler))
+        self.pending = Pending(scaler.version, scaler.inverse.clone(), why, self._flag_so_far(scaler))
         self.owed[scaler.index] = scaler
         self._entry = OUTSIDE
 
     def _flag_so_far(self, scaler: LossScaler) -> torch.Tensor | None:
-        """Return the chip's overflow flag, over all backwards since gradients are pending.
-
-        None where the policy checks nothing or the chip has no flag.
-        """
+        """Return the chip's overflow flag, over all backwards since gradients are pending; None where none is read."""
         if not self._reads_flag:
             return None
         found = read_flag(self._backend, scaler.scale.device)
-        before = None if self._pending is None else self._pending.overflow
+        before = None if self.pending is None else self.pending.overflow
         return found if before is None else torch.maximum(found, before)
 
     def abandon(self, scaler: LossScaler) -> None:
         """Clean up after an exception in the body.
 
-        Gradients that the body did not touch become what they were. What a half-done backward left is dropped, with
-        everything that it was added to, and lowered gradients that came without ``scale_loss`` under a wrapper.
+        Gradients that the body did not touch become what they were; others are dropped, because nobody can take half a
+        backward out of them. So are lowered gradients that came without ``scale_loss`` under a wrapper.
         """
         if self._early is not None:
             self._early.stop()
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
-        if self._witness is not None and self._pending is None and any(m.grad is not None for _, m in self.pairs):
+        if self._witness is not None and self.pending is None and any(m.grad is not None for _, m in self.pairs):
             self._witness.leave()
         self._entry = OUTSIDE
         self._early = None
 
     def _take_back(self, entry: Entry, scaler: LossScaler) -> None:
-        if self._pending is not None:
+        if self.pending is not None:
             if not entry.untouched([*self._scaled(), *self._unreduced()]):
                 self._drop()
             return
         self.drop_lowered()
         if self._early is not None and self._early.moved:
             self._drop()
-        elif not entry.complete:
-            self._undo_entry(entry, scaler)
-        elif not entry.untouched(self._plain_gradients()):
+        elif not entry.complete and entry.stash is not None:
+            for grad, old in entry.to_put_back():
+                grad.copy_(old)
+        elif not entry.complete and entry.was_multiplied():
+            unscale.multiply_(entry.grads, scaler.inverse)
+        elif not entry.untouched([*(p.grad for p in self.plain if p.grad is not None), *self._unreduced()]):
             self._drop()
+        elif not entry.complete:
+            return
         elif entry.stash is not None:
             unscale.add_(entry.to_put_back())
         elif entry.grads and self._scales:
             unscale.multiply_(entry.grads, scaler.inverse)
-
-    def _undo_entry(self, entry: Entry, scaler: LossScaler) -> None:
-        """Make the gradients again what they were, where the entry was interrupted before the body."""
-        if entry.stash is not None:
-            for grad, old in entry.to_put_back():
-                grad.copy_(old)
-        elif entry.was_multiplied():
-            unscale.multiply_(entry.grads, scaler.inverse)
-        elif not entry.untouched(self._plain_gradients()):
-            self._drop()
-
-    def _plain_gradients(self) -> list[torch.Tensor]:
-        return [*(g for p in self.plain for g in (p.grad,) if g is not None), *self._unreduced()]
 
     def drop(self) -> None:
         """Drop all gradients, those put aside and those still scaled as well."""
@@ -511,7 +493,7 @@ class Gradients:
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
         unscale.zero_(self._unreduced())
-        self._pending = None
+        self.pending = None
         self.owed.clear()
         self.ready = False
 
@@ -520,7 +502,7 @@ class Gradients:
         self.ready = False
         if self.hidden is not None:
             unscale.zero_(self._unreduced())
-        self._pending = None
+        self.pending = None
         if self.owed:
             self.owed.clear()
         if self.pairs:
@@ -542,24 +524,24 @@ class Gradients:
         """
         if self._witness is not None:
             self._witness.check(call)
-        if self._pending is not None:
+        if self.pending is not None:
             self.refuse_scaled(call)
 
     def refuse_scaled(self, call: str) -> None:
         """Raise a StateError if gradients are still scaled."""
-        if self._pending is None:
+        if self.pending is None:
             return
         if self._scaled() or self._unreduced():
             raise StateError(
-                f"{call}: the gradients are still scaled, because {self._pending.why}. Run a scale_loss over this "
+                f"{call}: the gradients are still scaled, because {self.pending.why}. Run a scale_loss over this "
                 "optimizer that unscales them first, or clear them."
             )
-        self._pending = None
+        self.pending = None
 
     @property
     def state(self) -> State:
         """The state of the gradients; see the module."""
-        if self._pending is not None and (self._scaled() or self._unreduced()):
+        if self.pending is not None and (self._scaled() or self._unreduced()):
             return State.SCALED
         if self.ready:
             return State.UNSCALED
@@ -569,8 +551,7 @@ class Gradients:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""
         if not self.ready and any(p.grad is not None for p in self.stepped):
             return True
-        witness = self._witness
-        return witness is not None and any(p.grad is not None for p, _ in self.pairs if not witness.holds(p))
+        return self._witness is not None and self._witness.others()
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

@@ -1,13 +1,13 @@
 """fp32 master weights: the optimizer steps them where the model's own parameters are fp16 or bf16.
 
-The optimizer's ``param_groups`` and ``state`` hold the masters. The model keeps the lowered parameters. A weak map in
-this module leads from each lowered parameter to its master. A master takes over the fp32 storage that the parameter
-had, so it is exact. Gradients move from parameter to master on leaving ``scale_loss``; weights are copied back after a
-step.
+The optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the lowered parameters, and one weak
+table in this module says what belongs to each. A master takes over the fp32 storage that the parameter had, so it is
+exact. :mod:`xamp.scaling.moves` moves gradients from parameter to master; weights are copied back after a step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = [
     "agree",
     "agrees",
     "any_lowered",
-    "chunk_limit",
+    "copy",
     "copy_back",
     "ensure_master",
     "exact",
@@ -44,11 +44,7 @@ __all__ = [
     "replace_fp32",
     "save_masters",
     "set_lowered",
-    "set_lowered_buffer",
-    "transfer",
-    "transfer_chunk",
     "unrounded",
-    "up_to_date",
     "use",
     "watch_state_dicts",
     "write_changed",
@@ -60,104 +56,65 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 
 LOWER = (torch.float16, torch.bfloat16)
 
-# Each parameter and buffer that xamp lowered -> its master, or None.
-_masters: Any = WeakIdKeyDictionary()
-# Each master -> its version counter when master and parameter were last made equal.
-_reconciled_versions: Any = WeakIdKeyDictionary()
-# Each lowered buffer -> the fp32 values that were cast or loaded into it.
-_originals: Any = WeakIdKeyDictionary()
-# Masters that no backward has used yet: they still follow what is written into their parameters.
-_unused: Any = WeakIdKeyDictionary()
-_SMALL = 2**15
-"""Elements, 128 KiB in fp32, below which a chunk of gradients is not worth its calls."""
-_copy: Callable[[Any, Any], None] = kernels.copy_  # ranks.copy as soon as a DTensor has a master
+copy: Callable[[Any, Any], None] = kernels.copy_
+"""Copies the second list of tensors into the first: :func:`xamp.scaling.ranks.copy` as soon as a DTensor is lowered."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Lowered:
+    """What belongs to a parameter or buffer that xamp lowered.
+
+    Attributes:
+        master: the fp32 master of a parameter; None where it has none.
+        original: of a buffer: the fp32 values that were cast or loaded into it.
+        version: the version of the master when parameter and master were last made equal.
+        is_unused: no backward has used the master yet, so it follows what is written into the parameter.
+    """
+
+    master: nn.Parameter | None = None
+    original: torch.Tensor | None = None
+    version: int = 0
+    is_unused: bool = True
+
+
+_lowered: Any = WeakIdKeyDictionary()  # tensor -> its _Lowered, until its session is closed
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
     """Return the fp32 master of a lowered parameter; None where it has none."""
-    return _masters.get(param)  # type: ignore[no-any-return]
+    found: _Lowered | None = _lowered.get(param)
+    return None if found is None else found.master
 
 
 def is_lowered(tensor: torch.Tensor) -> bool:
     """Return whether xamp lowered ``tensor``, in a session that is not closed."""
-    return tensor in _masters
+    return tensor in _lowered
 
 
 def any_lowered() -> bool:
     """Return whether xamp lowered any tensor, in a session that is not closed."""
-    return bool(_masters)
+    return bool(_lowered)
 
 
-def set_lowered(tensor: torch.Tensor, master: nn.Parameter | None = None) -> None:
-    """Note that xamp lowered ``tensor``, and its master if it has one."""
-    global _copy
-    if ranks.is_dtensor(tensor):
-        _copy = ranks.copy
-    _masters[tensor] = master
-    if master is not None:
-        _reconciled_versions[master] = master._version
-        _unused[master] = True
-
-
-def set_lowered_buffer(buffer: torch.Tensor, original: torch.Tensor) -> None:
-    """Note that xamp lowered ``original`` to ``buffer``. Its fp32 values count where nothing writes to ``buffer``."""
-    _masters[buffer] = None
-    _originals[buffer] = original
-
-
-def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
-    """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
-
-    Where nothing was written that is the tensor that was cast; to find that out waits for the device, which ``wait``
-    allows. Values are compared, not versions: a version does not
-    show what is written through ``.data``.
-    """
-    original: torch.Tensor | None = _originals.get(buffer)
-    if original is None:
-        return buffer.float()
-    same = original.to(buffer.device, buffer.dtype) == buffer
-    if wait and original.device == buffer.device and bool(same.all()):
-        return original
-    return torch.where(same, original.to(buffer.device), buffer.float())
-
-
-def has_fp32(buffer: torch.Tensor) -> bool:
-    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered_buffer`."""
-    return buffer in _originals
-
-
-def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return ``loaded`` in fp32, on the device of ``held``.
+def set_lowered(
+    tensor: torch.Tensor, master: nn.Parameter | None = None, *, original: torch.Tensor | None = None
+) -> None:
+    """Note that xamp lowered ``tensor``.
 
     Args:
-        loaded: values that are about to be loaded. Where they are 16-bit, saved without masters or taken from the model
-            itself, ``held`` stays wherever it rounds to them.
-        held: the fp32 values so far, of the same shape.
+        tensor: the parameter or buffer, which has its lower dtype.
+        master: the master of a parameter, if it has one.
+        original: of a buffer: its fp32 values. They count where nothing writes to ``tensor``.
     """
-    loaded = loaded.detach().to(held.device)
-    if loaded.dtype not in LOWER:
-        return loaded.float()
-    return torch.where(held.to(loaded.dtype) == loaded, held, loaded.float())
-
-
-def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Make ``values`` the fp32 values of a lowered buffer, before they are written into it; else do nothing."""
-    if buffer in _originals and values.shape == buffer.shape:
-        _originals[buffer] = unrounded(values, fp32_of(buffer)).clone()
-
-
-def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it."""
-    if tensor not in _masters:
-        return tensor
-    master = _masters[tensor]
-    return fp32_of(tensor) if master is None else up_to_date(tensor, master)
+    global copy
+    if ranks.is_dtensor(tensor):
+        copy = ranks.copy
+    _lowered[tensor] = _Lowered(master, original, 0 if master is None else master._version)
 
 
 def forget_lowered(tensor: torch.Tensor) -> None:
     """Note that ``tensor`` is no longer lowered."""
-    _masters.pop(tensor, None)
-    _originals.pop(tensor, None)
+    _lowered.pop(tensor, None)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
@@ -171,65 +128,61 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
     return found
 
 
-def transfer(
-    pairs: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, *, leave: bool = False
-) -> bool:
-    """Move each gradient of a lowered parameter into its master's ``.grad``, and add it to what is there.
+# ---------------------------------------------------------------- fp32 values
 
-    The function works in chunks of a sixteenth of the whole, but for small ones. It frees the lowered gradients of a
-    chunk before it copies the next: Adam then takes 18 bytes a parameter, against 20 if all are copied at once.
 
-    Args:
-        pairs: parameters and masters.
-        finish: unscales and checks the fp32 gradients of a chunk in place; None leaves them as they are.
-        leave: the lowered parameters keep their gradients.
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it.
 
-    Returns:
-        Whether there was any gradient.
+    A master that no backward has used yet first follows its parameter.
     """
-    moved = False
-    for chunk in _chunks([pair for pair in pairs if pair[0].grad is not None]):
-        transfer_chunk(chunk, finish, leave=leave)
-        moved = True
-    return moved
+    found: _Lowered | None = _lowered.get(tensor)
+    if found is None or found.master is None:
+        return tensor if found is None else fp32_of(tensor)
+    if found.is_unused:
+        reconcile([(tensor, found.master)])  # type: ignore[list-item]
+    return found.master
 
 
-def chunk_limit(pairs: Sequence[Pair]) -> float:
-    """Return how many elements make a chunk of ``pairs``."""
-    return max(sum(p.numel() for p, _ in pairs) / 16, _SMALL)
+def has_fp32(buffer: torch.Tensor) -> bool:
+    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered`."""
+    return is_lowered(buffer) and _lowered[buffer].original is not None
 
 
-def _chunks(pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-    limit = chunk_limit(pairs)
-    start, size = 0, 0
-    for end, (param, _) in enumerate(pairs, 1):
-        size += param.numel()
-        if size >= limit or end == len(pairs):
-            yield pairs[start:end]
-            start, size = end, 0
+def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
+    """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
+
+    Values are compared, because a version does not show what is written through ``.data``. With ``wait`` the host waits
+    for the device to learn whether nothing was written; then the result is the tensor that was cast.
+    """
+    if not has_fp32(buffer):
+        return buffer.float()
+    original: torch.Tensor = _lowered[buffer].original
+    same = original.to(buffer.device, buffer.dtype) == buffer
+    if wait and original.device == buffer.device and bool(same.all()):
+        return original
+    return torch.where(same, original.to(buffer.device), buffer.float())
 
 
-def transfer_chunk(
-    chunk: Sequence[Pair], finish: Callable[[list[torch.Tensor]], None] | None, *, leave: bool = False
-) -> None:
-    """Move the gradients of one chunk; see :func:`transfer`. Each parameter has one."""
-    lowered = [p.grad for p, _ in chunk]
-    if any(g is not None and g.is_sparse for g in lowered):
-        full = [g.float() for g in lowered if g is not None]
-    else:
-        full = [torch.empty_like(m) for _, m in chunk]
-        if _copy is ranks.copy:
-            lowered = [ranks.align(g, m) for g, (_, m) in zip(lowered, chunk, strict=True)]
-        _copy(full, lowered)
-    for param, _ in () if leave else chunk:
-        param.grad = None
-    if finish is not None:
-        finish(full if _copy is not ranks.copy else [ranks.local(grad) for grad in full])
-    for (_, master), grad in zip(chunk, full, strict=True):
-        if master.grad is None:
-            master.grad = grad
-        else:
-            master.grad = master.grad + grad if grad.is_sparse else master.grad.add_(grad)
+def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
+    """Make ``values`` the fp32 values of a lowered buffer, before they are written into it; else do nothing."""
+    if has_fp32(buffer) and values.shape == buffer.shape:
+        _lowered[buffer].original = unrounded(values, fp32_of(buffer)).clone()
+
+
+def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Return ``loaded`` in fp32, on the device of ``held``, the fp32 values so far, of the same shape.
+
+    Of 16-bit values, which were saved without masters or come from the model itself, those to which ``held`` rounds
+    leave it as it is.
+    """
+    loaded = loaded.detach().to(held.device)
+    if loaded.dtype not in LOWER:
+        return loaded.float()
+    return torch.where(held.to(loaded.dtype) == loaded, held, loaded.float())
+
+
+# ---------------------------------------------------------------- parameter and master are made equal
 
 
 def copy_back(pairs: Sequence[Pair]) -> None:
@@ -239,7 +192,7 @@ def copy_back(pairs: Sequence[Pair]) -> None:
     before = torch.is_grad_enabled()
     try:  # Ctrl-C at the end of a `with` block would leave it open
         set_grad_enabled(False)
-        _copy([p for p, _ in pairs], [m for _, m in pairs])
+        copy([p for p, _ in pairs], [m for _, m in pairs])
         set_grad_enabled(before)
     except BaseException:
         set_grad_enabled(before)
@@ -247,11 +200,10 @@ def copy_back(pairs: Sequence[Pair]) -> None:
 
 
 def write_changed(pairs: Iterable[Pair]) -> None:
-    """Write masters into parameters, but for those that agree: a load writes both, and what follows it counts."""
-    changed = [pair for pair in pairs if _reconciled_versions.get(pair[1]) != pair[1]._version]
+    """Write masters into parameters, but not where both agree: what was written since a load of both counts."""
+    changed = [pair for pair in pairs if not agrees(pair[0])]
     copy_back(changed)
-    for _, master in changed:
-        _reconciled_versions[master] = master._version
+    agree(param for param, _ in changed)
 
 
 @break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
@@ -261,18 +213,25 @@ def write_quietly(pairs: Iterable[Pair]) -> None:
         ranks.local(param).data.copy_(ranks.local(master.detach()))  # .data has a version counter of its own
 
 
+def agrees(param: torch.Tensor) -> bool:
+    """Return whether ``param`` has a master to which nothing was written since both were made equal."""
+    found: _Lowered | None = _lowered.get(param)
+    return found is not None and found.master is not None and found.version == found.master._version
+
+
+def agree(params: Iterable[torch.Tensor]) -> None:
+    """Note that ``params`` and their masters are equal now."""
+    for param in params:
+        found: _Lowered | None = _lowered.get(param)
+        if found is not None and found.master is not None:
+            found.version = found.master._version
+
+
 def use(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
-    for _, master in pairs:
-        _unused.pop(master, None)
-
-
-def up_to_date(param: torch.Tensor, master: nn.Parameter) -> nn.Parameter:
-    """Return ``master``. As long as no backward has used it, it first follows ``param``."""
-    if master in _unused:
-        reconcile([(param, master)])  # type: ignore[list-item]
-    return master
+    for param, _ in pairs:
+        _lowered[param].is_unused = False
 
 
 @torch.no_grad()
@@ -281,33 +240,22 @@ def reconcile(pairs: Sequence[Pair]) -> None:
 
     A master that was written to goes into its parameter: ``model.state_dict()`` holds the masters, so whoever writes
     into a state dict means the model. Otherwise the master takes over what was written into the parameter (an
-    initialization, a broadcast). Where an element of the parameter still is the rounded master, the master keeps its
-    exact value.
+    initialization, a broadcast), and keeps its exact value wherever the parameter still is that value rounded.
     """
     for param, master in pairs:
-        if master._version != _reconciled_versions.get(master, master._version):
-            write_quietly(((param, master),))
-        else:
+        if agrees(param):
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-        _reconciled_versions[master] = master._version
-
-
-def agrees(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a master to which nothing was written since it was made equal to its parameter."""
-    return _reconciled_versions.get(tensor) == tensor._version  # type: ignore[no-any-return]
-
-
-def agree(agreeing: Iterable[torch.Tensor]) -> None:
-    """Note that the masters have the values again that they had in common with their parameters."""
-    for master in agreeing:
-        _reconciled_versions[master] = master._version
+        else:
+            write_quietly(((param, master),))
+        agree([param])
 
 
 @torch.no_grad()
-def overwrite(master: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a loaded value into ``master``. The caller, or torch after the hook, writes the parameter."""
+def overwrite(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a loaded value into the master of ``param``. The caller, or torch after the hook, writes the parameter."""
+    master: torch.Tensor = _lowered[param].master
     master.copy_(value)
-    _reconciled_versions[master] = master._version
+    agree([param])
 
 
 # ---------------------------------------------------------------- state dicts of models
@@ -324,11 +272,8 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
         A function that removes the hooks.
     """
     held_weakly = weakref.ref(model)
-    handles: list[Any] = []
 
     def undo() -> None:
-        for handle in handles:
-            handle.remove()
         found = held_weakly()
         for module in () if found is None else found.modules():
             _hooked.pop(module, None)
@@ -338,7 +283,7 @@ def watch_state_dicts(model: nn.Module) -> Callable[[], None]:
 
     try:
         for module in model.modules():
-            handles.append(module.register_load_state_dict_pre_hook(load_masters))
+            module.register_load_state_dict_pre_hook(load_masters)
             module.register_state_dict_post_hook(save_masters)
             _hooked[module] = True
         return undo
@@ -381,8 +326,7 @@ def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mappi
         if master is None:
             state[key] = fp32_of(tensor).clone() if has_fp32(tensor) else state[key].float()
         else:
-            up_to_date(tensor, master)
-            state[key] = master if state[key].requires_grad else master.detach()
+            state[key] = exact(tensor) if state[key].requires_grad else exact(tensor).detach()
 
 
 @pickled_as("load_masters")
@@ -397,10 +341,8 @@ def load_masters(
             "hold. Load without assign=True, or load before xamp.initialize."
         )
     for key, param in _tensors_of(module, prefix):
-        master = master_of(param)
-        loaded = state.get(key)
+        master, loaded = master_of(param), state.get(key)
         if isinstance(loaded, torch.Tensor):
             replace_fp32(param, loaded)  # torch writes it rounded
-        if master is None or not isinstance(loaded, torch.Tensor) or loaded.shape != master.shape:
-            continue
-        overwrite(master, unrounded(loaded, master))
+            if master is not None and loaded.shape == master.shape:
+                overwrite(param, unrounded(loaded, master))

@@ -1,14 +1,13 @@
 """The weights of a session whose parameters have masters: which of two copies is the newer one, and who follows it.
 
 The question is asked at three moments. Before a forward the model follows masters that something other than a step has
-written into. On entering ``scale_loss`` masters follow the parameters, until that is done for the first time; later a
-write into a parameter is told of, for the next step overwrites it. After a step the model follows. A version of a
-master tells of a write: :class:`MasterVersions` keeps, for each optimizer, those with which both copies were equal.
+written into; versions of tensors tell of that. On entering ``scale_loss`` masters follow the parameters for the first
+time; later a write into a parameter is told of, for the next step overwrites it. After a step the model follows.
 
 To compare all weights at each step would cost as much as a step. So :class:`LostWrites` compares them at the second
 ``scale_loss``, the third, the fifth, the ninth and so on, and once where the version of one weight moved by more than a
-step moves it. Other ``scale_loss`` calls pay for a counter. The comparison runs on the device, and the host reads its
-result later; on a device that cannot copy to the host without waiting nothing is compared.
+step moves it. The comparison runs on the device, and the host reads its result later; on a device that cannot copy to
+the host without waiting nothing is compared.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ __all__ = ["LostWrites", "MasterVersions", "Weights"]
 
 
 class MasterVersions:
-    """The versions that the masters had when they were last written into the model.
-
-    Args:
-        gradients: the gradients of the optimizer, which know its masters.
+    """The versions that the masters of an optimizer had when they were last written into the model.
 
     Attributes:
         lent: compiled code got the masters to write into since the last step or eager forward, or a step was
@@ -52,23 +48,15 @@ class MasterVersions:
         """Remember the masters' versions: the lowered parameters agree with them."""
         self._seen = [master._version for _, master in self._gradients.pairs]
 
-    @property
-    def are_old(self) -> bool:
-        """Whether something other than a step has changed a master, and the model has not followed."""
-        return self._seen != [master._version for _, master in self._gradients.pairs]
-
-    @property
-    def were_missed(self) -> bool:
-        """Whether the model has not followed a change. A load has written what it loaded into the model too."""
-        return self.are_old and any(
-            master._version != seen and not masters.agrees(master)
-            for (_, master), seen in zip(self._gradients.pairs, self._seen, strict=True)
-        )
+    def pairs(self, *, changed: bool) -> list[masters.Pair]:
+        """Return the pairs whose masters something other than a step has written to; or the others."""
+        both = zip(self._gradients.pairs, self._seen, strict=True)
+        return [pair for pair, seen in both if (pair[1]._version != seen) is changed]
 
     def distrust(self) -> None:
-        """Called when a step was interrupted: let the model follow masters that a fused kernel may have moved.
+        """Let the model follow masters that an interrupted step may have moved.
 
-        Such a kernel gives them no new version.
+        A fused kernel gives them no new version.
         """
         moved = [master for _, master in self._gradients.pairs]
         if moved:
@@ -89,20 +77,13 @@ class MasterVersions:
         SAM perturbs and restores weights in methods of its own; a script may average weights in ``master_params``.
         Costs 0.05 us a master where nothing has changed.
         """
-        if self.are_old:
-            before, pairs = self._seen, self._gradients.pairs
+        if self._seen != [master._version for _, master in self._gradients.pairs]:
             with disable_current_modes():  # as of torch.export: these are the real weights
-                masters.write_changed(
-                    [pair for pair, seen in zip(pairs, before, strict=True) if pair[1]._version != seen]
-                )
+                masters.write_changed(self.pairs(changed=True))
             self.note()
         if self.lent:
             self.lent = False
             followers.look()
-
-    def at_rest(self) -> list[masters.Pair]:
-        """Return the pairs whose masters nothing but a step, or what the model followed, has written to."""
-        return [pair for pair, seen in zip(self._gradients.pairs, self._seen, strict=True) if pair[1]._version == seen]
 
 
 class Weights:
@@ -186,7 +167,7 @@ class Weights:
         """Warn, once, of weights of the model that the next step will overwrite."""
         if self._capturing is not None and self._capturing():
             return
-        lost = self._lost_writes.look([pair for versions in self._versions() for pair in versions.at_rest()])
+        lost = self._lost_writes.look([pair for versions in self._versions() for pair in versions.pairs(changed=False)])
         if lost:
             _warn_of_lost(self._names_of(lost), self._level)
 
@@ -203,7 +184,8 @@ class Weights:
         """Find out whether a forward in a larger graph ran with weights of before; then such graphs ask from now on."""
         if not followers.graphs.exist or torch.compiler.is_compiling():
             return False
-        if not any(versions.were_missed for versions in self._versions()):
+        changed = [pair for versions in self._versions() for pair in versions.pairs(changed=True)]
+        if all(masters.agrees(param) for param, _ in changed):  # a load writes into the model too
             return False
         if not self._found_old:
             self._found_old = True
@@ -220,7 +202,7 @@ class LostWrites:
 
     def __init__(self) -> None:
         self._count = 0
-        self._version: int | None = None  # of one weight, when it was last seen; None: no longer of interest
+        self._version: int | None = None  # of one weight, when it was last seen
         self._follows_version = True
         self._late: tuple[list[torch.Tensor], torch.Tensor, Any] | None = None
         self._found = False
@@ -247,59 +229,45 @@ class LostWrites:
         """
         late, self._late = self._late, None
         if late is None:
-            return self._compare([(p, m) for p, m in pairs if not ranks.is_dtensor(p)])
-        params, differs, event = late
-        if not event.query():
-            self._late = late
-            return []
-        if torch.equal(differs, torch.zeros_like(differs)):  # in the memory of the host
-            return []
-        return self._told([p for p, d in zip(params, differs.tolist(), strict=True) if d])
+            lost = self._compare([(p, m) for p, m in pairs if not ranks.is_dtensor(p)])
+        elif not late[2].query():
+            self._late, lost = late, []
+        elif not _is_raised(late[1]):
+            lost = []
+        else:
+            lost = [param for param, differs in zip(late[0], late[1].tolist(), strict=True) if differs]
+        self._found = bool(lost)
+        return lost
 
     def _compare(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
         """Return the weights that differ where the host knows that at once: it does not wait for a device."""
-        on_host = [(param, master) for param, master in pairs if param.is_cpu]
-        elsewhere = [(param, master) for param, master in pairs if not param.is_cpu]
+        elsewhere = [pair for pair in pairs if not pair[0].is_cpu]
         if elsewhere and copies_without_waiting(elsewhere[0][0].device):
             first = elsewhere[0][0].device
             flags = torch.stack([_differs(*pair).to(first, torch.float32) for pair in elsewhere])
             self._late = [param for param, _ in elsewhere], *copy_without_waiting(flags)
-        return self._told([param for param, master in on_host if not _is_same(param, master)])
-
-    def _told(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        self._found = bool(params)
-        return params
-
-
-@torch.no_grad()
-def _is_same(param: torch.Tensor, master: torch.Tensor) -> bool:
-    """Return whether ``param``, on a CPU, is ``master``, rounded."""
-    param, master = _part(param, master)
-    return torch.allclose(master.to(param.dtype), param, rtol=0.0, atol=0.0, equal_nan=True)
+        return [param for param, master in pairs if param.is_cpu and _is_raised(_differs(param, master))]
 
 
 @torch.no_grad()
 def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return whether any element of ``param`` is not ``master``, rounded; nan stands for nothing. Does not wait."""
-    param, master = _part(param, master)
+    """Return whether any element of ``param`` is not ``master``, rounded. Nan is equal to all. Does not wait.
+
+    Of a large weight this looks at the first four million elements or so: their copy in 16 bits takes memory.
+    """
+    if param.dim() and param.numel() > 2**22:
+        rows = max(1, 2**22 * param.shape[0] // param.numel())
+        param, master = param[:rows], master[:rows]
     return torch.logical_and(master.to(param.dtype) != param, param == param).any()
 
 
-def _part(param: torch.Tensor, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first rows of a large weight, about four million elements: their copy in 16 bits takes memory."""
-    if not param.dim() or param.numel() <= 2**22:
-        return param, master
-    rows = max(1, 2**22 * param.shape[0] // param.numel())
-    return param[:rows], master[:rows]
+def _is_raised(flags: torch.Tensor) -> bool:
+    """Return whether one of ``flags``, which are in the memory of the host, is not zero."""
+    return not torch.equal(flags, torch.zeros_like(flags))
 
 
 def _warn_of_lost(names: Sequence[str], level: str) -> None:
-    """Warn that something wrote into the model, or into the data of a master, and that the next step overwrites it.
-
-    Args:
-        names: the qualified names of the parameters.
-        level: the level.
-    """
+    """Warn that something wrote into the model, or into the data of a master, and that the next step overwrites it."""
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     say(
         "%s%s of the model differs from its fp32 master: something other than optimizer.step() wrote into one of them, "
@@ -312,11 +280,7 @@ def _warn_of_lost(names: Sequence[str], level: str) -> None:
 
 
 def _warn_of_old(level: str) -> None:
-    """Warn that a compiled forward ran with the weights from before something wrote into the masters.
-
-    Args:
-        level: the level.
-    """
+    """Warn that a compiled forward ran with the weights from before something wrote into the masters."""
     say(
         "something other than optimizer.step() wrote into the fp32 masters, and the forward before this scale_loss ran "
         "with the weights of before: it is a part of a larger compiled function, and such a graph sees no write into a "

@@ -108,7 +108,7 @@ def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
     """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
     targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
     kept = [(target, _copy(target)) for target in targets]
-    agreeing = [target for target in targets if masters.agrees(target)]
+    agreeing = [param for param, _ in writes if masters.agrees(param)]
 
     def write_back() -> None:
         with torch.no_grad():
@@ -175,7 +175,7 @@ def _tell_kept_scale(engine: Engine, saved: SessionState) -> None:
 
 def _masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     pairs = ((name, p, masters.master_of(p)) for name, p in model.named_parameters())
-    return {name: masters.up_to_date(p, m) for name, p, m in pairs if m is not None}
+    return {name: masters.exact(p) for name, p, m in pairs if m is not None}
 
 
 def _copies(found: Mapping[str, torch.Tensor], seen: set[int]) -> dict[str, torch.Tensor]:
@@ -257,7 +257,6 @@ def _tell_missing(engine: Engine, writes: Sequence[_Write]) -> None:
 @torch.no_grad()
 def _write(writes: Sequence[_Write]) -> None:
     for param, value in writes:
-        master = masters.master_of(param)
-        if master is not None:
-            masters.overwrite(master, value)
+        if masters.master_of(param) is not None:
+            masters.overwrite(param, value)
         param.copy_(value)

@@ -190,7 +190,7 @@ class Plan:
             stepped.grad = None if grad is None else grad.to(stepped.dtype)
         for module, name, buffer in _alive(self._buffers):
             cast = buffer.to(self.policy.dtype)
-            masters.set_lowered_buffer(cast, buffer)
+            masters.set_lowered(cast, original=buffer)
             module._buffers[name] = cast
         self._values = []
         self._flatten_rnns()
@@ -262,7 +262,7 @@ class Plan:
         if id(param) in self._before:
             return self._before[id(param)]  # type: ignore[no-any-return]
         master = masters.master_of(param)
-        exact = param if master is None else masters.up_to_date(param, master)
+        exact = param if master is None else masters.exact(param)
         full, grad = exact.data.float(), exact.grad
         return full, None if grad is None else grad.to(full.dtype)
 

@@ -111,7 +111,7 @@ def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: 
     norm = _clipped_norm(states)
     if norm is None:
         grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
-        busy = scaled or any(state.scope is not None or state.gradients.is_pending for state in states)
+        busy = scaled or any(state.scope is not None or state.gradients.pending is not None for state in states)
         divided = ranks.is_divided(p for state in states for p in state.gradients.stepped)  # a logger is on one rank
         if busy or not grads or divided or any(type(g) is not torch.Tensor or g.is_sparse for g in grads):
             return math.nan

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import xamp
 from xamp.errors import StateError
 from xamp.registry import registry
-from xamp.scaling import early_moves, masters
+from xamp.scaling import moves
 from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.testing.measure import Storages
 
@@ -37,14 +37,14 @@ with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models move early too, and in chunks of two layers."""
-    monkeypatch.setattr(early_moves, "_LEAST", 0)
-    monkeypatch.setattr(masters, "_SMALL", 2 * WIDTH * WIDTH)
+    monkeypatch.setattr(moves, "_LEAST", 0)
+    monkeypatch.setattr(moves, "_SMALL_CHUNK", 2 * WIDTH * WIDTH)
 
 
 @contextlib.contextmanager
 def without_moves() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(early_moves, "_LEAST", 2**60)
+        patched.setattr(moves, "_LEAST", 2**60)
         yield
 
 
@@ -54,7 +54,7 @@ class Moved:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.params: list[nn.Parameter] = []
         self.interrupts = False
-        move, at_end = masters.transfer_chunk, masters.transfer
+        move, at_end = moves.transfer_chunk, moves.transfer
 
         def noted(chunk: Any, *args: Any, **options: Any) -> None:
             if self.interrupts:
@@ -70,8 +70,8 @@ class Moved:
             self.params[:] = before
             return moved
 
-        monkeypatch.setattr(masters, "transfer_chunk", noted)
-        monkeypatch.setattr(masters, "transfer", unnoted)
+        monkeypatch.setattr(moves, "transfer_chunk", noted)
+        monkeypatch.setattr(moves, "transfer", unnoted)
 
     def take(self) -> int:
         """How many parameters have moved early since the last call."""
@@ -346,15 +346,15 @@ def test_gradients_stay_on_another_device_than_the_scale() -> None:
 
 def test_parameters_on_two_devices_stay() -> None:
     whole = (nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)))
-    assert early_moves.is_worth_it([whole])
-    assert not early_moves.is_worth_it([whole, (nn.Parameter(torch.ones(4, device="meta")), whole[1])])
+    assert moves.is_worth_it([whole])
+    assert not moves.is_worth_it([whole, (nn.Parameter(torch.ones(4, device="meta")), whole[1])])
 
 
 @pytest.mark.parametrize(("count", "size", "worth"), [(24, 2**14, True), (300, 1000, False), (300, 20_000, True)])
 def test_many_tiny_parameters_stay(count: int, size: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the size that the fixture of this file takes away
     param = nn.Parameter(torch.ones(size))
-    assert early_moves.is_worth_it([(param, param)] * count) is worth
+    assert moves.is_worth_it([(param, param)] * count) is worth
 
 
 # --- exceptions

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.errors import StateError
-from xamp.scaling import masters, unscale
+from xamp.scaling import moves, unscale
 
 INEXACT: dict[str, dict[str, Any]] = {
     "static": {"loss_scale": 1000.0},
@@ -452,7 +452,7 @@ def test_an_interrupt_while_gradients_move_into_masters_leaves_none(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(masters, "transfer", interrupted)
+        patched.setattr(moves, "transfer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             xamp.scale_loss(model(ONES), optimizer).__enter__()
     assert all(p.grad is None or not bool(p.grad.any()) for p in model.parameters())
