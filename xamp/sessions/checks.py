@@ -195,9 +195,10 @@ def _check_parameter(param: torch.Tensor, name: str, model: str, policy: Policy)
         short = str(param.dtype).removeprefix("torch.")
         takes = listed(levels_where(lambda row: row.master_weights and row.dtype == short))
         raise PolicyError(
-            f"initialize(level={policy.level!r}): parameter {name!r} of {model} is {param.dtype}, and this level starts "
-            "from fp32. Leave out .half() or .bfloat16(), or load the model with dtype=torch.float32, or call model.float() before making "
-            f"the optimizer; the level casts. {takes or 'No level'} takes a model in {short} as it is."
+            f"initialize(level={policy.level!r}): parameter {name!r} of {model} is {param.dtype}, and this level "
+            "starts from fp32. Leave out .half() or .bfloat16(), or load the model with dtype=torch.float32, or call "
+            f"model.float() before making the optimizer; the level casts. {takes or 'No level'} takes a model in "
+            f"{short} as it is."
         )
 
 
