@@ -18,7 +18,7 @@ from xamp.ground import kernels
 from xamp.policy import Policy
 
 if TYPE_CHECKING:
-    from xamp.scaling.scaled_loss import Scope
+    from xamp.scaling.engine import Scope
 
 __all__ = ["DeviceState", "LossScaler", "ScaleRules"]
 

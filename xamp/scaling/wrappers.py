@@ -78,11 +78,6 @@ class Wrappers:
         self._layouts: Any = WeakIdKeyDictionary()  # by parameter
         self._own: Any = WeakIdKeyDictionary()  # parameter of an optimizer -> its module, weakly, and its name there
 
-    @staticmethod
-    def absent() -> bool:
-        """Return whether nothing is shared between processes. Then no other question need be asked."""
-        return not ranks.is_running() and not ddps.noted.data  # .data: a weak dictionary counts its length in Python
-
     def find(self) -> list[DistributedDataParallel]:
         """Return the DDP objects noticed since the last call."""
         if not self._searched_models and ranks.is_running():
