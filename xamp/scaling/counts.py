@@ -2,17 +2,15 @@
 
 A step that the device decides ends before the host knows whether it was skipped. Its numbers arrive later, without a
 wait. Then the step is counted, logged if it was skipped, and judged: a run of overflows that no smaller scale cures is
-an error.
-
-A graph (``torch.cuda.graph``) holds kernels only: no code of xamp runs at a replay. So a step that is captured counts
-on the device. The tensors are made with the optimizer's state: a tensor made in a capture would start anew with each
-replay. The host reads them when somebody asks.
+an error. No code of xamp runs at a replay of a captured graph, so a step that is captured counts on the device, and the
+host reads that when somebody asks.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -40,6 +38,7 @@ class StepOutcome(enum.Enum):
     SKIPPED = "skipped"
 
 
+@dataclasses.dataclass(eq=False)
 class Stats:
     """Counts of optimizer steps, over all optimizers of a session.
 
@@ -48,41 +47,29 @@ class Stats:
         skipped: steps that were skipped because a gradient overflowed.
     """
 
-    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
-        self.applied = applied
-        self.skipped = skipped
-
-    def __repr__(self) -> str:
-        return f"Stats(applied={self.applied}, skipped={self.skipped})"
+    applied: int = 0
+    skipped: int = 0
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Counts(Stats):
     """The counts of one session, as far as the host knows of them, and what its optimizers' outcomes share.
 
     Attributes:
+        verbosity: 0: overflows are not logged.
+        names_of: returns the qualified names of parameters, for messages.
+        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
+        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
         scalers: the loss scales.
         runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
-        verbosity: 0: overflows are not logged.
-        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
-        names_of: returns the qualified names of parameters, for messages.
-        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
     """
 
-    def __init__(
-        self,
-        verbosity: int,
-        names_of: Callable[[Iterable[torch.Tensor]], list[str]],
-        *,
-        moves_before_step: bool,
-        by_flag: bool,
-    ) -> None:
-        super().__init__()
-        self.scalers: Sequence[LossScaler] = ()
-        self.runs: dict[int, int] = {}
-        self.verbosity = verbosity
-        self.moves_before_step = moves_before_step
-        self.names_of = names_of
-        self.by_flag = by_flag
+    verbosity: int
+    names_of: Callable[[Iterable[torch.Tensor]], list[str]]
+    moves_before_step: bool
+    by_flag: bool
+    scalers: Sequence[LossScaler] = ()
+    runs: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class CollapseWatch:
@@ -130,11 +117,10 @@ class Replays:
         self.flag: torch.Tensor | None = None
         self.used: Sequence[int] = ()
         self._told = 0
-        if memory.captures is not None:
-            device, scales = memory.values.device, len(counts.scalers)
+        if memory.captures is not None:  # here, for a tensor that is made in a capture starts anew with each replay
+            device = memory.values.device
             self._counts = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, run, complete runs
-            # After the step before.
-            self._scales = torch.full((scales,), float("inf"), dtype=torch.float32, device=device)
+            self._scales = torch.full_like(memory.scales, float("inf"))  # after the step before
 
     def capturing(self) -> bool:
         """Return whether a graph is being captured now."""
@@ -182,9 +168,8 @@ class Replays:
 class History:
     """The values of a tensor at each step, read without waiting for the device where that is possible.
 
-    A device that has asynchronous copies copies them, and the host reads the copy :data:`HISTORY_LAG` steps later.
-    The lag is fixed, so that all ranks read the same step at the same time. On other devices, and in host memory, the
-    host reads the state at once.
+    Of a device that has asynchronous copies the host reads one :data:`HISTORY_LAG` steps later. The lag is fixed, so
+    that all ranks read the same step at the same time. On other devices, and in host memory, it reads at once.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -316,11 +301,12 @@ class Outcomes:
 
     def known(self) -> StepOutcome | None:
         """Return what the last step did. May wait for the device."""
-        if isinstance(self.last, torch.Tensor):
-            if self.last is self.replays.flag:  # the next replay writes to it again
-                return StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
-            self.last = StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
-        return self.last
+        if not isinstance(self.last, torch.Tensor):
+            return self.last
+        known = StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
+        if self.last is not self.replays.flag:  # to which the next replay writes again
+            self.last = known
+        return known
 
     def unobserved(self) -> Iterable[bool]:
         """Yield, for each step that has not been counted yet, whether it overflowed. Waits for the device."""
@@ -347,8 +333,7 @@ class Outcomes:
     def overflow_run(self) -> int:
         """Return the overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
 
-        If a run is complete but its error has not been raised yet, the result is the number with which the next
-        overflow raises it.
+        Of a run whose error has not been raised yet it returns the number with which the next overflow raises it.
         """
         watch, complete = copy.copy(self._watch), False
         for (used, _), values in self._history.peek():
@@ -390,14 +375,12 @@ class Outcomes:
         rules = self._counts.scalers[next(iter(used))].rules
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self._counts.names_of(self._gradients.not_finite())
-        whole = len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped)
-        nearest = " These are all there are, so the loss itself may be inf or nan." if whole else ""
-        if len(names) > 1 and not whole:
-            nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model."
+        nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model." if len(names) > 1 else ""
+        if len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped):
+            nearest = " These are all there are, so the loss itself may be inf or nan."
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        none = (
-            "unknown, for this chip tells of an overflow by a flag" if self._counts.by_flag else "none at this moment"
-        )
+        by_flag = "unknown, for this chip tells of an overflow by a flag"
+        none = by_flag if self._counts.by_flag else "none at this moment"
         wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "

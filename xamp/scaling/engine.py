@@ -99,7 +99,12 @@ class Engine:
         self.process_group = process_group
         self._wrappers = Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
-        self.counts = Counts(verbosity, self.names_of, moves_before_step=self.moves_before_step, by_flag=self.saturates)
+        self.counts = Counts(
+            verbosity=verbosity,
+            names_of=self.names_of,
+            moves_before_step=self.moves_before_step,
+            by_flag=self.saturates,
+        )
         watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
