@@ -246,7 +246,6 @@ class Outcomes:
         self._index = index
         self._gradients = gradients
         self._watch = CollapseWatch(counts, counts.runs.get(index, 0))
-        self.live_in(memory)
 
     def live_in(self, memory: DeviceState) -> None:
         """Read ``memory`` from now on. All records of the previous memory must have been read."""

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 import sys
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -147,13 +148,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the counts of applied and skipped steps. Waits for the device."""
-        late = [overflowed for state in self.states for overflowed in state.outcomes.unobserved()]
-        skipped = sum(late)
-        replayed = [state.outcomes.replays.read() for state in self.states]
-        applied = self.counts.applied + sum(applied for applied, _ in replayed)
-        return Stats(
-            applied + len(late) - skipped, self.counts.skipped + skipped + sum(skipped for _, skipped in replayed)
-        )
+        stats = Stats(self.counts.applied, self.counts.skipped)
+        for state in self.states:
+            late = list(state.outcomes.unobserved())
+            applied, skipped = state.outcomes.replays.read()
+            stats.applied += applied + late.count(False)
+            stats.skipped += skipped + late.count(True)
+        return stats
 
     def judge_replays(self) -> None:
         """Raise a LossScaleCollapsed where replays of a captured step met a run of overflows. Waits for the device."""
@@ -235,19 +236,11 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def enter(
-        self,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        entered: list[OptimizerState],
-        delay_unscale: bool,
+        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState], delay_unscale: bool
     ) -> None:
-        """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
+        """Before a backward: bring masters up to date, and existing gradients to the scale.
 
-        Args:
-            states: the optimizers that get gradients.
-            scaler: the scale of the loss.
-            entered: gets those of ``states`` whose gradients were touched.
-            delay_unscale: the gradients are not unscaled on leaving, but later.
+        ``entered`` gets those of ``states`` whose gradients were touched.
         """
         if self._watch is None:  # first: what follows may raise, and then end_backward is called
             self.backend.clear_overflow(self.device)
@@ -381,16 +374,11 @@ class Engine:
             )
 
     def _check(
-        self,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        throw_away: bool,
-        shared: Sequence[torch.Tensor],
+        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Unscale and check the gradients, raise the sticky flags, and return one flag for all ``states``.
 
-        ``throw_away``: no sticky flag is raised. ``shared``: the parameters that may be shared between processes; empty
-        where nothing is.
+        ``throw_away``: no sticky flag is raised. ``shared``: the parameters, where processes may share them.
         """
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
@@ -425,13 +413,7 @@ def _params_of(states: Iterable[OptimizerState]) -> list[torch.Tensor]:
 
 
 class Scope:
-    """What is in use while a ``scale_loss`` is open.
-
-    Args:
-        owner: the context manager, which is known weakly.
-        end_backward: tells the engine of the session that the backward is over.
-        states: the states of its optimizers.
-        scaler: the scale of its loss.
+    """What is in use while a ``scale_loss`` is open. ``owner`` is the context manager, which is known weakly.
 
     Attributes:
         entered: the optimizers whose gradients it has touched.
@@ -485,18 +467,13 @@ class Scope:
 def _is_held(ref: weakref.ReferenceType[object]) -> bool:
     """Return whether anybody but a traceback holds the object: a ``with`` block, an ExitStack, a variable.
 
-    A traceback keeps the frames that it shows, with their variables, for as long as somebody looks at it; a notebook
-    keeps the last one. These frames do not run any more. This searches all objects, and is called before an error only.
+    A traceback keeps the frames that it shows, with their variables, for as long as somebody looks at it. These frames
+    do not run any more. This searches all objects, and is called before an error only.
     """
     found = ref()
     if found is None:
         return False
-    running: set[int] = set()
-    for frame in sys._current_frames().values():
-        outer: types.FrameType | None = frame
-        while outer is not None:
-            running.add(id(outer))
-            outer = outer.f_back
+    running = {id(f) for frame in sys._current_frames().values() for f, _ in traceback.walk_stack(frame)}
     shown = [each for each in gc.get_referrers(found) if isinstance(each, types.FrameType) and id(each) not in running]
     probe = object()  # held as ``found`` is: by a variable of this function
     return sys.getrefcount(found) - sys.getrefcount(probe) > len(shown)

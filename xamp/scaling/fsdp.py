@@ -39,15 +39,15 @@ Undo = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together.
+    """Parameters that FSDP gathers together. They have one dtype.
 
     Attributes:
         name: the qualified name of the module, for messages.
         owners: the modules that have a parameter in it.
         dtype: the dtype of the shards.
         computes_in: the dtype that the user asked FSDP to gather them in; None: their own.
-        compute_in: sets that dtype (None: the shards' own) and returns what sets it back. What casts the inputs and
-            outputs is switched off where its second argument says so.
+        compute_in: sets that dtype (None: the shards' own) and returns what sets it back. Its second argument switches
+            off what casts inputs and outputs.
     """
 
     name: str

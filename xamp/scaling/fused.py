@@ -199,12 +199,12 @@ class FusedForm:
         self.switch_off(optimizer)
         self.look_again(optimizer)
 
-    def as_before(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def as_before(self, optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``groups``, which were saved from ``optimizer`` in its order, with ``fused`` as the user gave it."""
         switched = [any(group is g for g in self._switched) for group in optimizer.param_groups]
         return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
 
-    def load(self, optimizer: Optimizer, load: Callable[[], None]) -> None:
+    def load(self, optimizer: Any, load: Callable[[], None]) -> None:
         """Run ``load``, which replaces the groups, then choose the form again: it depends on the device, not the file.
 
         Each group keeps the ``fused`` and ``foreach`` that the user gave in this run.

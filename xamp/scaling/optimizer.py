@@ -210,13 +210,13 @@ class _Managed:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if "param_groups" not in state:
             return state  # of an optimizer that keeps another one in it, in a form of its own
-        groups = self._xamp.fused.as_before(_as_optimizer(self), state["param_groups"])
+        groups = self._xamp.fused.as_before(self, state["param_groups"])
         return {**state, "param_groups": self._xamp.saved_groups(groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as the base class does, then choose the fused form again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
-        self._xamp.fused.load(_as_optimizer(self), lambda: base_load(state_dict))
+        self._xamp.fused.load(self, lambda: base_load(state_dict))
         _keep_numbers(self, state_dict)
         self._xamp.loaded()
 
@@ -227,7 +227,7 @@ class _Managed:
             state = dict(super().__getstate__())  # type: ignore[misc]
         state.pop("_xamp", None)
         state.pop("_xamp_own_step", None)
-        state["param_groups"] = self._xamp.fused.as_before(_as_optimizer(self), self.param_groups)
+        state["param_groups"] = self._xamp.fused.as_before(self, self.param_groups)
         return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
 
 
@@ -247,16 +247,10 @@ def _keep_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
                 state[key] = value.detach().to(held.device, copy=True)
 
 
-def _as_optimizer(managed: Any) -> Optimizer:
-    return managed  # type: ignore[no-any-return]
-
-
 def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Cast existing optimizer state to the dtypes of ``params``, as ``load_state_dict`` would.
 
-    Args:
-        optimizer: one with state, from earlier steps or from its constructor.
-        params: for each lowered parameter of the model, the tensor that the optimizer steps: itself or its master.
+    ``params`` has, for each lowered parameter of the model, the tensor that the optimizer steps: itself or its master.
 
     Returns:
         A function that makes lowered state fp32 again. It restores the original tensors, unless a step has changed the
@@ -271,7 +265,6 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
                 if made is not value:
                     cast.append((state, key, value, made, made._version))
     held_weakly = weakref.ref(optimizer)
-
     lowered = any(p.dtype in LOWER for p in params)
 
     def undo() -> None:

@@ -83,14 +83,8 @@ class ScaleRules:
     @classmethod
     def of(cls, policy: Policy) -> ScaleRules:
         """Return the rules of a policy."""
-        return cls(
-            policy.dynamic,
-            policy.growth_factor,
-            policy.backoff_factor,
-            policy.growth_interval,
-            policy.min_loss_scale,
-            policy.max_loss_scale,
-        )
+        growth = policy.growth_factor, policy.backoff_factor, policy.growth_interval
+        return cls(policy.dynamic, *growth, policy.min_loss_scale, policy.max_loss_scale)
 
     @property
     def falls(self) -> bool:

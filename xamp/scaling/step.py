@@ -66,7 +66,7 @@ class OptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, engine.saturates, fused, self._optimizer)
         self.outcomes = self.outcomes_class(engine.counts, engine.memory, index, self.gradients)
-        self._keep_flags_in(engine.memory)
+        self.live_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
         self._warned_of_no_gradient = False
@@ -75,10 +75,7 @@ class OptimizerState:
 
     def live_in(self, memory: DeviceState) -> None:
         """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
-        self._keep_flags_in(memory)
         self.outcomes.live_in(memory)
-
-    def _keep_flags_in(self, memory: DeviceState) -> None:
         self._memory = memory
         self.flag = memory.flags[self.index]
         self.sticky = memory.sticky[self.index]
@@ -115,8 +112,7 @@ class OptimizerState:
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.
 
-        Args:
-            call: what asks, for messages. Where that is not ``scale_loss``, gradients exist.
+        ``call`` is what asks. Where that is not ``scale_loss``, gradients exist.
 
         Raises:
             StateError: a new parameter has a gradient that may still be scaled, or is in another optimizer.
@@ -308,10 +304,7 @@ class OptimizerState:
             raise
 
     def _mark(self) -> tuple[torch.Tensor, int] | None:
-        """Return the first tensor that a step will move, and its version: an exception may come before it or after it.
-
-        A step hook may raise, or Ctrl-C arrive, when the optimizer has stepped already.
-        """
+        """Return the first tensor that a step will move, and its version: an exception may come before it or after."""
         for param in self.gradients.stepped:
             if param.grad is not None:
                 return param, param._version
@@ -320,12 +313,8 @@ class OptimizerState:
     def has_stepped(self, mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
         """Return whether the optimizer had stepped when ``error`` was raised; the caller then records the step.
 
-        Else it may have, half-way. So the model follows the masters before its next forward.
-
-        Args:
-            mark: what :meth:`_mark` returned before the step.
-            result: what the step has returned, or :data:`NOT_STEPPED`.
-            error: the exception.
+        Else it may have, half-way. So the model follows the masters before its next forward. ``mark`` is what
+        :meth:`_mark` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
         """
         moved = mark is not None and mark[0]._version != mark[1]
         if result is not NOT_STEPPED or moved or _returned_from_step(error):
@@ -409,8 +398,8 @@ class OptimizerState:
     def resume(self, overflow_run: int) -> None:
         """Go on as after ``overflow_run`` overflows that no smaller scale could cure, with scales just loaded.
 
-        The sticky flag and existing gradients belong to the run before the load, so the flag is lowered. The user must
-        clear the gradients, or add to them in a ``scale_loss``, before the next step.
+        The sticky flag belongs to the run before the load, and so do existing gradients: before the next step the user
+        must clear them, or add to them in a ``scale_loss``.
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
@@ -536,11 +525,9 @@ def note_call(optimizer: Any) -> None:
 
 @_writes
 def _lend_flag(optimizer: Any, found_inf: torch.Tensor) -> None:
-    """Give the optimizer, for one step, the flag by which its fused form skips.
+    """Give the optimizer, for one step, the flag by which its fused form skips: fp32 scalar, above 0 where it does.
 
-    Args:
-        optimizer: the optimizer. A ``grad_scale`` of the user's own counts for this step.
-        found_inf: fp32 scalar on its device: above 0 the step is skipped.
+    A ``grad_scale`` of the user's own counts for this step.
     """
     optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
     optimizer.found_inf = found_inf
