@@ -249,6 +249,7 @@ class OptimizerState:
                 cure.
         """
         policy = self.engine.policy
+        # May it step?
         self.refuse_wrong()
         if ranks.is_running():
             self._refuse_lost()
@@ -260,13 +261,8 @@ class OptimizerState:
         self.settle("optimizer.step()")
         self._refuse_stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
-            self._warn_of_no_gradient()
-            self._forget_window()
-            result = base(*args, **kwargs)
-            self.outcomes.last = None
-            if self.fused.skips_on_device and not _is_compiling():
-                self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
-            return result
+            return self._step_without_gradients(base, args, kwargs)
+        # Who decides whether to skip: nobody, the kernel or the host?
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
                 base = self._warm.unfused(base)
@@ -279,13 +275,22 @@ class OptimizerState:
             self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
 
-    def _forget_window(self) -> None:
-        """End a window of which no gradient is left: none has an effect, and none was counted."""
+    def _step_without_gradients(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
+        self._warn_of_no_gradient()
         self.engine.move_scales(self)
+        self._lower_sticky()
+        self.gradients.used = {}
+        result = base(*args, **kwargs)
+        self.outcomes.last = None
+        if self.fused.skips_on_device and not _is_compiling():
+            self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
+        return result
+
+    def _lower_sticky(self) -> None:
         if not self.fresh:
             self.sticky.zero_()
             self.fresh = True
-        self.gradients.used = {}
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
@@ -406,9 +411,7 @@ class OptimizerState:
         self.gradients.used = {}
         for scaler in self.engine.scalers:
             scaler.lower_found()
-        if not self.fresh:
-            self.sticky.zero_()
-            self.fresh = True
+        self._lower_sticky()
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
