@@ -248,9 +248,8 @@ class Engine:
             self._watch.open()
         for state in states:
             state.notice_groups("scale_loss")
-        self._alone = alone = (
-            not ranks.is_running() and not ddps.noted.data
-        )  # .data: len() of a weak dictionary is slow
+        # `.data`, for a weak dictionary counts its length in Python.
+        self._alone = alone = not (ranks.is_running() or ddps.noted.data)
         fresh = () if alone else self._find_wrappers(states)
         if self.weights.pairs:
             self.weights.settle(fresh, alone)
