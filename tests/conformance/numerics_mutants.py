@@ -19,7 +19,7 @@ from xamp.backends.cpu import CpuBackend
 from xamp.casting import active, forward, node_numbers
 from xamp.ground import arguments
 from xamp.ground.containers import cast_floats
-from xamp.scaling import engine, masters, scaled_loss
+from xamp.scaling import engine, masters
 from xamp.testing import recurrent
 
 
@@ -100,7 +100,7 @@ def unscaled(self: Any) -> torch.Tensor:
     return self._loss  # type: ignore[no-any-return]
 
 
-enter = scaled_loss.ScaledLoss.__enter__
+enter = engine.ScaledLoss.__enter__
 
 
 def broken(name: str) -> Breaks:
@@ -154,6 +154,6 @@ MUTANTS = [
     Mutant(
         "the loss is not scaled",
         "numerics.vanishing_gradients",
-        patched(scaled_loss.ScaledLoss, "__enter__", unscaled),
+        patched(engine.ScaledLoss, "__enter__", unscaled),
     ),
 ]

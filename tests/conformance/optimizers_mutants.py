@@ -12,13 +12,12 @@ import torch
 from mutants import Mutant, also, patched
 
 import xamp
-from xamp.scaling import fused, masters, optimizer, own_step, step, unscale
+from xamp.scaling import fused, masters, optimizer, step, unscale
 from xamp.scaling.counts import StepOutcome
-from xamp.scaling.engine import Engine
+from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState
-from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks
 from xamp.sessions.session import Session
@@ -27,7 +26,7 @@ _leave, _check, _step = Engine.leave, Engine._check, OptimizerState.step
 _move_scales = Engine.move_scales
 _step_on_host, _step_unchecked = OptimizerState._step_on_host, OptimizerState._step_unchecked
 _unscale, _exit, _close = Gradients.unscale, ScaledLoss.__exit__, Session.close
-_step_of, _zero_grad_of, _unscale_by_group_ = optimizer._step_of, own_step.zero_grad_of, unscale.unscale_by_group_
+_step_of, _zero_grad_of, _unscale_by_group_ = optimizer._step_of, optimizer._zero_grad_of, unscale.unscale_by_group_
 
 
 def _zeroes_and_steps(self: OptimizerState, base: Any, args: Any, kwargs: Any) -> Any:
@@ -269,6 +268,6 @@ MUTANTS = [
         "optimizers.exception_in_the_body",
         patched(ScaledLoss, "__exit__", _as_if_all_went_well),
     ),
-    Mutant("zero_grad forgets the masters", "optimizers.zero_grad", _fresh_classes("zero_grad_of", _not_the_masters)),
+    Mutant("zero_grad forgets the masters", "optimizers.zero_grad", _fresh_classes("_zero_grad_of", _not_the_masters)),
     Mutant("close gives back rounded weights", "optimizers.close_gives_back_fp32", patched(Session, "close", _rounds)),
 ]

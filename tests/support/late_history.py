@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from xamp.ground.late_reads import History
+from xamp.scaling.counts import History
 
 
 class _Arrived:

@@ -22,12 +22,11 @@ from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling import ranks
 from xamp.scaling.counts import Counts, Outcomes, StepOutcome
-from xamp.scaling.engine import Engine
+from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
 from xamp.scaling.scale import DeviceState, LossScaler, clock
-from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import NOT_STEPPED, OptimizerState
 from xamp.scaling.weights import Weights
 
@@ -148,7 +147,7 @@ class ApexState(OptimizerState):
             RuntimeError: a closure is given, and there are masters or the step is skipped.
             StateError: the backend says that the step would be wrong.
         """
-        self.refusals.wrong()
+        self.refuse_wrong()
         self._warn_of_scaled()
         values = None if self.fresh or not self.engine.policy.checks else self._memory.values.tolist()
         skips = values is not None and self._memory.overflowed(values, self.index)

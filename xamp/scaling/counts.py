@@ -2,31 +2,30 @@
 
 A step that the device decides ends before the host knows whether it was skipped. Its numbers arrive later, without a
 wait. Then the step is counted, logged if it was skipped, and judged: a run of overflows that no smaller scale cures is
-an error.
-
-A graph (``torch.cuda.graph``) holds kernels only: no code of xamp runs at a replay. So a step that is captured counts
-on the device. The tensors are made with the optimizer's state: a tensor made in a capture would start anew with each
-replay. The host reads them when somebody asks.
+an error. No code of xamp runs at a replay of a captured graph, so a step that is captured counts on the device, and the
+host reads that when somebody asks.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import enum
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from xamp.errors import LossScaleCollapsed
 from xamp.ground.compiler import keep_eager
-from xamp.ground.late_reads import History
+from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
 from xamp.policy import levels_where
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState, LossScaler, clock
 
-__all__ = ["COLLAPSE_RUN", "CollapseWatch", "Counts", "Outcomes", "Stats", "StepOutcome"]
+__all__ = ["COLLAPSE_RUN", "CollapseWatch", "Counts", "History", "Outcomes", "Stats", "StepOutcome"]
 
 COLLAPSE_RUN = 50
 """Overflows in a row, at the floor or at a static scale, after which ``LossScaleCollapsed`` is raised."""
@@ -39,6 +38,7 @@ class StepOutcome(enum.Enum):
     SKIPPED = "skipped"
 
 
+@dataclasses.dataclass(eq=False)
 class Stats:
     """Counts of optimizer steps, over all optimizers of a session.
 
@@ -47,63 +47,42 @@ class Stats:
         skipped: steps that were skipped because a gradient overflowed.
     """
 
-    def __init__(self, applied: int = 0, skipped: int = 0) -> None:
-        self.applied = applied
-        self.skipped = skipped
-
-    def __repr__(self) -> str:
-        return f"Stats(applied={self.applied}, skipped={self.skipped})"
+    applied: int = 0
+    skipped: int = 0
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Counts(Stats):
     """The counts of one session, as far as the host knows of them, and what its optimizers' outcomes share.
 
     Attributes:
+        verbosity: 0: overflows are not logged.
+        names_of: returns the qualified names of parameters, for messages.
+        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
+        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
         scalers: the loss scales.
         runs: loaded runs of overflows, by index of the optimizer, which may not be added yet.
-        verbosity: 0: overflows are not logged.
-        moves_before_step: a scale moves before the step that is recorded; False: after it, by ``update()``.
-        names_of: returns the qualified names of parameters, for messages.
-        by_flag: the chip tells of an overflow by a flag, so that no gradient shows it.
     """
 
-    def __init__(
-        self,
-        verbosity: int,
-        names_of: Callable[[Iterable[torch.Tensor]], list[str]],
-        *,
-        moves_before_step: bool,
-        by_flag: bool,
-    ) -> None:
-        super().__init__()
-        self.scalers: Sequence[LossScaler] = ()
-        self.runs: dict[int, int] = {}
-        self.verbosity = verbosity
-        self.moves_before_step = moves_before_step
-        self.names_of = names_of
-        self.by_flag = by_flag
+    verbosity: int
+    names_of: Callable[[Iterable[torch.Tensor]], list[str]]
+    moves_before_step: bool
+    by_flag: bool
+    scalers: Sequence[LossScaler] = ()
+    runs: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class CollapseWatch:
-    """Counts the overflows in a row of one optimizer that no smaller scale can cure.
+    """Counts the overflows in a row of one optimizer that no smaller scale can cure: :attr:`run`."""
 
-    Attributes:
-        run: the number of these overflows so far.
-
-    Args:
-        scalers: the loss scales.
-        moved_before_step: a scale moves before the step that is recorded; False: after it.
-    """
-
-    def __init__(self, scalers: Sequence[LossScaler], *, moved_before_step: bool = True) -> None:
-        self._scalers = scalers
-        self._moved_before_step = moved_before_step
-        self.resume(0)
+    def __init__(self, counts: Counts, run: int) -> None:
+        self._counts = counts
+        self.resume(run)
 
     def resume(self, run: int) -> None:
         """Start again after ``run`` overflows in a row, with the scales that the host set."""
         self.run = run
-        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._scalers]  # after the previous step
+        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._counts.scalers]  # after the last step
 
     def clean(self, scales: Sequence[float]) -> None:
         """Record a step that did not overflow."""
@@ -117,8 +96,8 @@ class CollapseWatch:
             scales: all loss scales at that step.
             used: indices of the scales that scaled the losses of that step.
         """
-        had = self._scales if self._moved_before_step else scales
-        stuck = all(had[i] <= rules.floor for i in used if (rules := self._scalers[i].rules).falls)
+        had = self._scales if self._counts.moves_before_step else scales
+        stuck = all(had[i] <= rules.floor for i in used if (rules := self._counts.scalers[i].rules).falls)
         self.run = self.run + 1 if stuck else 0
         self._scales = scales
         return self.run > 0 and self.run % COLLAPSE_RUN == 0
@@ -127,56 +106,42 @@ class CollapseWatch:
 class Replays:
     """Counts the replays of one optimizer's captured steps.
 
-    Args:
-        device: the device of the loss scale.
-        losses: number of loss scales.
-        captures: tells whether a graph is being captured now; None: the device has no graphs.
-
     Attributes:
         flag: the overflow flag of the step that was captured last, as the newest replay left it; None: none was.
         used: indices of the loss scales of that step.
     """
 
-    def __init__(self, device: torch.device, losses: int, captures: Callable[[], bool] | None) -> None:
-        self._captures = captures
+    def __init__(self, counts: Counts, memory: DeviceState) -> None:
+        self._session = counts
+        self._captures = memory.captures
         self.flag: torch.Tensor | None = None
         self.used: Sequence[int] = ()
         self._told = 0
-        if captures is not None:
+        if memory.captures is not None:  # here, for a tensor that is made in a capture starts anew with each replay
+            device = memory.values.device
             self._counts = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, run, complete runs
-            # After the step before.
-            self._scales = torch.full((losses,), float("inf"), dtype=torch.float32, device=device)
+            self._scales = torch.full_like(memory.scales, float("inf"))  # after the step before
 
     def capturing(self) -> bool:
         """Return whether a graph is being captured now."""
         return self._captures is not None and self._captures()
 
     @torch.no_grad()
-    def count(
-        self,
-        flag: torch.Tensor,
-        scales: torch.Tensor,
-        scalers: Sequence[LossScaler],
-        used: Iterable[int],
-        *,
-        moved_before_step: bool,
-    ) -> None:
+    def count(self, flag: torch.Tensor, scales: torch.Tensor, used: Iterable[int]) -> None:
         """Put into the graph the operators that count one step.
 
         Args:
             flag: fp32 scalar, 1.0 where the step is skipped. It must be of this step alone.
-            scales: all loss scales at this step.
-            scalers: the scalers, for their rules.
-            used: indices of the scales that scaled the losses of this step.
-            moved_before_step: see :class:`CollapseWatch`.
+            scales: fp32, shape (losses,): all loss scales at this step.
+            used: indices of those that scaled its losses.
         """
         self.flag, self.used = flag, tuple(used)
-        had = self._scales if moved_before_step else scales
+        had = self._scales if self._session.moves_before_step else scales
         steps, skipped, run, complete = self._counts.unbind()
         overflowed = flag.ne(0)
         stuck = overflowed.clone()
         for index in self.used:
-            if (rules := scalers[index].rules).falls:
+            if (rules := self._session.scalers[index].rules).falls:
                 stuck &= had[index] <= rules.floor
         steps.add_(1)
         skipped.add_(overflowed)
@@ -200,14 +165,70 @@ class Replays:
         return complete > before
 
 
+class History:
+    """The values of a tensor at each step, read without waiting for the device where that is possible.
+
+    Of a device that has asynchronous copies the host reads one :data:`HISTORY_LAG` steps later. The lag is fixed, so
+    that all ranks read the same step at the same time. On other devices, and in host memory, it reads at once.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._late = not values.is_cpu and copies_without_waiting(values.device)
+        self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
+
+    def push(self, note: Any) -> Sequence[tuple[Any, list[float]]]:
+        """Record the state as it is now, with ``note``; return the records that have become readable, oldest first."""
+        if not self._late:
+            return ((note, self._values.tolist()),)
+        self._waiting.append((note, *self._copy()))
+        return (self._oldest(),) if len(self._waiting) > HISTORY_LAG else ()
+
+    def forget(self) -> None:
+        """Drop all records."""
+        self._waiting.clear()
+
+    def waiting_records(self) -> Sequence[Any]:
+        """Return the records that have not been read, for :meth:`put_back`."""
+        return tuple(self._waiting)
+
+    def put_back(self, records: Sequence[Any]) -> None:
+        """Undo :meth:`forget`."""
+        self._waiting = collections.deque(records)
+
+    def drain(self) -> Sequence[tuple[Any, list[float]]]:
+        """Return all records and forget them. Waits for the device."""
+        return [self._oldest() for _ in range(len(self._waiting))] if self._waiting else ()
+
+    def peek(self) -> Iterator[tuple[Any, list[float]]]:
+        """Yield all records and keep them. Waits for the device."""
+        for note, late, event in self._waiting:
+            event.synchronize()
+            yield note, late.tolist()
+
+    def arrived(self) -> Iterator[tuple[Any, list[float]]]:
+        """Yield the records that can be read without waiting, oldest first, and keep them."""
+        for note, late, event in self._waiting:
+            if not event.query():
+                return
+            yield note, late.tolist()
+
+    @property
+    def waiting(self) -> int:
+        """The number of records that have not been read."""
+        return len(self._waiting)
+
+    def _copy(self) -> tuple[torch.Tensor, Any]:
+        return copy_without_waiting(self._values)
+
+    def _oldest(self) -> tuple[Any, list[float]]:
+        note, late, event = self._waiting.popleft()
+        event.synchronize()
+        return note, late.tolist()
+
+
 class Outcomes:
     """The outcomes of one optimizer's steps.
-
-    Args:
-        counts: the counts of the session.
-        memory: the numbers that the session keeps on the device.
-        index: the index of the optimizer among the engine's.
-        gradients: the optimizer's gradients.
 
     Attributes:
         last: what the last step did: an outcome, or the flag on the device that tells it; None before the first.
@@ -220,13 +241,11 @@ class Outcomes:
         self.last: StepOutcome | torch.Tensor | None = None
         self.seen: Sequence[float] | None = None
         self.seen_at = 0
-        self.replays = Replays(memory.values.device, len(counts.scalers), memory.captures)
+        self.replays = Replays(counts, memory)
         self._counts = counts
         self._index = index
         self._gradients = gradients
-        self._watch = CollapseWatch(counts.scalers, moved_before_step=counts.moves_before_step)
-        self._watch.resume(counts.runs.get(index, 0))
-        self.live_in(memory)
+        self._watch = CollapseWatch(counts, counts.runs.get(index, 0))
 
     def live_in(self, memory: DeviceState) -> None:
         """Read ``memory`` from now on. All records of the previous memory must have been read."""
@@ -239,9 +258,7 @@ class Outcomes:
     def record(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
         """Record the device state of this step, in a graph on the device; return the records that became readable."""
         if self.replays.capturing():
-            counts, scales = self._counts, self._memory.scales
-            moved = counts.moves_before_step
-            self.replays.count(flag, scales, counts.scalers, self._gradients.used, moved_before_step=moved)
+            self.replays.count(flag, self._memory.scales, self._gradients.used)
             return ()
         return self._history.push((self._gradients.used, clock()))
 
@@ -283,11 +300,12 @@ class Outcomes:
 
     def known(self) -> StepOutcome | None:
         """Return what the last step did. May wait for the device."""
-        if isinstance(self.last, torch.Tensor):
-            if self.last is self.replays.flag:  # the next replay writes to it again
-                return StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
-            self.last = StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
-        return self.last
+        if not isinstance(self.last, torch.Tensor):
+            return self.last
+        known = StepOutcome.SKIPPED if bool(self.last) else StepOutcome.APPLIED
+        if self.last is not self.replays.flag:  # to which the next replay writes again
+            self.last = known
+        return known
 
     def unobserved(self) -> Iterable[bool]:
         """Yield, for each step that has not been counted yet, whether it overflowed. Waits for the device."""
@@ -314,20 +332,16 @@ class Outcomes:
     def overflow_run(self) -> int:
         """Return the overflows in a row, up to the last step, that no smaller scale could cure. Waits for the device.
 
-        If a run is complete but its error has not been raised yet, the result is the number with which the next
-        overflow raises it.
+        Of a run whose error has not been raised yet it returns the number with which the next overflow raises it.
         """
-        watch = copy.copy(self._watch)
-        complete = [self._judge(watch, used, values) for (used, _), values in self._history.peek()]
-        return COLLAPSE_RUN - 1 if any(complete) else watch.run
-
-    def _judge(self, watch: CollapseWatch, used: Collection[int], values: Sequence[float]) -> bool:
-        """Record one step in ``watch``. Return whether a run of overflows is complete."""
-        scales = self._memory.scales_in(values)
-        if self._memory.overflowed(values, self._index):
-            return watch.collapsed(scales, used)
-        watch.clean(scales)
-        return False
+        watch, complete = copy.copy(self._watch), False
+        for (used, _), values in self._history.peek():
+            scales = self._memory.scales_in(values)
+            if self._memory.overflowed(values, self._index):
+                complete |= watch.collapsed(scales, used)
+            else:
+                watch.clean(scales)
+        return COLLAPSE_RUN - 1 if complete else watch.run
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -350,12 +364,7 @@ class Outcomes:
     # ---------------------------------------------------------------- messages
 
     def tell_of_overflow(self, scales: Sequence[float], used: Collection[int]) -> None:
-        """Log that a step was skipped.
-
-        Args:
-            scales: all loss scales at the step.
-            used: the indices of those that scaled its losses.
-        """
+        """Log that a step was skipped. ``scales``: all loss scales at the step; ``used``: indices of its own."""
         if not self._counts.moves_before_step:  # a GradScaler: its update() backs off after the step
             scales = [s.rules.after_overflow(scale) for s, scale in zip(self._counts.scalers, scales, strict=True)]
         say("gradient overflow: step skipped, loss scale %s", ", ".join(f"{scales[i]:g}" for i in used))
@@ -365,14 +374,12 @@ class Outcomes:
         rules = self._counts.scalers[next(iter(used))].rules
         kind = f"at its floor (min_loss_scale={rules.floor:g})" if rules.dynamic else "static"
         names = self._counts.names_of(self._gradients.not_finite())
-        whole = len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped)
-        nearest = " These are all there are, so the loss itself may be inf or nan." if whole else ""
-        if len(names) > 1 and not whole:
-            nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model."
+        nearest = f" Nearest to the loss is {names[-1]}, the last of these in the model." if len(names) > 1 else ""
+        if len(names) > 1 and len(names) == sum(p.grad is not None for p in self._gradients.stepped):
+            nearest = " These are all there are, so the loss itself may be inf or nan."
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        none = (
-            "unknown, for this chip tells of an overflow by a flag" if self._counts.by_flag else "none at this moment"
-        )
+        by_flag = "unknown, for this chip tells of an overflow by a flag"
+        none = by_flag if self._counts.by_flag else "none at this moment"
         wide = ", ".join(levels_where(lambda row: row.dtype == "bfloat16"))
         return (
             f"optimizer.step(): {COLLAPSE_RUN} overflows in a row with the loss scale {at}, {kind}: no smaller scale "

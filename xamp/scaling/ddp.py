@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,11 +87,8 @@ def _in_pipeline() -> bool:
 def note_wrapper_while_tracing(identity: int) -> None:
     """Remember the DDP while a forward is compiled. The graph will not call this again, so a hook notes the next ones.
 
-    No graph contains the hook, because the compiler cannot trace how DDP runs its module.
-
-    Args:
-        identity: the ``id`` of that DDP. That the caller has asked for it binds the graph to this DDP: another one, or
-            one that comes later, is compiled anew, and so comes here too.
+    No graph contains the hook, because the compiler cannot trace how DDP runs its module. ``identity`` is the ``id`` of
+    that DDP: that the caller has asked for it binds the graph to this DDP, and another one is compiled anew.
     """
     del identity
     ddp = active_ddp()
@@ -115,19 +112,13 @@ def note_given(wrapper: object) -> None:
 def search(params: Iterable[torch.Tensor]) -> list[Any]:
     """Return the DDPs that hold any of ``params``, where none was noted. This searches all objects."""
     ids = {id(p) for p in params}
-    kinds = [*_family(DistributedDataParallel)]
+    kinds: list[type] = [DistributedDataParallel]
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
     # An object refers to its class. This takes half the time of a look at each of gc.get_objects().
     found: list[Any] = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
     ddps = (ddp for ddp in found if "reducer" in vars(ddp))  # none whose making has failed
     return [ddp for ddp in ddps if any(id(p) in ids for p in ddp.module.parameters())]
-
-
-def _family(kind: type) -> Iterator[type]:
-    """Yield ``kind`` and all its subclasses."""
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for below in subclasses:
-        yield from _family(below)
 
 
 def held(ddp: Any) -> set[int]:
@@ -139,8 +130,7 @@ def held(ddp: Any) -> set[int]:
 def reduced(ddp: Any) -> set[int]:
     """Return the ids of the parameters whose gradients ``ddp`` reduces; empty where it does not tell.
 
-    It leaves out what was frozen when it was made, and tells how many it took. Where another number requires a gradient
-    now, some were frozen or thawed since.
+    It took those that required a gradient when it was made, and tells how many. If others do now, nobody knows which.
     """
     taken = held(ddp)
     trained = {id(p) for p in ddp.module.parameters() if p.requires_grad} & taken
@@ -150,8 +140,8 @@ def reduced(ddp: Any) -> set[int]:
 def around(params: Iterable[torch.Tensor]) -> dict[Any, set[int]]:
     """Return the DDPs that reduce gradients of any of ``params``, or may, each with the ids of all that it reduces.
 
-    Once such a parameter gets another dtype, DDP reduces its gradient no more, and nothing says so: torch makes the
-    node anew that adds gradients up, and DDP's hook was on the old one. This searches all objects.
+    Once such a parameter gets another dtype, DDP reduces its gradient no more, and nothing says so: its hook was on the
+    node that adds gradients up, and torch makes that anew. This searches all objects.
     """
     params = list(params)
     if not search(params):
@@ -183,11 +173,9 @@ def postpones(ddp: Any) -> bool:
 def averages(ddp: Any) -> bool:
     """Return whether ``ddp`` gives all its ranks the same gradients: it has no comm hook, or one that averages."""
     for hook, state in ddp._comm_hooks:  # those that are registered by an enumerator average too, and are not in it
-        is_own = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks") and state in (
-            None,
-            ddp.process_group,
-        )
-        if not is_own or getattr(hook, "__name__", "") not in _AVERAGING:
+        is_own = getattr(hook, "__module__", "").endswith("ddp_comm_hooks.default_hooks")
+        averages = is_own and getattr(hook, "__name__", "") in _AVERAGING and state in (None, ddp.process_group)
+        if not averages:
             return False
     return True
 
@@ -213,13 +201,10 @@ def warn_of_memory(ddps: Iterable[DistributedDataParallel]) -> None:
 
 
 def refuse_join(policy: Policy, has_masters: bool, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse torch's ``Join`` where ranks without batches would miss moves of the scale, or masters.
+    """Raise a StateError under torch's ``Join`` where the level has a moving scale or masters, or an optimizer joins.
 
     At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters. An optimizer
     that joins is stepped by ``Join`` itself, with the gradients of the rank's last batch.
-
-    Raises:
-        StateError: the level has a scale that moves, or masters, or one of ``optimizers`` joins.
     """
     plain = listed(levels_where(lambda row: not row.manages_gradients), "and")  # these leave gradients as they are
     joining = [one for one in optimizers if getattr(getattr(one, "_join_config", None), "enable", False)]

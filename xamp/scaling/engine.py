@@ -1,14 +1,22 @@
-"""The engine of one ``initialize`` call: the state that its models, optimizers and loss scalers share.
+"""The engine of one ``initialize`` call, which its models and optimizers share, and the ``scale_loss`` over it.
 
-:class:`ScaledLoss` and :meth:`Engine.leave` show the order of a training step. :mod:`xamp.scaling.gradients` changes
-the gradients, :mod:`xamp.scaling.step` runs the step of an optimizer. The engine holds models and optimizers weakly, so
-that it is freed when they are.
+:class:`ScaledLoss` with :meth:`Engine.enter` and :meth:`Engine.leave` is the order of a backward.
+:mod:`xamp.scaling.gradients` changes the gradients, :mod:`xamp.scaling.step` runs the step of an optimizer. The engine
+holds models and optimizers weakly, so that it is freed when they are.
+
+Ctrl-C may come before Python begins ``__exit__``, so no flag can tell whether a ``with`` block is still open. The
+states and the scaler that are in use keep a :class:`Scope`, which knows the context manager weakly. Where that is gone,
+or where only a traceback still shows it, the block was abandoned, and the next call cleans up in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import sys
+import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,15 +43,13 @@ from xamp.scaling.step import OptimizerState
 from xamp.scaling.weights import MasterVersions, Weights
 from xamp.scaling.wrappers import Wrappers
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "ScaledLoss", "Scope"]
 
 
 class Engine:
     """Everything that one call of ``initialize`` set up.
 
     Attributes:
-        policy: the policy in effect.
-        backend: the backend in use.
         device: the device of the loss scale, which is that of the models' first parameter.
         saturates: the device returns its largest number for an inf, and tells of an overflow by a flag.
         scalers: the loss scales, by ``loss_id``.
@@ -55,8 +61,7 @@ class Engine:
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
-        state_class: the class of the elements of :attr:`states`.
-        weights: the models' weights and their masters; ``weights_class`` is the class.
+        weights: the models' weights and their masters.
         cast: the function that casts the models' arguments and results.
         refusal: why no step can be right any more, for an error; empty: it can.
         delegated: another implementation does the work, and cannot be asked to stop.
@@ -95,7 +100,12 @@ class Engine:
         self.process_group = process_group
         self._wrappers = Wrappers(self._models, process_group)
         self.saturates = backend.capabilities(device).overflow == "flag"
-        self.counts = Counts(verbosity, self.names_of, moves_before_step=self.moves_before_step, by_flag=self.saturates)
+        self.counts = Counts(
+            verbosity=verbosity,
+            names_of=self.names_of,
+            moves_before_step=self.moves_before_step,
+            by_flag=self.saturates,
+        )
         watching = self.saturates and policy.checks
         self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
         if self._watch is not None:
@@ -138,13 +148,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return the counts of applied and skipped steps. Waits for the device."""
-        late = [overflowed for state in self.states for overflowed in state.outcomes.unobserved()]
-        skipped = sum(late)
-        replayed = [state.outcomes.replays.read() for state in self.states]
-        applied = self.counts.applied + sum(applied for applied, _ in replayed)
-        return Stats(
-            applied + len(late) - skipped, self.counts.skipped + skipped + sum(skipped for _, skipped in replayed)
-        )
+        stats = Stats(self.counts.applied, self.counts.skipped)
+        for state in self.states:
+            late = list(state.outcomes.unobserved())
+            applied, skipped = state.outcomes.replays.read()
+            stats.applied += applied + late.count(False)
+            stats.skipped += skipped + late.count(True)
+        return stats
 
     def judge_replays(self) -> None:
         """Raise a LossScaleCollapsed where replays of a captured step met a run of overflows. Waits for the device."""
@@ -181,12 +191,9 @@ class Engine:
         return self.weights.pairs
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
-        """Refuse ``params`` for the optimizer of ``state`` if another optimizer of this engine holds one of them.
+        """Raise a StateError if another optimizer of this engine than that of ``state`` holds one of ``params``.
 
         Both optimizers would unscale its gradient and step its master.
-
-        Raises:
-            StateError: the message names the parameter.
         """
         if not self.policy.manages_gradients:
             return
@@ -229,19 +236,11 @@ class Engine:
     # ---------------------------------------------------------------- the step
 
     def enter(
-        self,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        entered: list[OptimizerState],
-        delay_unscale: bool,
+        self, states: Sequence[OptimizerState], scaler: LossScaler, entered: list[OptimizerState], delay_unscale: bool
     ) -> None:
-        """Prepare for a backward: bring masters up to date, and existing gradients to the scale.
+        """Before a backward: bring masters up to date, and existing gradients to the scale.
 
-        Args:
-            states: the optimizers that get gradients.
-            scaler: the scale of the loss.
-            entered: gets those of ``states`` whose gradients were touched.
-            delay_unscale: the gradients are not unscaled on leaving, but later.
+        ``entered`` gets those of ``states`` whose gradients were touched.
         """
         if self._watch is None:  # first: what follows may raise, and then end_backward is called
             self.backend.clear_overflow(self.device)
@@ -249,7 +248,8 @@ class Engine:
             self._watch.open()
         for state in states:
             state.notice_groups("scale_loss")
-        self._alone = alone = self._wrappers.absent()
+        # `.data`, for a weak dictionary counts its length in Python.
+        self._alone = alone = not (ranks.is_running() or ddps.noted.data)
         fresh = () if alone else self._find_wrappers(states)
         if self.weights.pairs:
             self.weights.settle(fresh, alone)
@@ -261,8 +261,9 @@ class Engine:
             gradients.enter(scaler)
             if gradients.used and self.policy.dynamic:
                 self._notice_cleared(scaler)
-        if self.weights.pairs and not delay_unscale:
-            self._move_early(states, scaler)
+        if self.weights.pairs and alone and not (delay_unscale or self.saturates or torch.compiler.is_compiling()):
+            for state in states:
+                state.gradients.move_early(scaler)
 
     def _notice_cleared(self, scaler: LossScaler) -> None:
         """End the window of ``scaler`` where all gradients of its backwards were cleared without a step.
@@ -277,12 +278,6 @@ class Engine:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
         others = (p for other in self.states if other is not state for p in other.gradients.plain)
         return self._wrappers.hidden_gradients(state.gradients.plain, others)
-
-    def _move_early(self, states: Sequence[OptimizerState], scaler: LossScaler) -> None:
-        """Let gradients move during the backward, where no other process, chip's flag or compiler has a part in it."""
-        if self._alone and not self.saturates and not torch.compiler.is_compiling():
-            for state in states:
-                state.gradients.move_early(scaler)
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""
@@ -313,10 +308,9 @@ class Engine:
             self._watch.close()
 
     def check_not_sharded(self, call: str) -> None:
-        """Refuse a model that was sharded or parallelized after ``initialize``, which replaced its parameters.
+        """Raise a StateError for a model that was sharded or parallelized after ``initialize``.
 
-        Raises:
-            StateError: a step would move the old parameters, or masters of whole ones, and not the model.
+        That replaced its parameters: a step would move the old ones, or masters of whole ones, and not the model.
         """
         params = [(state, p) for state in self.states if state.is_alive for p in state.gradients.model_params()]
         lost = self._wrappers.lost([p for _, p in params])
@@ -337,11 +331,9 @@ class Engine:
         """After a backward: unscale and check the gradients; or postpone this."""
         params = [] if self._alone else _params_of(states)
         if delay_unscale or (params and self._wrappers.postponed(params)):
-            why = (
-                "delay_unscale=True postponed it" if delay_unscale else "the wrapper's no_sync postponed its reduction"
-            )
+            wrapper = "the wrapper's no_sync postponed its reduction"
             for state in states:
-                state.gradients.postpone(scaler, why)
+                state.gradients.postpone(scaler, "delay_unscale=True postponed it" if delay_unscale else wrapper)
             return
         if not self.policy.checks:
             for state in states:
@@ -381,16 +373,11 @@ class Engine:
             )
 
     def _check(
-        self,
-        states: Sequence[OptimizerState],
-        scaler: LossScaler,
-        throw_away: bool,
-        shared: Sequence[torch.Tensor],
+        self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Unscale and check the gradients, raise the sticky flags, and return one flag for all ``states``.
 
-        ``throw_away``: no sticky flag is raised. ``shared``: the parameters that may be shared between processes; empty
-        where nothing is.
+        ``throw_away``: no sticky flag is raised. ``shared``: the parameters, where processes may share them.
         """
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
@@ -419,3 +406,144 @@ class Engine:
 
 def _params_of(states: Iterable[OptimizerState]) -> list[torch.Tensor]:
     return [p for state in states for p in state.gradients.model_params()]
+
+
+# ---------------------------------------------------------------- the with block
+
+
+class Scope:
+    """What is in use while a ``scale_loss`` is open. ``owner`` is the context manager, which is known weakly.
+
+    Attributes:
+        entered: the optimizers whose gradients it has touched.
+        ended: the block is left. Set in one moment, so that an interrupt comes before it or after it.
+    """
+
+    __slots__ = ("_backward_ended", "_end_backward", "_owner", "_scaler", "_states", "ended", "entered")
+
+    def __init__(self, owner: object, end_backward: Callable[[], None], states: Sequence[Any], scaler: Any) -> None:
+        self._owner = weakref.ref(owner)
+        self._end_backward = end_backward
+        self._states = states
+        self._scaler = scaler
+        self.entered: list[Any] = []
+        self.ended = False
+        self._backward_ended = False
+
+    def is_open(self) -> bool:
+        """Return whether the block is being executed; clean up after it if it was abandoned."""
+        if not self.ended and not _is_held(self._owner):
+            self.abandon()
+        return not self.ended
+
+    def end_backward(self) -> None:
+        """Tell the engine, once, that the backward is over."""
+        if not self._backward_ended:
+            self._backward_ended = True
+            self._end_backward()
+
+    def abandon(self) -> None:
+        """Clean up after an exception: the gradients of a backward that came half-way are dropped."""
+        self.end_backward()
+        for state in self.entered:
+            state.gradients.abandon(self._scaler)
+        self.end()
+
+    def forget(self) -> None:
+        """Clean up where the gradients were half unscaled: all of them are dropped, and what was found in them."""
+        for state in self.entered:
+            state.forget_backwards()
+        self.end()
+
+    def end(self) -> None:
+        """Let go of the optimizers and of the scale."""
+        self.ended = True
+        self._scaler.scope = None
+        for state in self._states:
+            state.scope = None
+
+
+def _is_held(ref: weakref.ReferenceType[object]) -> bool:
+    """Return whether anybody but a traceback holds the object: a ``with`` block, an ExitStack, a variable.
+
+    A traceback keeps the frames that it shows, with their variables, for as long as somebody looks at it. These frames
+    do not run any more. This searches all objects, and is called before an error only.
+    """
+    found = ref()
+    if found is None:
+        return False
+    running = {id(f) for frame in sys._current_frames().values() for f, _ in traceback.walk_stack(frame)}
+    shown = [each for each in gc.get_referrers(found) if isinstance(each, types.FrameType) and id(each) not in running]
+    probe = object()  # held as ``found`` is: by a variable of this function
+    return sys.getrefcount(found) - sys.getrefcount(probe) > len(shown)
+
+
+class ScaledLoss:
+    """The context manager of :func:`scale_loss`. A class, because a generator costs more time than its body here."""
+
+    __slots__ = ("__weakref__", "_delays", "_engine", "_loss", "_scaler", "_scope", "_states")
+
+    def __init__(
+        self,
+        engine: Engine,
+        states: Sequence[OptimizerState],
+        scaler: LossScaler,
+        loss: torch.Tensor,
+        delay_unscale: bool,
+        delay_overflow_check: bool,
+    ) -> None:
+        self._engine = engine
+        self._states = states
+        self._scaler = scaler
+        self._loss = loss
+        self._delays = delay_unscale, delay_overflow_check
+
+    def _is_busy(self) -> bool:
+        """Return whether another ``scale_loss`` with this scale or over one of these optimizers is open."""
+        busy = self._scaler.scope is not None and self._scaler.is_open()
+        for state in self._states:
+            if state.scope is not None:
+                busy = busy or state.is_open()
+        return busy
+
+    def __enter__(self) -> torch.Tensor:
+        if self._is_busy():
+            raise StateError(
+                "scale_loss(loss, optimizer): another scale_loss over this optimizer or with this loss_id is open. "
+                "Leave it first, or add the losses up and scale their sum."
+            )
+        self._scope = scope = Scope(self, self._engine.end_backward, self._states, self._scaler)
+        try:
+            self._scaler.scope = scope
+            for state in self._states:
+                state.scope = scope
+            self._engine.enter(self._states, self._scaler, scope.entered, self._delays[0])
+            if not self._engine.policy.scales:
+                return self._loss
+            loss, factor = self._loss, self._scaler.factor
+            # This allocates, and may run out of memory.
+            return loss * (factor if loss.device == self._engine.device else factor.to(loss.device))
+        except BaseException:  # the body does not run, so nobody calls __exit__
+            scope.abandon()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        scope = self._scope
+        before: object = self._scaler.updates
+        try:
+            if kind is not None:
+                scope.abandon()
+                self._engine.note_raised(self._states, kind)
+                return
+            scope.end_backward()
+            self._engine.leave(self._states, self._scaler, *self._delays)
+            before = None  # all is unscaled, and nothing to be forgotten
+            scope.end()
+        except BaseException:
+            if not scope.ended and kind is not None:
+                scope.abandon()
+            elif not scope.ended and self._scaler.updates is before:
+                scope.forget()
+            else:  # all is done; in xamp.apex the scale moves last
+                scope.end()
+            raise

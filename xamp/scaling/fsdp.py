@@ -1,11 +1,11 @@
 """FSDP's own mixed precision: fp32 shards that are gathered, and computed with, in 16 bits.
 
-Where FSDP shards a parameter, its fp32 shard is the master. FSDP casts the shard while it gathers, so half the bytes
-move, reduces the gradient, and gives the shard an fp32 gradient. The optimizer holds the shards themselves. So at O2
-and O5 no second copy is made, and a checkpoint sees fp32 parameters under their own names.
+Where FSDP shards a parameter, its fp32 shard is the master, and the optimizer holds the shards themselves. FSDP casts
+the shard while it gathers, so half the bytes move, and gives it an fp32 gradient. So at O2 and O5 no second copy is
+made, and a checkpoint sees fp32 parameters under their own names.
 
-A :class:`Unit` is what FSDP gathers in one call: a ``fully_shard``, or a ``FullyShardedDataParallel``. All parameters
-of a unit have one dtype. Units hold their modules weakly, for undo lists keep them.
+A :class:`Unit` is what FSDP gathers in one call: a ``fully_shard``, or a ``FullyShardedDataParallel``. Units hold their
+modules weakly, for undo lists keep them.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Undo = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together.
+    """Parameters that FSDP gathers together. They have one dtype.
 
     Attributes:
         name: the qualified name of the module, for messages.
         owners: the modules that have a parameter in it.
         dtype: the dtype of the shards.
         computes_in: the dtype that the user asked FSDP to gather them in; None: their own.
-        compute_in: sets that dtype (None: the shards' own) and returns what sets it back. What casts the inputs and
-            outputs is switched off where its second argument says so.
+        compute_in: sets that dtype (None: the shards' own) and returns what sets it back. Its second argument switches
+            off what casts inputs and outputs.
     """
 
     name: str
@@ -82,8 +82,6 @@ def sharded_params(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Let FSDP drop the whole weights that it still has: the root keeps them after a forward without backward.
-
-    Then parameters are the shards, and the next forward gathers what is in them.
 
     Raises:
         StateError: ``summon_full_params`` has gathered weights, and would write them back from storage that is gone.
@@ -141,13 +139,8 @@ def hidden_gradients(
 ) -> list[torch.Tensor]:
     """Return the gradients of ``params`` that FSDP2 keeps outside of any ``.grad`` until it reduces them: local parts.
 
-    HSDP keeps one tensor for all of a group: it belongs to the optimizer that has the group's first parameter that any
-    has.
-
-    Args:
-        modules: those of FSDP.
-        params: sharded parameters, of one optimizer.
-        others: those of other optimizers.
+    HSDP keeps one tensor for all of a group. It belongs to the first optimizer that has a parameter of the group:
+    ``params`` are those of one, ``others`` those of the others.
     """
     groups = [group for module in modules for group in _groups2(module)]
     if not groups:

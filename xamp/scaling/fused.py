@@ -1,9 +1,8 @@
 """Switches an optimizer to its fused form where that form is right under loss scaling.
 
-The step of a fused optimizer takes ``found_inf`` as a tensor and skips on the device, so the host never waits. xamp
-does not keep a list of devices whose kernels do this rightly. It tries each class once for each process, device and
-dtype. It does not switch to a kernel that ignores ``found_inf`` (torch_npu's AdamW does); where the user asked for
-that kernel, the host decides whether to skip.
+The step of a fused optimizer takes ``found_inf`` as a tensor and skips on the device, so the host never waits. No list
+tells which devices do this rightly: each class is tried once for each process, device and dtype. A kernel that ignores
+``found_inf``, as torch_npu's AdamW does, is not chosen; where the user asked for it, the host decides whether to skip.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from xamp.scaling.ranks import is_dtensor
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["FusedForm", "StepCounters", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+__all__ = ["FusedForm", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What torch raises where a class has no fused form for a device or a dtype."""
@@ -37,13 +38,11 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, Attribute
 def honours_found_inf(optimizer: Any) -> bool:
     """Return whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
 
-    torch has an older protocol too, and it does not count here. In that protocol ``step`` takes an argument
-    ``grad_scaler`` and asks it. Without that argument ``step`` applies whatever the gradients hold, so xamp treats such
-    an optimizer like any other.
+    In torch's older protocol ``step`` asks an argument ``grad_scaler``, and without it applies whatever the gradients
+    hold. That does not count.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
 class FusedForm:
@@ -76,13 +75,13 @@ class FusedForm:
         self._sparse = sparse
         self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
         self._switched: list[dict[str, Any]] = []
-        self._counters = StepCounters()
+        self._counters: Any = WeakIdKeyDictionary()  # by parameter, its counter ``state["step"]`` before it was moved
         self.skips_on_device = False
 
     def look_again(self, optimizer: Optimizer) -> None:
         """Find out again whether ``step`` honours ``found_inf`` in every group. Called when the groups changed.
 
-        This tries torch's own classes, also where the user made them fused. It believes what any other class says.
+        torch's own classes are tried, also where the user made them fused. Any other class is believed.
         """
         groups = optimizer.param_groups
         self.skips_on_device = honours_found_inf(optimizer) and all(group.get("fused", True) for group in groups)
@@ -90,13 +89,10 @@ class FusedForm:
             self.skips_on_device = all(self._is_right_for(group["params"]) for group in groups)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise if the user asked for ``fused=True`` and cannot have it.
-
-        The user asks for it in ``initialize`` or in the optimizer's constructor.
+        """Raise if the user asked for ``fused=True``, here or in ``initialize``, and cannot have it.
 
         Raises:
-            UnsupportedPolicy: the optimizer has no fused form that is right on this device; or it was made with
-                ``fused=True``, and that form refuses to step on this device.
+            UnsupportedPolicy: that form is not right on this device, or refuses to step on it.
             PolicyError: a group asks for ``foreach=True`` or ``differentiable=True``.
         """
         self._check_made_fused(optimizer)
@@ -109,9 +105,8 @@ class FusedForm:
                     f"initialize(fused=True): {name} was made with foreach=True or differentiable=True, which excludes "
                     "fused=True. Make it without, or leave fused='auto'."
                 )
-        if self._sparse or not all(
-            self._is_right_for(group["params"], self._stepped) for group in optimizer.param_groups
-        ):
+        right = (self._is_right_for(group["params"], self._stepped) for group in optimizer.param_groups)
+        if self._sparse or not all(right):
             raise UnsupportedPolicy(
                 f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
                 "device. Leave fused='auto', which uses it where it is right."
@@ -143,14 +138,21 @@ class FusedForm:
                 group["fused"] = True
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._counters.move(optimizer)
+            self._move_counters(optimizer)
 
     def switch_off(self, optimizer: Optimizer) -> None:
-        """Restore in every group the value of ``fused`` that the user gave, and in the state the step counters."""
+        """Restore in every group the value of ``fused`` that the user gave, and in the state the step counters.
+
+        The counters are the tensors that were found, with what was counted since. Waits for the device.
+        """
         for group in self._switched:
             group["fused"] = None
         self._switched = []
-        self._counters.give_back(optimizer)
+        for param, given in list(self._counters.items()):
+            state = optimizer.state.get(param, {})
+            if torch.is_tensor(moved := state.get("step")) and moved is not given:
+                state["step"] = given.copy_(moved)
+        self._counters.clear()
         if self._supported_before is None:
             optimizer.__dict__.pop("_step_supports_amp_scaling", None)
 
@@ -177,7 +179,19 @@ class FusedForm:
         for group in self._switched:
             group["fused"] = True
         if self._switched:
-            self._counters.move(optimizer)
+            self._move_counters(optimizer)
+
+    def _move_counters(self, optimizer: Optimizer) -> None:
+        """Put each counter ``state["step"]`` where fused kernels need it: on its parameter's device, in fp32.
+
+        A plain form that found them there would wait for each at every step.
+        """
+        for param, state in optimizer.state.items():
+            if isinstance(state, dict) and torch.is_tensor(given := state.get("step")):
+                moved = given.to(device=param.device, dtype=torch.float32)
+                if moved is not given:
+                    self._counters[param] = given  # first, so that switch_off knows it
+                    state["step"] = moved
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused form off for good: a sparse gradient came, and the fused kernels do not take them."""
@@ -185,12 +199,12 @@ class FusedForm:
         self.switch_off(optimizer)
         self.look_again(optimizer)
 
-    def as_before(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def as_before(self, optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``groups``, which were saved from ``optimizer`` in its order, with ``fused`` as the user gave it."""
         switched = [any(group is g for g in self._switched) for group in optimizer.param_groups]
         return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
 
-    def load(self, optimizer: Optimizer, load: Callable[[], None]) -> None:
+    def load(self, optimizer: Any, load: Callable[[], None]) -> None:
         """Run ``load``, which replaces the groups, then choose the form again: it depends on the device, not the file.
 
         Each group keeps the ``fused`` and ``foreach`` that the user gave in this run.
@@ -270,21 +284,14 @@ def _steps_lists(group: dict[str, Any]) -> bool:
 def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
     """Return the names of the classes in ``torch.optim`` whose fused form is right on ``device`` in fp32.
 
-    A class is tried only if ``offered`` is true of its name.
-
-    torch says which classes have such a form; the device is tried, because torch has kernels for some devices only, and
-    which they are changes with its releases. The trials take 10 ms on a CPU, once a process.
+    A class is tried only if ``offered`` is true of its name. The trials take 10 ms on a CPU, once a process.
 
     Raises:
         Exception: see :func:`is_right`.
     """
-    classes = ((name, getattr(torch.optim, name)) for name in torch.optim.__all__)
-    fused = ((name, cls) for name, cls in classes if _has_fused(cls) and offered(name))
-    return tuple(name for name, cls in fused if is_right(cls, device, torch.float32))
-
-
-def _has_fused(cls: object) -> bool:
-    return isinstance(cls, type) and issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters
+    classes: list[Any] = [cls for name in torch.optim.__all__ if isinstance(cls := getattr(torch.optim, name), type)]
+    fused = (cls for cls in classes if issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters)
+    return tuple(c.__name__ for c in fused if offered(c.__name__) and is_right(c, device, torch.float32))
 
 
 @functools.cache
@@ -296,8 +303,7 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
     fused SGD in half precision on a CPU is wrong in exactly these cases. The answer is kept for the process.
 
     Raises:
-        Exception: the device had no memory left, or a graph was being captured. That says nothing about the form, so
-            it is tried again when somebody asks again.
+        Exception: no memory was left, or a graph was being captured: the form is tried when somebody asks again.
     """
     options: list[dict[str, float]] = [{}]
     if "momentum" in inspect.signature(cls).parameters:
@@ -331,36 +337,6 @@ def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: d
     return bool(torch.allclose(run(True), run(False), rtol=error, atol=error))
 
 
-# ---------------------------------------------------------------- step counters
-
-
-class StepCounters:
-    """Moves the counters ``state["step"]`` to where fused kernels need them, and gives back the tensors it found.
-
-    A plain form that found them on the device would wait for each at every step.
-    """
-
-    def __init__(self) -> None:
-        self._given: Any = WeakIdKeyDictionary()  # by parameter, the counter that was moved
-
-    def move(self, optimizer: Optimizer) -> None:
-        """Put each counter on its parameter's device, in fp32."""
-        for param, state in optimizer.state.items():
-            if isinstance(state, dict) and torch.is_tensor(given := state.get("step")):
-                moved = given.to(device=param.device, dtype=torch.float32)
-                if moved is not given:
-                    self._given[param] = given  # first, so that give_back knows it
-                    state["step"] = moved
-
-    def give_back(self, optimizer: Optimizer) -> None:
-        """Put the counters back that :meth:`move` replaced, with what was counted since. Waits for the device."""
-        for param, given in list(self._given.items()):
-            state = optimizer.state.get(param, {})
-            if torch.is_tensor(moved := state.get("step")) and moved is not given:
-                state["step"] = given.copy_(moved)
-        self._given.clear()
-
-
 # ---------------------------------------------------------------- which state suits the fused form
 
 _is_contiguous = torch.Tensor.is_contiguous
@@ -370,21 +346,15 @@ class WarmState:
     """The parameters of one optimizer whose state exists, so that the device may decide on their step.
 
     On a step that ``found_inf`` skips, torch's fused SGD makes momentum buffers of uninitialised memory; it also fails
-    where one parameter has a buffer and another has none. The other fused optimizers leave state of zeros where there
-    was none. So the host decides on the first step of a parameter, and that step runs in the form the user gave. A
-    loaded state counts as made: the last bits of the two forms differ, and a resumed run must use the form that the
-    original run used.
+    where one parameter has a buffer and another has none. So the host decides on the first step of a parameter, and
+    that step runs in the form the user gave. A loaded state counts as made: the last bits of the two forms differ, and
+    a resumed run must use the form of the original run.
 
     Fused kernels on a CPU read a parameter, its gradient and its state in the order of memory, whatever their strides;
     those of a GPU raise an error where the strides differ. So a step in which they do runs in the form the user gave.
     They differ where ``model.to(memory_format=...)`` came after a step, where a checkpoint was saved in another memory
-    format, and where a script puts a gradient into ``.grad``: only what autograd adds up has the strides of the
-    parameter. A parameter that is a view of a part of another tensor has gaps, into which the kernels would write.
-
-    Args:
-        optimizer: the optimizer.
-        gradients: its gradients, which know the tensors that it steps.
-        fused: its fused form.
+    format, and where a script puts a gradient into ``.grad``. A parameter that is a view of a part of another tensor
+    has gaps, into which the kernels would write.
     """
 
     def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedForm) -> None:
@@ -439,7 +409,7 @@ class WarmState:
     def _is_laid_out_alike(self) -> bool:
         """Return whether each parameter has the strides of its gradient and of its state.
 
-        All are contiguous in most models. To see that takes 35 us for the gradients of 300 parameters; what moves a
+        All are contiguous in most models, which takes 35 us to see for the gradients of 300 parameters. What moves a
         parameter to another memory format moves its gradient too, and state is looked at again where it is loaded.
         """
         if torch.compiler.is_compiling():  # a graph is bound to the strides, and has no use for what was seen before
@@ -490,9 +460,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements of ``tensor`` fill a piece of memory: kernels write into what lies between them."""
     if tensor.is_contiguous() or not tensor.numel():
         return True
-    size = 1
-    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != size:
-            return False
-        size *= length
-    return True
+    dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length != 1)
+    sizes = itertools.accumulate((length for _, length in dims), operator.mul, initial=1)
+    return all(stride == size for (stride, _), size in zip(dims, sizes, strict=False))

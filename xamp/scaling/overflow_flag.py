@@ -1,10 +1,9 @@
 """Reads the overflow flag of a chip that saturates, around the forwards of a session.
 
-Such a chip returns its largest number instead of inf and raises a flag; there is one flag for everything that runs on
-it. An overflow in a training forward leaves gradients that look right and are wrong, so the step must be skipped. An
-overflow elsewhere, in validation or in a metric, must not skip a step. So xamp lowers the flag where a training forward
-begins and reads it where that forward ends. It does the same around each backward (``Engine.enter``,
-``Engine.leave``). Nothing here waits for the device, and nothing here runs on other chips.
+Such a chip returns its largest number instead of inf and raises a flag, one for everything that runs on it. After an
+overflow in a training forward the gradients look right and are wrong, so the step must be skipped; after one elsewhere,
+as in validation, it must not. So the flag is lowered where a training forward begins and read where it ends, and so
+around each backward (``Engine.enter``, ``Engine.leave``). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ _open = _Open()
 def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None = None) -> torch.Tensor:
     """Return the flag of a chip as it is now: fp32, no dimension, on the device, 1.0 where it is raised.
 
-    Args:
-        backend: The backend of the device.
-        device: The device.
-        one: An fp32 tensor of 1.0 on the device; a caller that reads often passes it to save making it.
+    A caller that reads often passes ``one``, an fp32 tensor of 1.0 on the device, to save making it.
     """
     found = torch.zeros((), dtype=torch.float32, device=device)
     backend.unscale_([], found, torch.ones_like(found) if one is None else one)
@@ -51,10 +47,7 @@ def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None =
 class FlagWatch:
     """Watches the flag of one device for one session.
 
-    Args:
-        backend: The backend of the device.
-        device: The device.
-        note: Takes the flag that was read after a forward: an fp32 scalar on the device.
+    ``note`` takes the flag that was read after a forward: an fp32 scalar on the device.
     """
 
     def __init__(self, backend: Backend, device: torch.device, note: Callable[[torch.Tensor], None]) -> None:

@@ -1,12 +1,11 @@
 """Finds out, once, whether all ranks that share a model were given the same settings.
 
-Ranks that differ in level or loss scale train wrong weights, or abort inside of a collective call. So each rank writes
-its settings into the store of the process group at its first ``scale_loss``, and reads those of the others. A store
-needs no partner as a collective call does: a rank that never comes here holds nobody up who does not wait for it.
+Ranks that differ in level or loss scale train wrong weights, or abort inside of a collective call. So each writes its
+settings into the store of the process group at its first ``scale_loss``, and reads those of the others.
 
 Ranks wait for each other only where a wrapper shares their parameters, and so makes them wait in each backward anyway.
-Otherwise each compares with those that have written already. A rank writes before it reads, so of two that differ the
-later one finds it at least. After the first collective call of the engine all have written, and everybody looks again.
+Else each compares with those that have written already. A rank writes before it reads, so of two that differ the later
+one finds it at least. After the first collective call of the engine all have written, and everybody looks again.
 """
 
 from __future__ import annotations
@@ -44,20 +43,18 @@ _rounds: collections.Counter[tuple[str, str]] = collections.Counter()  # session
 
 
 class _Meeting:
-    """The place in the store of a process group where its ranks write settings. Making it writes those of this rank.
+    """The place in the store of ``group`` where its ranks write settings. Making it writes those of this rank.
 
-    Args:
-        group: the process group.
-        name: what tells the sessions of a rank apart. The first session under a name on one rank meets the first on
-            another, and so on.
-        settings: names and values.
+    ``name`` tells the sessions of a rank apart: the first under a name on one rank meets the first on another, and so
+    on. ``compared`` are the names of the settings that must be equal.
     """
 
-    def __init__(self, group: Any, name: str, settings: Mapping[str, str]) -> None:
+    def __init__(self, group: Any, name: str, settings: Mapping[str, str], compared: Sequence[str]) -> None:
         _rounds[(group.group_name, name)] += 1
         key = f"xamp/{name}/{_rounds[(group.group_name, name)]}"
         self.store: Any = process_group_store(group)
         self.keys = {rank: f"{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
+        self.compared = compared
         self.looks = 0
         self.store.set(self.keys[dist.get_rank()], json.dumps(settings))
 
@@ -88,67 +85,69 @@ class RankSettings:
         self.is_settled = False
         self.heard: set[tuple[str, str]] = set()
         self._met: set[tuple[str, str]] = set()
-        self._open: list[tuple[_Meeting, Sequence[str]]] = []
+        self._open: list[_Meeting] = []
 
     def meet(
         self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str], compared: Sequence[str], *, waits: bool
     ) -> None:
-        """Write ``settings`` into the stores of process groups, and compare them with those of the other ranks.
+        """Write ``settings`` into the stores of process groups, and compare those in ``compared`` with the other ranks.
 
         Args:
             named: process groups (None: the default group), each with the name to meet under. Those where the session
                 has met under this name are left out.
             settings: names and values.
-            compared: names of the settings that must be equal.
+            compared: names.
             waits: wait for all ranks.
 
         Raises:
             PolicyError: a rank has other settings. The message names ranks and settings.
             StateError: some have not come within the store's timeout, which ``init_process_group`` was given.
         """
-        new = self._write(named, settings)
-        self._open += [(meeting, compared) for meeting in new]
+        new = self._write(named, settings, compared)
+        self._open += new
         for meeting in new if waits else ():
-            self._wait(meeting, compared)
+            self._wait(meeting)
         self.look()
 
     def tell(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
-        self._write(named, settings)
+        self._write(named, settings, ())
         self.is_settled = not self._open
 
     def look(self) -> None:
         """Compare again where some rank had not written yet."""
-        for meeting, compared in self._open:
-            self._compare(meeting, compared)
-        self._open = [pair for pair in self._open if pair[0].looks < _LOOKS]
+        for meeting in self._open:
+            self._compare(meeting)
+        self._open = [meeting for meeting in self._open if meeting.looks < _LOOKS]
         self.is_settled = not self._open
 
-    def _write(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> list[_Meeting]:
+    def _write(
+        self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str], compared: Sequence[str]
+    ) -> list[_Meeting]:
         new = []
         group: Any
         for group, name in named:
             group = dist.group.WORLD if group is None else group
             if (group.group_name, name) not in self._met:
                 self._met.add((group.group_name, name))
-                new.append(_Meeting(group, name, settings))
+                new.append(_Meeting(group, name, settings, compared))
         return new
 
-    def _wait(self, meeting: _Meeting, compared: Sequence[str]) -> None:
+    def _wait(self, meeting: _Meeting) -> None:
         try:
             meeting.store.wait([*meeting.keys.values()])
         except RuntimeError as error:
-            self._compare(meeting, compared)  # one that differs may have ended for that
+            self._compare(meeting)  # one that differs may have ended for that
             raise StateError(
                 f"scale_loss: {_listed(meeting.missing())} did not come to a scale_loss of this model, and the wrapper "
                 f"around it or process_group= says that all ranks share it: {str(error).splitlines()[0]}. Look into "
                 "the log of the missing, and call xamp.scale_loss in the same steps on every rank of the group."
             ) from error
 
-    def _compare(self, meeting: _Meeting, compared: Sequence[str]) -> None:
+    def _compare(self, meeting: _Meeting) -> None:
         known = meeting.read()
         self.heard.update(pair for told in known.values() for pair in told.items())
-        values = {name: {rank: told.get(name, "") for rank, told in known.items()} for name in compared}
+        values = {name: {rank: told.get(name, "") for rank, told in known.items()} for name in meeting.compared}
         different = {name: found for name, found in values.items() if len(set(found.values())) > 1}
         for first in ("enabled", "level"):  # which decide on many others
             if first in different:
@@ -161,13 +160,7 @@ class RankSettings:
 
 
 class SessionSettings(RankSettings):
-    """The settings of an ``initialize``.
-
-    Args:
-        wrappers: finds the wrappers that hold the parameters, and with them the other ranks.
-        policy: the policy in effect.
-        enabled: False: the session does nothing.
-    """
+    """The settings of an ``initialize``. ``wrappers`` find the ranks that hold its parameters."""
 
     said = "scale_loss: ranks that share a model were given different settings: "
     cure = (
@@ -214,10 +207,9 @@ class SessionSettings(RankSettings):
 
 
 class ScalerSettings(RankSettings):
-    """The settings of a :class:`xamp.GradScaler`.
+    """The settings of a :class:`xamp.GradScaler`. It waits for nobody, for nothing tells which ranks have one.
 
-    It waits for nobody, for nothing tells which ranks have one. Two are compared whose first optimizers have parameters
-    of the same shapes.
+    Two are compared whose first optimizers have parameters of the same shapes.
     """
 
     said = "GradScaler: ranks that decide together were given different settings: "
@@ -254,6 +246,5 @@ def _told(different: Mapping[str, Mapping[int, str]]) -> str:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Return ``rank 3``, or ``ranks 3, 4, 5``; of many the first eight."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(map(str, ranks[:8])) + more

@@ -1,12 +1,11 @@
 """Where a parameter lives: this rank's part of it, and the process groups whose ranks have it too, or the rest of it.
 
 The answer is in the parameter itself for a ``DTensor`` (FSDP2, tensor parallel, and both at once) and for what DDP
-makes of one; for FSDP1 it is in the module that manages it. From it follows which ranks decide together and whose norms
-are added up (:mod:`xamp.scaling.wrappers`), and who compares settings (:mod:`xamp.scaling.rank_settings`).
+makes of one; for FSDP1 it is in the module that manages it. Who decides together, whose norms are added up and who
+compares settings follows from it (:mod:`xamp.scaling.wrappers`, :mod:`xamp.scaling.rank_settings`).
 
-A ``DTensor`` is a shell around the local tensor. ``_foreach`` calls do not take the shells, some in-place calls change
-the local tensor alone, and two calls on two meshes cannot be one. So masters and their parameters are copied part by
-part: they have the same mesh and the same placements, so no rank needs anything of another one.
+A ``DTensor`` is a shell around the local tensor. ``_foreach`` calls do not take the shells, and some in-place calls
+change the local tensor alone. So masters and their parameters, which are placed alike, are copied part by part.
 """
 
 from __future__ import annotations

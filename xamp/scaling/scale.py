@@ -18,7 +18,7 @@ from xamp.ground import kernels
 from xamp.policy import Policy
 
 if TYPE_CHECKING:
-    from xamp.scaling.scaled_loss import Scope
+    from xamp.scaling.engine import Scope
 
 __all__ = ["DeviceState", "LossScaler", "ScaleRules"]
 
@@ -45,15 +45,9 @@ class DeviceState:
         self, losses: int, optimizers: int, device: torch.device, captures: Callable[[], bool] | None = None
     ) -> None:
         self.captures = captures
-        self.scales: torch.Tensor
-        self.inverses: torch.Tensor
-        self.found: torch.Tensor
-        self.flags: torch.Tensor
-        self.sticky: torch.Tensor
         self.values = torch.zeros(3 * losses + 2 * optimizers, dtype=torch.float32, device=device)
-        self.scales, self.inverses, self.found, self.flags, self.sticky = self.values.split(
-            [losses, losses, losses, optimizers, optimizers]
-        )
+        parts: list[torch.Tensor] = list(self.values.split([losses, losses, losses, optimizers, optimizers]))
+        self.scales, self.inverses, self.found, self.flags, self.sticky = parts
         self._losses = losses
         self._first_sticky = 3 * losses + optimizers
 
@@ -89,14 +83,8 @@ class ScaleRules:
     @classmethod
     def of(cls, policy: Policy) -> ScaleRules:
         """Return the rules of a policy."""
-        return cls(
-            policy.dynamic,
-            policy.growth_factor,
-            policy.backoff_factor,
-            policy.growth_interval,
-            policy.min_loss_scale,
-            policy.max_loss_scale,
-        )
+        growth = policy.growth_factor, policy.backoff_factor, policy.growth_interval
+        return cls(policy.dynamic, *growth, policy.min_loss_scale, policy.max_loss_scale)
 
     @property
     def falls(self) -> bool:
@@ -104,9 +92,11 @@ class ScaleRules:
         return self.dynamic and self.backoff_factor < 1.0
 
     @property
-    def bounds_in_reach(self) -> Sequence[float]:
-        """The bounds at which a power of two may end: it never grows to inf, nor to more than 2**127 therefore."""
-        return (self.floor, self.ceiling) if self.ceiling < 2.0**127 else (self.floor,)
+    def keeps_powers_of_two(self) -> bool:
+        """Whether every move makes a power of two of a power of two."""
+        reached = (self.floor, self.ceiling) if self.ceiling < 2.0**127 else (self.floor,)  # it never grows to inf
+        moves = (self.growth_factor, self.backoff_factor, *reached) if self.dynamic else ()
+        return all(map(_is_power_of_two, moves))
 
     def within(self, scale: float) -> float:
         """Return ``scale``, or the bound that it has passed."""
@@ -139,14 +129,12 @@ class LossScaler:
         factor: the same number; losses are multiplied by it.
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
-        host_scale: the value to which the host last set the scale.
+        host_scale: the value to which the host last set the scale; set_at: when, by :data:`clock`.
         updates: another object after each update of a dynamic scale that is done.
+        version: another object after each update, also after one that failed: then the scale may have moved.
         found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
             loss and one optimizer, that is the optimizer's sticky flag, and costs nothing.
         has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
-        set_at: when it did, by :data:`clock`.
-        version: another object after each update, also after one that failed. While it is the same, the scale has not
-            moved.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
 
@@ -207,8 +195,7 @@ class LossScaler:
         """Use ``rules`` from now on."""
         self.changed()
         self.rules = rules
-        moves = (rules.growth_factor, rules.backoff_factor, *rules.bounds_in_reach) if rules.dynamic else ()
-        self.exact = all(_is_power_of_two(x) for x in (self.host_scale, *moves))
+        self.exact = _is_power_of_two(self.host_scale) and rules.keeps_powers_of_two
         self._mark()
 
     def changed(self) -> None:
@@ -233,9 +220,8 @@ class LossScaler:
     def know(self, values: Sequence[float]) -> None:
         """Take in the device state as the host has just read it, to compute less for the next backward.
 
-        While the scale is far enough from its bounds, :meth:`update` need not clamp it. While scale * inverse is 1,
-        the inverse need not be computed again. Where the host decides on a step, this saves two of the seven small
-        operators of that step (5 % of its time on a CPU).
+        Far from its bounds the scale need not be clamped, and while scale * inverse is 1 the inverse need not be
+        computed again: two of the seven small operators of such a step, 5 % of its time on a CPU.
         """
         scale = values[self.index]
         self._inverse_is_stale = scale * values[self._losses + self.index] != 1.0

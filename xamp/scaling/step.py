@@ -1,37 +1,37 @@
-"""The step of one optimizer: what its backwards found, and whether the step is skipped.
+"""The step of one optimizer. :meth:`OptimizerState.step` has the order: may it step, who decides, step, record.
 
-A backward that overflows raises the optimizer's sticky flag, on the device. If the flag is raised, ``step()`` is
-skipped: the fused kernel skips, which gets the flag as ``found_inf``, or the host skips, which must read the flag.
-After the step the masters are written into the model. :mod:`xamp.scaling.counts` has what becomes of the outcome.
+A backward that overflows raises the optimizer's sticky flag, on the device. If it is raised the step is skipped: the
+fused kernel skips, which gets the flag as ``found_inf``, or the host, which must read it. After the step the masters
+are written into the model. :mod:`xamp.scaling.counts` has what becomes of the outcome.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from xamp.errors import StateError
-from xamp.ground.compiler import keep_eager
+from xamp.ground.compiler import break_graphs, keep_eager
 from xamp.ground.log import say
+from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters, ranks
 from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedForm, WarmState
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.own_step import lend_flag, returned_from_step, take_flag_back
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.weights import MasterVersions
 
 if TYPE_CHECKING:
-    from xamp.scaling.engine import Engine  # the whole that an OptimizerState is a part of
-    from xamp.scaling.scaled_loss import Scope
+    from xamp.scaling.engine import Engine, Scope  # the whole that an OptimizerState is a part of
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "StepRefusals", "call_closure"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "note_call", "unwrapped"]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -39,191 +39,18 @@ NOT_STEPPED = object()
 """Stands for the result of a step that has not returned one."""
 
 
-class StepRefusals:
-    """The refusals of one optimizer. Each method raises a StateError where its line says so, else does nothing.
-
-    Args:
-        engine: the engine that it belongs to.
-        optimizer: the optimizer.
-        gradients: its gradients.
-        fused: its fused form.
-    """
-
-    def __init__(
-        self, engine: Engine, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedForm
-    ) -> None:
-        self._engine = engine
-        self._optimizer = optimizer
-        self._gradients = gradients
-        self._fused = fused
-        self._warned_of_no_gradient = False
-        self._unreached = 0  # the most stepped tensors that had no gradient at a step
-
-    @property
-    def _its_class(self) -> str:
-        return type(self._optimizer()).__name__
-
-    def wrong(self) -> None:
-        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
-        engine = self._engine
-        optimizer: Any = self._optimizer()  # it lives, for it is about to step
-        if engine.refusal:
-            raise StateError(f"optimizer.step(): {engine.refusal}")
-        if engine.policy.casts_parameters:
-            engine.backend.join_gradients(optimizer)
-        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
-            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
-
-    def lost(self) -> None:
-        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
-        unreached = [param.grad for param in self._gradients.stepped].count(None)
-        if unreached > self._unreached:
-            self._engine.check_not_sharded("optimizer.step()")
-            self._unreached = unreached
-
-    def stray(self) -> None:
-        """Refuse gradients of a backward that ran without ``scale_loss``."""
-        if self._gradients.has_stray() and not self._only_fills_state():
-            raise StateError(
-                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
-                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
-                "with block, and clear the gradients with optimizer.zero_grad() after a step."
-            )
-
-    def _only_fills_state(self) -> bool:
-        """Return whether this step only serves ``torch.distributed.checkpoint`` to make the state of a new optimizer.
-
-        That step gives every parameter a gradient of zeros. This method waits for the device, but only where there
-        would be an error otherwise.
-        """
-        optimizer: Any = self._optimizer()
-        return not optimizer.state and self._gradients.all_zero()
-
-    def capture(self) -> None:
-        """Refuse a step that reads the device, which a graph cannot hold."""
-        name = self._its_class
-        why = "its parameters have had no step yet, and the host decides on the first"
-        cure = "Run at least one whole training step before the capture"
-        if not self._fused.skips_on_device:
-            why = f"this {name} cannot skip on the device"
-            cure = self._how_to_skip(name)
-        raise StateError(
-            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
-            f"{cure}, or leave the step out of the graph."
-        )
-
-    def _how_to_skip(self, name: str) -> str:
-        there = self._engine.backend.capabilities(self._engine.device).fused_optimizers
-        if name in there:
-            return f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that option"
-        others = f", as {listed(there)} have" if there else ""
-        return f"Take an optimizer with a fused form that is right on {self._engine.device}{others}"
-
-    def late(self, late: Sequence[torch.Tensor], call: str) -> None:
-        """Refuse parameters that came into the groups with a gradient; ``call`` is what found them."""
-        if late:
-            raise StateError(
-                f"{call}: {self._engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave it "
-                "its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or clear "
-                "its gradient."
-            )
-
-    def warn_of_no_gradient(self) -> None:
-        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
-        gradients = self._gradients
-        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
-            return
-        if not gradients.in_shards:
-            self._engine.check_not_sharded("optimizer.step()")
-            self._warned_of_no_gradient = True
-            say(
-                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
-                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
-                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
-                self._its_class,
-                level=logging.WARNING,
-            )
-
-
-# ---------------------------------------------------------------- the closure of a caller
-
-
-def call_closure(
-    gradients: Gradients, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, level: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure among the arguments of a step; return the arguments with one in its place that has its result.
-
-    Where gradients came through ``scale_loss`` already, a closure mostly runs no backward: Lightning passes one to
-    each step, with hooks of its own in it.
-
-    Args:
-        gradients: the gradients of the optimizer.
-        args: the arguments of the step. What is callable is a closure.
-        kwargs: its keyword arguments.
-        name: the class of the optimizer, for a message.
-        level: the level, for a message.
-
-    Raises:
-        StateError: no gradients came through ``scale_loss``, or the closure ran a backward.
-    """
-    if not gradients.ready:
-        raise _error(name, level, "would run")
-    reached: list[torch.Tensor] = []
-    hooks = [
-        param.register_post_accumulate_grad_hook(reached.append)
-        for param in (*gradients.plain, *(lowered for lowered, _ in gradients.pairs))
-        if param.requires_grad and param.is_leaf
-    ]
-    try:
-        args, kwargs = tuple(map(_called, args)), {key: _called(value) for key, value in kwargs.items()}
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if reached:
-        raise _error(name, level, "ran")
-    return args, kwargs
-
-
-def _called(value: Any) -> Any:
-    """Call ``value`` if it is a closure; return a function that has its result."""
-    if not callable(value):
-        return value
-    closure: Callable[[], Any] = value
-    with torch.enable_grad():
-        result = closure()
-    return lambda: result
-
-
-def _error(name: str, level: str, did: str) -> StateError:
-    plain = levels_where(lambda row: not row.manages_gradients)
-    return StateError(
-        f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward without "
-        "them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) works at "
-        f"{listed(plain, 'and')}."
-    )
-
-
-# ---------------------------------------------------------------- the step
-
-
 class OptimizerState:
     """What xamp keeps for one optimizer. It is the optimizer's attribute ``_xamp`` and holds the optimizer weakly.
 
     Attributes:
-        engine: the engine that it belongs to.
         index: the index of the optimizer among the engine's.
-        fused: the choice of the fused form.
-        gradients: the optimizer's gradients.
         master_versions: tells whether the model has what the masters have.
         outcomes: what the steps did.
-        refusals: what a step refuses.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so the sticky flag is down.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
-        sticky: fp32 scalar: the sticky flag, raised by any backward since the last step that overflowed.
-        gradients_class: the class of :attr:`gradients`.
-        outcomes_class: the class of :attr:`outcomes`.
+        sticky: fp32 scalar: any backward since the last step overflowed.
     """
 
     gradients_class: type[Gradients] = Gradients
@@ -239,18 +66,16 @@ class OptimizerState:
         self._optimizer = weakref.ref(optimizer)
         self.gradients = self.gradients_class(engine.policy, engine.backend, engine.saturates, fused, self._optimizer)
         self.outcomes = self.outcomes_class(engine.counts, engine.memory, index, self.gradients)
-        self._keep_flags_in(engine.memory)
+        self.live_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
-        self.refusals = StepRefusals(engine, self._optimizer, self.gradients, fused)
+        self._warned_of_no_gradient = False
+        self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
 
     def live_in(self, memory: DeviceState) -> None:
         """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
-        self._keep_flags_in(memory)
         self.outcomes.live_in(memory)
-
-    def _keep_flags_in(self, memory: DeviceState) -> None:
         self._memory = memory
         self.flag = memory.flags[self.index]
         self.sticky = memory.sticky[self.index]
@@ -287,8 +112,7 @@ class OptimizerState:
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.
 
-        Args:
-            call: what asks, for messages. Where that is not ``scale_loss``, gradients exist.
+        ``call`` is what asks. Where that is not ``scale_loss``, gradients exist.
 
         Raises:
             StateError: a new parameter has a gradient that may still be scaled, or is in another optimizer.
@@ -301,7 +125,13 @@ class OptimizerState:
         if new is None:
             return
         if call != "scale_loss" and self.engine.policy.scales:
-            self.refusals.late([p for p in new if p.grad is not None], call)
+            late = [p for p in new if p.grad is not None]
+            if late:
+                raise StateError(
+                    f"{call}: {self.engine.names_of(late)[0]} was put into param_groups after the scale_loss that gave "
+                    "it its gradient, which is still multiplied by the loss scale. Put it in before the scale_loss, or "
+                    "clear its gradient."
+                )
         self.engine.check_not_shared(self, new)
         for group in groups:
             self.engine.adopt_group(self, group)
@@ -329,14 +159,75 @@ class OptimizerState:
         base(*args, **kwargs)
         self.gradients.cleared()
 
-    # ---------------------------------------------------------------- the decision
+    # ---------------------------------------------------------------- may it step?
+
+    def refuse_wrong(self) -> None:
+        """Raise a StateError where a step of this optimizer would be wrong, by its backend or by what happened."""
+        engine = self.engine
+        optimizer: Any = self._optimizer()  # it lives, for it is about to step
+        if engine.refusal:
+            raise StateError(f"optimizer.step(): {engine.refusal}")
+        if engine.policy.casts_parameters:
+            engine.backend.join_gradients(optimizer)
+        if why := engine.backend.optimizer_refusal(optimizer, casts=False):
+            raise StateError(f"optimizer.step(): {type(optimizer).__name__} {why}")
+
+    def _refuse_lost(self) -> None:
+        """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
+        unreached = [param.grad for param in self.gradients.stepped].count(None)
+        if unreached > self._unreached:
+            self.engine.check_not_sharded("optimizer.step()")
+            self._unreached = unreached
+
+    def _refuse_stray(self) -> None:
+        """Refuse gradients of a backward that ran without ``scale_loss``.
+
+        A step with gradients of zeros alone passes where there is no state: ``torch.distributed.checkpoint`` makes the
+        state of a new optimizer so. To see it waits for the device, where there would be an error otherwise.
+        """
+        if self.gradients.has_stray() and (self.optimizer.state or not self.gradients.all_zero()):
+            raise StateError(
+                "optimizer.step(): there are gradients that did not come through scale_loss since the last step. Run "
+                "every backward() as `with xamp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, inside the "
+                "with block, and clear the gradients with optimizer.zero_grad() after a step."
+            )
+
+    def _refuse_capture(self) -> None:
+        """Refuse a step that reads the device, which a graph cannot hold."""
+        why = "its parameters have had no step yet, and the host decides on the first"
+        cure = "Run at least one whole training step before the capture"
+        if not self.fused.skips_on_device:
+            name = type(self.optimizer).__name__
+            there = self.engine.backend.capabilities(self.engine.device).fused_optimizers
+            why = f"this {name} cannot skip on the device"
+            others = f", as {listed(there)} have" if there else ""
+            cure = f"Take an optimizer with a fused form that is right on {self.engine.device}{others}"
+            if name in there:
+                cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that "
+                cure += "option"
+        raise StateError(
+            f"optimizer.step(): while a graph is captured the host cannot read whether to skip this step; {why}. "
+            f"{cure}, or leave the step out of the graph."
+        )
+
+    def _warn_of_no_gradient(self) -> None:
+        """Say once that a step finds no gradient at all: the optimizer may hold other tensors than the model."""
+        gradients = self.gradients
+        if self._warned_of_no_gradient or any(param.grad is not None for param in gradients.stepped):
+            return
+        if not gradients.in_shards:
+            self.engine.check_not_sharded("optimizer.step()")
+            self._warned_of_no_gradient = True
+            say(
+                "%s.step() finds no gradient on anything that this optimizer holds, and changes nothing. If a backward "
+                "ran, the optimizer was made from other parameters: of a copy of the model, or before the model was "
+                "moved, sharded or replaced. Make it from model.parameters() of the very model, last.",
+                type(self.optimizer).__name__,
+                level=logging.WARNING,
+            )
 
     def settle(self, call: str) -> None:
-        """Check that ``call`` may read or step the gradients now.
-
-        Raises:
-            StateError: they are still scaled, or a backward ran without ``scale_loss``.
-        """
+        """Raise a StateError where ``call`` may not read or step the gradients now: see :meth:`Gradients.settle`."""
         if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         optimizer: Any = self._optimizer()
@@ -347,34 +238,31 @@ class OptimizerState:
             self.notice_groups(call)
         self.gradients.settle(call)
 
+    # ---------------------------------------------------------------- the step
+
     def step(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``optimizer.step(*args, **kwargs)``, or skip it. ``base`` is the optimizer's own ``step``.
 
         Raises:
-            StateError: a closure that would run or ran a backward under loss scaling, gradients still scaled, or a
-                backward without ``scale_loss``.
+            StateError: gradients are still scaled, a backward ran without ``scale_loss``, or a closure runs one.
             LossScaleCollapsed: :data:`xamp.scaling.counts.COLLAPSE_RUN` overflows in a row that no smaller scale could
                 cure.
         """
         policy = self.engine.policy
-        self.refusals.wrong()
+        # May it step?
+        self.refuse_wrong()
         if ranks.is_running():
-            self.refusals.lost()
+            self._refuse_lost()
         if not policy.manages_gradients:
             return self._step_unchecked(base, args, kwargs)
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
             name = type(self.optimizer).__name__
             args, kwargs = call_closure(self.gradients, args, kwargs, name=name, level=policy.level)
         self.settle("optimizer.step()")
-        self.refusals.stray()
+        self._refuse_stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
-            self.refusals.warn_of_no_gradient()
-            self._forget_window()
-            result = base(*args, **kwargs)
-            self.outcomes.last = None
-            if self.fused.skips_on_device and not _is_compiling():
-                self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
-            return result
+            return self._step_without_gradients(base, args, kwargs)
+        # Who decides whether to skip: nobody, the kernel or the host?
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
                 base = self._warm.unfused(base)
@@ -384,21 +272,30 @@ class OptimizerState:
                 return self._step_on_device(base, args, kwargs)
             base = self._warm.unfused(base)
         if self.outcomes.replays.capturing():
-            self.refusals.capture()
+            self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
 
-    def _forget_window(self) -> None:
-        """End a window of which no gradient is left: none has an effect, and none was counted."""
+    def _step_without_gradients(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
+        self._warn_of_no_gradient()
         self.engine.move_scales(self)
+        self._lower_sticky()
+        self.gradients.used = {}
+        result = base(*args, **kwargs)
+        self.outcomes.last = None
+        if self.fused.skips_on_device and not _is_compiling():
+            self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
+        return result
+
+    def _lower_sticky(self) -> None:
         if not self.fresh:
             self.sticky.zero_()
             self.fresh = True
-        self.gradients.used = {}
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
         if mark is None and not (args or kwargs):  # a closure would make gradients
-            self.refusals.warn_of_no_gradient()
+            self._warn_of_no_gradient()
             if not self.gradients.in_shards:  # else other ranks have some
                 self.outcomes.last = None
                 return base()
@@ -412,27 +309,20 @@ class OptimizerState:
             raise
 
     def _mark(self) -> tuple[torch.Tensor, int] | None:
-        """Return the first tensor that a step will move, and its version: an exception may come before it or after it.
-
-        A step hook may raise, or Ctrl-C arrive, when the optimizer has stepped already.
-        """
+        """Return the first tensor that a step will move, and its version: an exception may come before it or after."""
         for param in self.gradients.stepped:
             if param.grad is not None:
                 return param, param._version
         return None
 
     def has_stepped(self, mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
-        """Return whether the optimizer had stepped when ``error`` was raised; else it may have, half-way.
+        """Return whether the optimizer had stepped when ``error`` was raised; the caller then records the step.
 
-        Where nobody can tell, the model follows the masters before its next forward.
-
-        Args:
-            mark: what :meth:`_mark` returned before the step.
-            result: what the step has returned, or :data:`NOT_STEPPED`.
-            error: the exception.
+        Else it may have, half-way. So the model follows the masters before its next forward. ``mark`` is what
+        :meth:`_mark` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
         """
         moved = mark is not None and mark[0]._version != mark[1]
-        if result is not NOT_STEPPED or moved or returned_from_step(error):
+        if result is not NOT_STEPPED or moved or _returned_from_step(error):
             return True
         self.master_versions.distrust()
         return False
@@ -465,9 +355,9 @@ class OptimizerState:
         mark, result, readable = self._mark(), NOT_STEPPED, None
         flag = self.sticky.clone()  # now, for memory may run out after the step
         try:
-            lend_flag(optimizer, self.sticky)
+            _lend_flag(optimizer, self.sticky)
             result = base(*args, **kwargs)
-            take_flag_back(optimizer)
+            _take_flag_back(optimizer)
             readable = self.outcomes.record(flag)
             self._finish(flag)
             for note, values in readable:
@@ -477,16 +367,12 @@ class OptimizerState:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
             if self.has_stepped(mark, result, error):
-                self._conclude(flag, readable)
+                readable = self.outcomes.record(flag) if readable is None else readable
+                self._finish(flag)
+                for note, values in readable:
+                    if self.outcomes.seen is not values:
+                        self.outcomes.observe(note, values)
             raise
-
-    def _conclude(self, flag: torch.Tensor, readable: Sequence[tuple[Any, Sequence[float]]] | None) -> None:
-        """Do what :meth:`_step_on_device` had not done after the step when an exception came."""
-        readable = self.outcomes.record(flag) if readable is None else readable
-        self._finish(flag)
-        for note, values in readable:
-            if self.outcomes.seen is not values:
-                self.outcomes.observe(note, values)
 
     # ---------------------------------------------------------------- the end of a step
 
@@ -517,17 +403,15 @@ class OptimizerState:
     def resume(self, overflow_run: int) -> None:
         """Go on as after ``overflow_run`` overflows that no smaller scale could cure, with scales just loaded.
 
-        The sticky flag and existing gradients belong to the run before the load, so the flag is lowered. The user must
-        clear the gradients, or add to them in a ``scale_loss``, before the next step.
+        The sticky flag belongs to the run before the load, and so do existing gradients: before the next step the user
+        must clear them, or add to them in a ``scale_loss``.
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
         self.gradients.used = {}
         for scaler in self.engine.scalers:
             scaler.lower_found()
-        if not self.fresh:
-            self.sticky.zero_()
-            self.fresh = True
+        self._lower_sticky()
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
@@ -546,3 +430,113 @@ class OptimizerState:
 
 # It counts, and a number that moves is compiled twice. What it calls is compiled.
 keep_eager(OptimizerState._finish, inner=False)
+
+
+# ---------------------------------------------------------------- the closure of a caller
+
+
+def call_closure(
+    gradients: Gradients, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, level: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the closure among the arguments of a step; return the arguments with one in its place that has its result.
+
+    Where gradients came through ``scale_loss`` already, a closure mostly runs no backward: Lightning passes one to
+    each step, with hooks of its own in it. ``name`` is the optimizer's class, for a message.
+
+    Raises:
+        StateError: no gradients came through ``scale_loss``, or the closure ran a backward.
+    """
+
+    def error(did: str) -> StateError:
+        plain = levels_where(lambda row: not row.manages_gradients)
+        return StateError(
+            f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward "
+            "without them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) "
+            f"works at {listed(plain, 'and')}."
+        )
+
+    if not gradients.ready:
+        raise error("would run")
+    reached: list[torch.Tensor] = []
+    hooks = [
+        param.register_post_accumulate_grad_hook(reached.append)
+        for param in (*gradients.plain, *(lowered for lowered, _ in gradients.pairs))
+        if param.requires_grad and param.is_leaf
+    ]
+    try:
+        args, kwargs = tuple(map(_called, args)), {key: _called(value) for key, value in kwargs.items()}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if reached:
+        raise error("ran")
+    return args, kwargs
+
+
+def _called(value: Any) -> Any:
+    """Call ``value`` if it is a closure; return a function that has its result."""
+    if not callable(value):
+        return value
+    with torch.enable_grad():
+        result = value()
+    return lambda: result
+
+
+# ---------------------------------------------------------------- the step of torch
+
+
+def unwrapped(own: Any) -> Callable[..., Any] | None:
+    """Return the ``step`` that torch's wrapper ``own`` calls; None where ``own`` is no such wrapper."""
+    return own.__wrapped__ if getattr(own, "__code__", None) is _WRAPPER else None
+
+
+def call_step(inner: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``inner`` as torch's wrapper does, and name the result as it does: see :func:`_returned_from_step`."""
+    out = inner(optimizer, *args, **kwargs)
+    optimizer._optimizer_step_code()
+    return out
+
+
+_WRAPPER = Optimizer.profile_hook_step(Optimizer.step).__code__
+_CALLERS = (_WRAPPER, call_step.__code__)
+
+
+def _returned_from_step(error: BaseException) -> bool:
+    """Return whether ``error`` came when the optimizer's ``step`` had returned, as where a step hook raised it.
+
+    Fused kernels leave no other trace, for they move tensors without a new version.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code in _CALLERS and "out" in frame.f_locals for frame in frames)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _writes(function: _Function) -> _Function:
+    """Break the graph of compiled code there where the compiler ends in an error of its own at such an assignment."""
+    if traces_attributes_of_optimizers():
+        return function
+    return break_graphs("the compiler of this torch does not trace what sets attributes of an optimizer")(function)
+
+
+@_writes
+def note_call(optimizer: Any) -> None:
+    """Let a scheduler see that ``optimizer.step`` was called: it warns of a wrong order elsewhere."""
+    optimizer._opt_called = True
+
+
+@_writes
+def _lend_flag(optimizer: Any, found_inf: torch.Tensor) -> None:
+    """Give the optimizer, for one step, the flag by which its fused form skips: fp32 scalar, above 0 where it does.
+
+    A ``grad_scale`` of the user's own counts for this step.
+    """
+    optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
+    optimizer.found_inf = found_inf
+
+
+@_writes
+def _take_flag_back(optimizer: Any) -> None:
+    """Undo :func:`_lend_flag` after the step."""
+    del optimizer.grad_scale, optimizer.found_inf

@@ -1,9 +1,8 @@
 """The wrappers (DDP, FSDP) that share a session's models between processes, and what its ranks do together.
 
-:class:`Wrappers` answers the questions that follow from where parameters live: Who decides on a step, and do these
-ranks see the same gradients anyway? Who compares settings? Which gradients has a wrapper yet to reduce (``no_sync``),
-and where does it hide them? Has sharding taken a parameter out of a model? :mod:`xamp.scaling.ddp` notices
-DistributedDataParallel (DDP), FSDP is found in the models themselves.
+:class:`Wrappers` answers what follows from where parameters live: who decides on a step, who compares settings, which
+gradients a wrapper has yet to reduce (``no_sync``) and where it hides them, and whether sharding has taken a parameter
+out of a model. :mod:`xamp.scaling.ddp` notices DistributedDataParallel (DDP), FSDP is found in the models themselves.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class Plan:
     Attributes:
         params: the parameters of the step.
         groups: process groups of more than one rank, over each of which the ranks agree; empty: this rank is alone.
-        averagers: DDPs that reduce all of ``params`` between them and span exactly the ranks of the one group; empty
-            where there are none, so that the gradients of the ranks may differ. Weak: a DDP holds the model, by which
-            sessions are known.
+        averagers: DDPs that reduce all of ``params`` between them and span exactly the ranks of the one group; empty:
+            there are none. Weak: a DDP holds the model, by which sessions are known.
         frozen: those of ``params`` that no DDP reduces and that had no gradient when the plan was made.
     """
 
@@ -77,11 +75,6 @@ class Wrappers:
         self._plan = Plan()
         self._layouts: Any = WeakIdKeyDictionary()  # by parameter
         self._own: Any = WeakIdKeyDictionary()  # parameter of an optimizer -> its module, weakly, and its name there
-
-    @staticmethod
-    def absent() -> bool:
-        """Return whether nothing is shared between processes. Then no other question need be asked."""
-        return not ranks.is_running() and not ddps.noted.data  # .data: a weak dictionary counts its length in Python
 
     def find(self) -> list[DistributedDataParallel]:
         """Return the DDP objects noticed since the last call."""
@@ -132,8 +125,7 @@ class Wrappers:
         """Return who decides on a step of ``params``. Mostly they are those of the last call.
 
         These are the group that ``initialize`` was given, and those that divide a parameter between them, for no part
-        is stepped alone; else those of the wrappers that hold ``params``; else the default group. A group whose ranks
-        another one has too is left out.
+        is stepped alone; else those of the wrappers that hold ``params``; else the default group.
         """
         known = self._plan.params
         if len(known) != len(params) or not all(map(operator.is_, known, params)):
@@ -174,10 +166,9 @@ class Wrappers:
     ) -> list[str]:
         """Return names of parameters by which the ranks of ``group`` find out that they share a model.
 
-        They are those in the DDPs that span these ranks, those among them that nobody has noted (``unseen``), if any:
-        the models around may differ between ranks, where one has a part that another has not, or has wrapped. DDPs
-        without any of ``params`` or of the models' do not count: one that nobody needs any more may be gone on one
-        rank, and be there on another until its garbage is collected.
+        They are those in the DDPs that span these ranks, noted or ``unseen``, for the models around may differ between
+        ranks. DDPs without any of ``params`` or of the models' do not count: one that nobody needs any more may be gone
+        on one rank, and be there on another until its garbage is collected.
         """
         named = [pair for ref in self._models if (model := ref()) is not None for pair in model.named_parameters()]
         own = {id(p) for _, p in named} | {id(p) for p in params}  # FSDP2 shows others while it gathers them
@@ -200,16 +191,15 @@ class Wrappers:
         return not {id(p) for p in params}.isdisjoint(map(id, fsdp.sharded_params(later)))
 
     def hidden_gradients(self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients of ``params`` that FSDP keeps outside of any ``.grad``. ``others``: see there."""
+        """See :func:`xamp.scaling.fsdp.hidden_gradients`."""
         found = [*self._shards()]  # the compiler of torch 2.15 cannot hand a generator on
         return fsdp.hidden_gradients(found, params, others)
 
     def lost_by_raising(self, params: Sequence[torch.Tensor]) -> str:
         """Return what is lost where a backward to ``params`` has raised on this rank; empty: nothing.
 
-        The collective calls of its next backward would meet those that the others are in now. DDP does not notice
-        that: one rank's gradients of one batch are added to another's of the next. FSDP, also where it reduces nothing
-        yet, waits for the end of the backward that raised, and its next one loses gradients.
+        The collective calls of its next backward would meet those that the others are in now, and DDP does not notice.
+        FSDP, also where it reduces nothing yet, waits for the end of the backward that raised.
         """
         if any(map(fsdp.is_in_backward, self._shards())):
             return "FSDP is in the midst of it: its next backward would lose gradients"
@@ -272,10 +262,9 @@ def groups_of_meshes(params: Iterable[torch.Tensor]) -> list[Any]:
 def total_norm(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> torch.Tensor:
     """Return the norm of the gradients of ``params``, fp32, as one process would have it. Each rank must call this.
 
-    Parts that lie on other ranks are other elements of the same vector, so the norms of the parts are gathered, and
-    their norm is that of the vector. Copies (data parallel, ``Replicate``) are counted once. The collective calls
-    follow the parameters, which are the same on all ranks, and not the gradients: a rank of FSDP1 may hold no element
-    of a parameter and so have no gradient of it.
+    The norms of parts that lie on other ranks are gathered, and their norm is that of the whole. Copies (data parallel,
+    ``Replicate``) are counted once. The collective calls follow the parameters and not the gradients: a rank of FSDP1
+    may hold no element of a parameter and so have no gradient of it.
 
     Args:
         params: parameters, each with its layout, in an order that is the same on all ranks.
@@ -304,11 +293,8 @@ def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device)
 
 
 def _over(groups: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all ranks of ``groups``, the dimensions of a mesh, of which each has ``norm`` of a part.
-
-    The norms are gathered and not their powers added: a square of 1e20 is no fp32 number.
-    """
-    for group in groups:
+    """Return the norm over all ranks of ``groups``, the dimensions of a mesh, of which each has ``norm`` of a part."""
+    for group in groups:  # gathered, and not their powers added: a square of 1e20 is no fp32 number
         found = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, norm, group=group)
         norm = _norm(found, norm_type, norm.device)

@@ -25,7 +25,7 @@ from xamp.registry import device_in_use
 from xamp.scaling import ranks
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.fused import honours_found_inf
-from xamp.scaling.own_step import bound_step
+from xamp.scaling.optimizer import bound_step
 from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState

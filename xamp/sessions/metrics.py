@@ -1,7 +1,7 @@
 """The numbers of a session for a logger: loss scales, counts of steps, the last outcome, the norm of the gradients.
 
 Nothing here runs in a training step. What a step leaves behind anyway is read: the records of
-:class:`~xamp.ground.late_reads.History`, the tensor that ``clip_grad_norm_`` returned, the gradients themselves.
+:class:`~xamp.scaling.counts.History`, the tensor that ``clip_grad_norm_`` returned, the gradients themselves.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 from xamp.errors import PolicyError, StateError
 from xamp.ground.shown import shown
 from xamp.scaling import ddp, masters, ranks
-from xamp.scaling.engine import Engine
+from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler
-from xamp.scaling.scaled_loss import ScaledLoss
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session, managed, the_engine
 

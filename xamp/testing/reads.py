@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from xamp.ground.late_reads import HISTORY_LAG, History, copies_without_waiting
+from xamp.ground.late_reads import HISTORY_LAG, copies_without_waiting
 from xamp.ground.torch_private import aten
 from xamp.ground.torch_private.modes import TorchDispatchMode
 from xamp.registry import registry
@@ -104,7 +104,7 @@ class _Arrived:
         """Nothing to wait for."""
 
 
-class _LateHistory(History):
+class _LateHistory(counts.History):
     """A history that is copied and read many steps later, as on a device with asynchronous copies."""
 
     def __init__(self, values: torch.Tensor) -> None:

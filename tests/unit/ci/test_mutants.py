@@ -151,7 +151,7 @@ def test_one_that_is_new_changes_nobodys_lot() -> None:
     assert first != {each.identity for each in drawn(old, 20, "other")}
 
 
-@pytest.mark.parametrize("name", ["scale", "fused", "witness"])
+@pytest.mark.parametrize("name", ["scale", "fused", "moves"])
 def test_each_mutant_of_a_module_is_code_and_keeps_the_lines(name: str) -> None:
     text = (ROOT / "xamp" / "scaling" / f"{name}.py").read_text(encoding="utf-8")
     every = mutants_of("m.py", text)

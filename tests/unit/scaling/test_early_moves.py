@@ -10,6 +10,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import compiling
@@ -26,7 +27,7 @@ import xamp
 from xamp.errors import StateError
 from xamp.registry import registry
 from xamp.scaling import moves
-from xamp.scaling.scaled_loss import ScaledLoss
+from xamp.scaling.engine import ScaledLoss
 from xamp.testing.measure import Storages
 
 LAYERS, WIDTH = 8, 8
@@ -314,12 +315,15 @@ def test_gradients_stay_on_a_chip_that_tells_an_overflow_by_a_flag(monkeypatch: 
         scaled.backward()
 
 
-def test_gradients_stay_where_they_may_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_stay_where_they_may_be_shared(tmp_path: Path) -> None:
     model, optimizer = after_two("O2")
-    monkeypatch.setattr(xamp.session(optimizer).engine._wrappers, "absent", lambda: False)
-    with xamp.scale_loss(loss_of(model), optimizer) as scaled:
-        assert hooks(model) == 0
-        scaled.backward()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with xamp.scale_loss(loss_of(model), optimizer) as scaled:
+            assert hooks(model) == 0
+            scaled.backward()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_gradients_stay_where_the_engine_keeps_them() -> None:

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xamp
 from xamp.errors import StateError
-from xamp.scaling.engine import Engine
+from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.scaled_loss import ScaledLoss
 
 LEVELS = ("O1", "O2", "O5")
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)

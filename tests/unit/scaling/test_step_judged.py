@@ -16,8 +16,8 @@ import xamp
 from xamp.errors import LossScaleCollapsed
 from xamp.ground.late_reads import HISTORY_LAG
 from xamp.scaling.counts import COLLAPSE_RUN, Outcomes
+from xamp.scaling.engine import Scope
 from xamp.scaling.scale import DeviceState
-from xamp.scaling.scaled_loss import Scope
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checkpoint
 

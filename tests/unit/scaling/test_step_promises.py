@@ -13,8 +13,8 @@ from stepping import Dot, assert_follows, plain_iterate, run_backward, twin
 from torch.optim import SGD, Optimizer
 
 import xamp
+from xamp.scaling.engine import Scope
 from xamp.scaling.gradients import Gradients
-from xamp.scaling.scaled_loss import Scope
 
 X = torch.tensor([0.5, -0.25, 1.0, 0.125, -0.75, 0.375, -1.0])
 WITH_MASTERS = ("O2", "O5")
