@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp.distributed import fsdp, ranks
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground import kernels
-from xamp.scaling import fsdp, masters, ranks, unscale
+from xamp.scaling import masters, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.foreign import unwrap

@@ -12,9 +12,9 @@ from mutants import Mutant, registered
 
 from xamp.backends.cpu import CpuBackend
 from xamp.contract import Backend, BackendSpec
+from xamp.distributed import ranks, wrappers
+from xamp.distributed.rank_settings import RankSettings
 from xamp.ground import log
-from xamp.scaling import ranks, wrappers
-from xamp.scaling.rank_settings import RankSettings
 from xamp.scaling.scale import LossScaler
 from xamp.sessions import checkpoint, checks
 from xamp.sessions.manual_engine import ManualEngine

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import xamp
-from xamp.scaling import ranks
+from xamp.distributed import ranks
 
 LEVELS = ("O1", "O2", "O4", "O5")
 LIMIT = datetime.timedelta(seconds=240)

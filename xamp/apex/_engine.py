@@ -17,10 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from xamp.apex._properties import tell
+from xamp.distributed import ranks
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
 from xamp.policy import Policy
-from xamp.scaling import ranks
 from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedForm

@@ -23,6 +23,8 @@ from xamp.casting.left import Unseen
 from xamp.casting.loans import take_back_traced
 from xamp.casting.mark import Mark, mark_of
 from xamp.casting.needs import needs
+from xamp.distributed.ddp import note_wrapper, note_wrapper_while_tracing
+from xamp.distributed.ranks import is_running
 from xamp.errors import BackendUnavailable
 from xamp.ground import followers
 from xamp.ground.compiler import keep_eager, own_code
@@ -33,9 +35,7 @@ from xamp.ground.torch_private.distributed import ACTIVE_DDP, active_ddp, ddp_at
 from xamp.ground.torch_private.dynamo import IS_COMPILING, compiler_attributes
 from xamp.ground.walk import TracedWalk
 from xamp.registry import registry
-from xamp.scaling.ddp import note_wrapper, note_wrapper_while_tracing
 from xamp.scaling.overflow_flag import watched
-from xamp.scaling.ranks import is_running
 
 __all__ = ["Cast", "Region", "in_noted_region", "in_region", "is_framed", "make_region", "note_call"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xamp.casting.forward import make_instance_method as instance_method
 from xamp.casting.forward import rebuild
 from xamp.casting.region import make_region as region
+from xamp.distributed.ddp import note_forward
 from xamp.ground.containers import cast_any, cast_floats
-from xamp.scaling.ddp import note_forward
 from xamp.scaling.masters import load_masters, save_masters
 
 __all__ = [

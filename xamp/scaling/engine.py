@@ -27,21 +27,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from xamp.contract import Backend
+from xamp.distributed import ddp as ddps
+from xamp.distributed import ranks
+from xamp.distributed.rank_settings import SessionSettings
+from xamp.distributed.wrappers import Wrappers
 from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs
 from xamp.ground.containers import cast_floats
 from xamp.ground.undo import Undo
 from xamp.policy import Policy
-from xamp.scaling import ddp as ddps
-from xamp.scaling import masters, ranks
+from xamp.scaling import masters
 from xamp.scaling.counts import Counts, Stats
 from xamp.scaling.optimizer import replace_params
 from xamp.scaling.overflow_flag import FlagWatch
-from xamp.scaling.rank_settings import SessionSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.scaling.weights import MasterVersions, Weights
-from xamp.scaling.wrappers import Wrappers
 
 __all__ = ["Engine", "ScaledLoss", "Scope"]
 
@@ -313,7 +314,7 @@ class Engine:
         That replaced its parameters: a step would move the old ones, or masters of whole ones, and not the model.
         """
         params = [(state, p) for state in self.states if state.is_alive for p in state.gradients.model_params()]
-        lost = self._wrappers.lost([p for _, p in params])
+        lost = self._wrappers.lost([p for _, p in params], masters.master_of)
         if lost:
             name = next(type(state.optimizer).__name__ for state, p in params if p is lost[0])
             others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

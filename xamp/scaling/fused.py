@@ -20,11 +20,11 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.distributed.ranks import is_dtensor
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.ground.torch_private.modules import default_to_fused_or_foreach
 from xamp.registry.causes import may_pass, one_line
 from xamp.registry.trials import as_in_a_new_process
-from xamp.scaling.ranks import is_dtensor
 
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients

@@ -36,12 +36,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from xamp.contract import Backend
+from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.overflow_flag import read_flag
-from xamp.scaling.ranks import is_part, is_shard, local
 from xamp.scaling.scale import LossScaler
 
 __all__ = ["NOTHING", "OUTSIDE", "Entry", "Gradients", "Pending"]

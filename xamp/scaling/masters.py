@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground import kernels
 from xamp.ground.compiler import break_graphs
 from xamp.ground.pickle_names import pickled_as
 from xamp.ground.torch_private.autograd import set_grad_enabled
 from xamp.policy import Policy
-from xamp.scaling import ranks
 
 __all__ = [
     "Pair",
@@ -57,7 +57,7 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 LOWER = (torch.float16, torch.bfloat16)
 
 copy: Callable[[Any, Any], None] = kernels.copy_
-"""Copies the second list of tensors into the first: :func:`xamp.scaling.ranks.copy` as soon as a DTensor is lowered."""
+"""Copies the second list of tensors into the first: as in :mod:`xamp.distributed.ranks` where DTensors are lowered."""
 
 
 @dataclasses.dataclass(eq=False)

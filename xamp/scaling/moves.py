@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs
 from xamp.ground.torch_features import has_operators_outside_of_captures
-from xamp.scaling import masters, ranks
+from xamp.scaling import masters
 
 __all__ = ["EarlyMoves", "GradientWitness", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
 

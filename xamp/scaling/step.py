@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs, keep_eager
 from xamp.ground.log import say
 from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.policy import levels_where, listed
-from xamp.scaling import masters, ranks
+from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedForm, WarmState
 from xamp.scaling.gradients import Gradients

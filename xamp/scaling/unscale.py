@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from xamp.distributed import ranks
+from xamp.errors import StateError
 from xamp.ground import kernels
-from xamp.scaling import ranks
 
-__all__ = ["add_", "check", "coalesce_half", "kind", "multiply_", "unscale_by_group_", "values", "zero_"]
+__all__ = ["add_", "check", "coalesce_half", "kind", "multiply_", "total_norm", "unscale_by_group_", "values", "zero_"]
 
 
 def values(grad: torch.Tensor) -> torch.Tensor:
@@ -48,7 +52,7 @@ def unscale_by_group_(
 ) -> None:
     """Run ``unscale_`` (see :meth:`xamp.contract.Backend.unscale_`) once for each kind among ``grads``.
 
-    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.scaling.wrappers.Wrappers.agree`.
+    Of a DTensor it sees this rank's part, so no rank is asked; see :meth:`xamp.distributed.wrappers.Wrappers.agree`.
     """
     for group in _by_kind(map(ranks.local, grads)):
         device = group[0].device
@@ -68,6 +72,49 @@ def check(
         one = torch.ones_like(found_inf)
         kernels.mark_power_of_two(one, True)
         unscale_by_group_(grads, found_inf, one, unscale_)
+
+
+@torch.no_grad()
+def total_norm(params: Sequence[tuple[torch.Tensor, ranks.Layout]], norm_type: float) -> torch.Tensor:
+    """Return the norm of the gradients of ``params``, fp32, as one process would have it. Each rank must call this.
+
+    The norms of parts that lie on other ranks are gathered, and their norm is that of the whole. Copies (data parallel,
+    ``Replicate``) are counted once. The collective calls follow the parameters and not the gradients: a rank of FSDP1
+    may hold no element of a parameter and so have no gradient of it.
+
+    Args:
+        params: parameters, each with its layout, in an order that is the same on all ranks.
+        norm_type: the p of the p-norm; may be inf.
+
+    Raises:
+        StateError: a parameter is FSDP1's, and which ranks hold the rest of it is unknown.
+    """
+    device = ranks.local(params[0][0]).device  # of a parameter, which every rank has
+    parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # by the groups that divide them
+    for param, layout in params:
+        if layout.unknown:
+            raise StateError(f"clip_grad_norm_: {layout.unknown}")
+        grad = param.grad
+        own = ranks.layout_of(grad) if ranks.is_dtensor(grad) else layout  # a gradient is placed as it likes
+        parts.setdefault(own.shards, []).extend([] if grad is None else [ranks.local(ranks.whole_sum(grad))])
+    norms = [_over(groups, _norm(own, norm_type, device), norm_type) for groups, own in parts.items()]
+    return functools.reduce(lambda a, b: _norm([a, b], norm_type, device), norms)
+
+
+def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of all ``parts`` as one vector, fp32, on ``device``; 0.0 where they have no element."""
+    dense = [numbers for part in parts if (numbers := values(part)).numel()]
+    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type, foreach=kernels.foreach_of(dense))
+    return norm.to(device, torch.float32)  # type: ignore[no-any-return]
+
+
+def _over(groups: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm over all ranks of ``groups``, the dimensions of a mesh, of which each has ``norm`` of a part."""
+    for group in groups:  # gathered, and not their powers added: a square of 1e20 is no fp32 number
+        found = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, norm, group=group)
+        norm = _norm(found, norm_type, norm.device)
+    return norm
 
 
 def coalesce_half(params: Iterable[torch.Tensor]) -> None:

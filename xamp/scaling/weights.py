@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from xamp.distributed import ddp as ddps
+from xamp.distributed import ranks
 from xamp.ground import followers
 from xamp.ground.compiler import keep_eager
 from xamp.ground.late_reads import copies_without_waiting, copy_without_waiting
 from xamp.ground.log import say
 from xamp.ground.torch_private.modes import disable_current_modes
-from xamp.scaling import ddp as ddps
-from xamp.scaling import masters, ranks
+from xamp.scaling import masters
 from xamp.scaling.gradients import Gradients
 
 __all__ = ["LostWrites", "MasterVersions", "Weights"]

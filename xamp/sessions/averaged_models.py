@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from xamp.casting.forward import forget_policy, is_under_policy
-from xamp.scaling import masters, ranks
+from xamp.distributed import ranks
+from xamp.scaling import masters
 
 __all__ = ["serve_averaged_models"]
 

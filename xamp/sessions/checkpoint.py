@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from xamp.distributed.ranks import is_dtensor
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.log import say
 from xamp.ground.shown import shown
 from xamp.ground.undo import Undo
 from xamp.scaling import masters
-from xamp.scaling.ranks import is_dtensor
 from xamp.sessions import formats
 from xamp.sessions.formats import SavedScaler, SessionState
 

@@ -17,17 +17,17 @@ from torch.optim import Optimizer
 from xamp.casting.forward import is_under_policy
 from xamp.casting.inputs import check_names
 from xamp.contract import Backend
+from xamp.distributed import ddp as ddps
+from xamp.distributed.fsdp import is_sharded, sharded_params
+from xamp.distributed.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
 from xamp.registry.plugins import SPELLINGS
-from xamp.scaling import ddp as ddps
 from xamp.scaling.engine import Engine
-from xamp.scaling.fsdp import is_sharded, sharded_params
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_lowered
 from xamp.scaling.optimizer import is_zero, state_of
-from xamp.scaling.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
 

@@ -10,12 +10,13 @@ import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
 from xamp.ground import kernels
 from xamp.ground.arguments import boolean, number
 from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
-from xamp.scaling import ranks, unscale, wrappers
+from xamp.scaling import unscale
 from xamp.scaling.optimizer import lent_params, state_of
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
@@ -91,7 +92,7 @@ def _norm_of_parts(held: Sequence[tuple[Any, torch.Tensor]], norm_type: float) -
     """Return the norm of the whole gradients of parameters, each of which stands behind its optimizer."""
     found = ((find_session(one), param) for one, param in held)
     layouts = [(p, ranks.layout_of(p) if own is None else own.engine.layout(p)) for own, p in found]
-    return wrappers.total_norm(layouts, norm_type)
+    return unscale.total_norm(layouts, norm_type)
 
 
 @break_graphs("this rank's parts are taken out of DTensors")

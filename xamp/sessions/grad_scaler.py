@@ -18,15 +18,15 @@ from torch.amp.grad_scaler import OptState
 from torch.cuda.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
+from xamp.distributed import ranks
+from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.arguments import boolean, number_between
 from xamp.policy import LARGEST_SCALE, SCALER_RANGES, SMALLEST_SCALE, Request
 from xamp.registry import device_in_use
-from xamp.scaling import ranks
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.fused import honours_found_inf
 from xamp.scaling.optimizer import bound_step
-from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import LossScaler, ScaleRules
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import formats, metrics

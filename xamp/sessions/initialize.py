@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from xamp.casting import ops
 from xamp.contract import Backend, BackendSpec
+from xamp.distributed import ddp
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.arguments import boolean, number_between
 from xamp.ground.log import say
@@ -28,7 +29,6 @@ from xamp.ground.shown import shown
 from xamp.policy import LEVELS, WHY_BEST, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
 from xamp.registry.plugins import SPELLINGS
-from xamp.scaling import ddp
 from xamp.scaling.engine import Engine
 from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register

@@ -20,11 +20,12 @@ from xamp.casting.ops.layers import join_weights
 from xamp.casting.region import Cast, Region
 from xamp.casting.written import writes_its_dtype
 from xamp.contract import Backend
+from xamp.distributed import fsdp, ranks
 from xamp.errors import PolicyError
 from xamp.ground.torch_private.modules import BatchNorm, NormBase
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
-from xamp.scaling import fsdp, masters, ranks
+from xamp.scaling import masters
 from xamp.scaling.masters import watch_state_dicts
 
 __all__ = ["Plan"]

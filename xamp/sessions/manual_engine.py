@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.casting import ops
+from xamp.distributed import ranks, wrappers
+from xamp.distributed.rank_settings import ScalerSettings
 from xamp.errors import PolicyError, StateError
 from xamp.policy import LEVELS, Request, compile_policy
 from xamp.registry import registry
-from xamp.scaling import ranks, wrappers
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import FusedForm
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.rank_settings import ScalerSettings
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
 from xamp.sessions.session import find_session

@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from xamp.distributed import ranks
 from xamp.ground import kernels
 from xamp.ground.late_reads import LateNumber
-from xamp.scaling import ranks
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.step import OptimizerState
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
+from xamp.distributed import ddp, ranks
 from xamp.errors import PolicyError, StateError
 from xamp.ground.shown import shown
-from xamp.scaling import ddp, masters, ranks
+from xamp.scaling import masters
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import LossScaler

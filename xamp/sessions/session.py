@@ -18,15 +18,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.casting.region import Region
 from xamp.contract import Backend
+from xamp.distributed import ddp as ddps
+from xamp.distributed.ranks import is_running
 from xamp.errors import StateError
 from xamp.ground.log import say
 from xamp.policy import Policy
-from xamp.scaling import ddp as ddps
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.engine import Engine
 from xamp.scaling.masters import is_lowered
 from xamp.scaling.optimizer import state_of
-from xamp.scaling.ranks import is_running
 from xamp.sessions import checkpoint, metrics
 from xamp.sessions.foreign import optimizer_in, unwrap
 from xamp.sessions.formats import SessionState

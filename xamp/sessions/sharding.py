@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xamp.distributed import fsdp
 from xamp.errors import UnsupportedPolicy
 from xamp.policy import levels_where, listed, parse_level
-from xamp.scaling import fsdp, masters
+from xamp.scaling import masters
 from xamp.scaling.optimizer import state_of
 
 if TYPE_CHECKING:

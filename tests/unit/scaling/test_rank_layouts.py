@@ -14,17 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import xamp
+from xamp.distributed import ddp
+from xamp.distributed.ranks import Layout, _flattened
 from xamp.errors import StateError
-from xamp.scaling import ddp, wrappers
-from xamp.scaling.ranks import Layout, _flattened
+from xamp.scaling import unscale
 
 
 def test_a_norm_over_ranks_that_nobody_knows_is_refused() -> None:
     param = torch.nn.Parameter(torch.ones(2))
     param.grad = torch.tensor([3.0, 4.0])
-    assert wrappers.total_norm([(param, Layout())], 2.0).item() == 5.0
+    assert unscale.total_norm([(param, Layout())], 2.0).item() == 5.0
     with pytest.raises(StateError, match=r"^clip_grad_norm_: nobody knows$"):
-        wrappers.total_norm([(param, Layout(unknown="nobody knows"))], 2.0)
+        unscale.total_norm([(param, Layout(unknown="nobody knows"))], 2.0)
 
 
 @pytest.mark.parametrize(

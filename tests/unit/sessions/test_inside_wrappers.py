@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import xamp
 from xamp.apex import amp
+from xamp.distributed import ddp as ddps
 from xamp.errors import StateError
 from xamp.policy import levels_where
-from xamp.scaling import ddp as ddps
 from xamp.sessions.session import end_session
 
 pytestmark = torch_warnings.FSDP1

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import xamp
+from xamp.distributed import ddp as ddps
+from xamp.distributed import ranks
+from xamp.distributed.wrappers import Plan, Wrappers
 from xamp.errors import PolicyError, StateError
-from xamp.scaling import ddp as ddps
-from xamp.scaling import ranks
-from xamp.scaling.wrappers import Plan, Wrappers
 
 CAST = ["O2", "O3", "O5"]
 

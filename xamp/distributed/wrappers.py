@@ -2,33 +2,28 @@
 
 :class:`Wrappers` answers what follows from where parameters live: who decides on a step, who compares settings, which
 gradients a wrapper has yet to reduce (``no_sync``) and where it hides them, and whether sharding has taken a parameter
-out of a model. :mod:`xamp.scaling.ddp` notices DistributedDataParallel (DDP), FSDP is found in the models themselves.
+out of a model. :mod:`xamp.distributed.ddp` notices DistributedDataParallel (DDP), FSDP is found in the models.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.errors import StateError
-from xamp.ground import kernels
+from xamp.distributed import ddp as ddps
+from xamp.distributed import fsdp, ranks
+from xamp.distributed.ranks import Layout, is_dtensor, is_shard, layout_of, local, ranks_of, widest
 from xamp.ground.compiler import break_graphs
-from xamp.scaling import ddp as ddps
-from xamp.scaling import fsdp, ranks, unscale
-from xamp.scaling.masters import master_of
-from xamp.scaling.ranks import Layout, is_dtensor, is_shard, layout_of, local, ranks_of, widest
 
-__all__ = ["Plan", "Wrappers", "groups_of_meshes", "groups_sharing", "total_norm"]
+__all__ = ["Plan", "Wrappers", "groups_of_meshes", "groups_sharing"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +186,7 @@ class Wrappers:
         return not {id(p) for p in params}.isdisjoint(map(id, fsdp.sharded_params(later)))
 
     def hidden_gradients(self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """See :func:`xamp.scaling.fsdp.hidden_gradients`."""
+        """See :func:`xamp.distributed.fsdp.hidden_gradients`."""
         found = [*self._shards()]  # the compiler of torch 2.15 cannot hand a generator on
         return fsdp.hidden_gradients(found, params, others)
 
@@ -218,7 +213,7 @@ class Wrappers:
             if (place := places.get(id(param)) or outside.get(id(param))) is not None:
                 self._own[param] = place
 
-    def lost(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def lost(self, params: Iterable[torch.Tensor], master_of: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         """Return those of ``params`` that sharding has taken out of the models, or has sharded under a master.
 
         What the user has replaced is not lost: a module of its own has taken the place, or the weights are tied now.
@@ -256,46 +251,3 @@ def groups_sharing(params: Iterable[torch.Tensor]) -> Sequence[Any]:
 def groups_of_meshes(params: Iterable[torch.Tensor]) -> list[Any]:
     """Return the process groups of the meshes of all DTensors among ``params``, each once."""
     return list(dict.fromkeys(group for p in params for group in layout_of(p).holders))
-
-
-@torch.no_grad()
-def total_norm(params: Sequence[tuple[torch.Tensor, Layout]], norm_type: float) -> torch.Tensor:
-    """Return the norm of the gradients of ``params``, fp32, as one process would have it. Each rank must call this.
-
-    The norms of parts that lie on other ranks are gathered, and their norm is that of the whole. Copies (data parallel,
-    ``Replicate``) are counted once. The collective calls follow the parameters and not the gradients: a rank of FSDP1
-    may hold no element of a parameter and so have no gradient of it.
-
-    Args:
-        params: parameters, each with its layout, in an order that is the same on all ranks.
-        norm_type: the p of the p-norm; may be inf.
-
-    Raises:
-        StateError: a parameter is FSDP1's, and which ranks hold the rest of it is unknown.
-    """
-    device = local(params[0][0]).device  # of a parameter, which every rank has
-    parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}  # by the groups that divide them
-    for param, layout in params:
-        if layout.unknown:
-            raise StateError(f"clip_grad_norm_: {layout.unknown}")
-        grad = param.grad
-        own = layout_of(grad) if is_dtensor(grad) else layout  # a gradient is placed as it likes
-        parts.setdefault(own.shards, []).extend([] if grad is None else [local(ranks.whole_sum(grad))])
-    norms = [_over(groups, _norm(own, norm_type, device), norm_type) for groups, own in parts.items()]
-    return functools.reduce(lambda a, b: _norm([a, b], norm_type, device), norms)
-
-
-def _norm(parts: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of all ``parts`` as one vector, fp32, on ``device``; 0.0 where they have no element."""
-    dense = [values for part in parts if (values := unscale.values(part)).numel()]
-    norm: Any = torch.nn.utils.get_total_norm(dense, norm_type, foreach=kernels.foreach_of(dense))
-    return norm.to(device, torch.float32)  # type: ignore[no-any-return]
-
-
-def _over(groups: Sequence[Any], norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm over all ranks of ``groups``, the dimensions of a mesh, of which each has ``norm`` of a part."""
-    for group in groups:  # gathered, and not their powers added: a square of 1e20 is no fp32 number
-        found = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, norm, group=group)
-        norm = _norm(found, norm_type, norm.device)
-    return norm

@@ -2,7 +2,7 @@
 
 The answer is in the parameter itself for a ``DTensor`` (FSDP2, tensor parallel, and both at once) and for what DDP
 makes of one; for FSDP1 it is in the module that manages it. Who decides together, whose norms are added up and who
-compares settings follows from it (:mod:`xamp.scaling.wrappers`, :mod:`xamp.scaling.rank_settings`).
+compares settings follows from it (:mod:`xamp.distributed.wrappers`, :mod:`xamp.distributed.rank_settings`).
 
 A ``DTensor`` is a shell around the local tensor. ``_foreach`` calls do not take the shells, and some in-place calls
 change the local tensor alone. So masters and their parameters, which are placed alike, are copied part by part.

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xamp.distributed.ddp import search
+from xamp.distributed.ranks import widest
+from xamp.distributed.wrappers import Wrappers
 from xamp.errors import PolicyError, StateError
 from xamp.ground.torch_private.distributed import process_group_store, process_groups
 from xamp.policy import Policy
-from xamp.scaling.ddp import search
-from xamp.scaling.ranks import widest
-from xamp.scaling.wrappers import Wrappers
 
 __all__ = ["RankSettings", "ScalerSettings", "SessionSettings"]
 

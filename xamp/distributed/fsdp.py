@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp.distributed.ranks import fsdp1_handle, local
 from xamp.errors import StateError
-from xamp.scaling.ranks import fsdp1_handle, local
 
 __all__ = [
     "Unit",
