@@ -1,7 +1,7 @@
 """The step's share of the copy bandwidth: unscale and optimizer step of large parameters, where memory is the limit.
 
 The bytes are those that a step cannot do without: each weight and moment read and written once, each gradient read
-once, each lowered weight written once. A step that does only this at the rate of a copy has a share of 1.
+once, each low-precision weight written once. A step that does only this at the rate of a copy has a share of 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``xamp.ema``: an average of weights, fp32 at every level.
 
-It reads the fp32 masters where a parameter was lowered, and the parameter itself elsewhere. It finds them anew at each
-update, by qualified name in the model without its wrappers. So it does not matter whether ``initialize``, a wrapper or
-``torch.compile`` came before it or after it.
+It reads the fp32 masters where a parameter is in low precision, and the parameter itself elsewhere. It finds them anew
+at each update, by qualified name in the model without its wrappers. So it does not matter whether ``initialize``, a
+wrapper or ``torch.compile`` came before it or after it.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class Average:
     def swapped(self) -> Iterator[nn.Module]:
         """Run the block with the averaged weights in the model, and restore the model bit for bit, in any case.
 
-        The model stays at its level: lowered parameters get the average rounded to their dtype, and masters get it
-        exactly, so that ``model.state_dict()`` in the block holds the average in fp32. No tensor moves to another
+        The model stays at its level: low-precision parameters get the average rounded to their dtype, and masters get
+        it exactly, so that ``model.state_dict()`` in the block holds the average in fp32. No tensor moves to another
         address, so compiled models and wrappers need not notice. The block holds a second copy of the weights.
 
         Yields:

@@ -44,7 +44,7 @@ class Level:
         aliases: other spellings.
         dtype: the lower dtype, fp16 or bf16; None where everything is fp32.
         casts_parameters: xamp casts parameters and inputs (as O2 does) instead of the inputs of operators (as O1 does).
-        master_weights: the optimizer steps fp32 copies of the lowered parameters.
+        master_weights: the optimizer steps fp32 copies of the low-precision parameters.
         keep_batchnorm_fp32: batch norm keeps fp32 parameters and statistics; None where the op policy decides.
         loss_scale: ``"dynamic"`` or a static scale.
     """

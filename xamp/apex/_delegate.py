@@ -222,7 +222,7 @@ class DelegatedEngine(Engine):
                 optimizer._amp_lazy_init()  # type: ignore[attr-defined]
             for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
                 if masters.master_of(param) is not master:
-                    masters.set_lowered(param, master)
+                    masters.set_low_precision(param, master)
                     masters.use([(param, master)])
 
 

@@ -65,15 +65,15 @@ class ApexPolicy(Policy):
 
 
 class ApexGradients(Gradients):
-    """Leaves the gradients of lowered parameters where they are until the next backward, and then drops them."""
+    """Leaves the gradients of low-precision parameters where they are until the next backward, and then drops them."""
 
-    leaves_lowered = True
+    leaves_low_precision = True
     sets_aside = True
 
     def enter(self, scaler: LossScaler) -> None:
-        """See :meth:`Gradients.enter`. Drops old gradients of lowered parameters: the masters have all that count."""
+        """See :meth:`Gradients.enter`. Drops old low-precision gradients: the masters have all that count."""
         if self.pending is None:
-            self.drop_lowered()
+            self.drop_low_precision()
         super().enter(scaler)
 
     def settle(self, call: str) -> None:

@@ -1,8 +1,9 @@
 """Apex's lists of functions, as data: the names in ``torch.nn.functional``, ``torch`` and Tensor that O1 and O4 cast.
 
 The names are those of NVIDIA's ``apex/amp/lists`` (and of ROCm's fork for bfloat16), in their order; see LICENSE for
-the notice. Two things differ. First, ``addbmm``, ``baddbmm`` and ``bmm`` are lowered on every device. Apex checked the
-version of CUDA, so ``nn.MultiheadAttention`` raised where torch was built without CUDA. Second, this module filters
+the notice. Two things differ. First, ``addbmm``, ``baddbmm`` and ``bmm`` run in low precision on every device. Apex
+checked the version of CUDA, so ``nn.MultiheadAttention`` raised where torch was built without CUDA. Second, this module
+filters
 nothing: :mod:`xamp.apex._patches` skips names that this torch lacks. It reads the lists anew each time that it replaces
 functions, so a script may add names or remove them before ``init``.
 """
@@ -170,10 +171,10 @@ TENSOR = Lists(
 LISTS = (FUNCTIONAL, TORCH, TENSOR)
 
 RNNS = ("rnn_relu", "rnn_tanh", "gru", "lstm")
-"""The functions in ``torch._VF`` that the recurrent modules call; they are lowered."""
+"""The functions in ``torch._VF`` that the recurrent modules call; they run in low precision."""
 
 CELLS = tuple(f"{name}_cell" for name in RNNS)
-"""The functions in ``torch._VF`` that the recurrent cells call; they are lowered."""
+"""The functions in ``torch._VF`` that the recurrent cells call; they run in low precision."""
 
 
 def in_place(names: list[str]) -> list[str]:

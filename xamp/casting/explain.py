@@ -26,7 +26,7 @@ from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
 from xamp.ground.torch_private.modules import BatchNorm
 from xamp.policy import levels_where, listed
-from xamp.scaling.masters import is_lowered
+from xamp.scaling.masters import is_low_precision
 
 __all__ = ["entry_points", "explain_forward", "with_explanation"]
 
@@ -173,19 +173,20 @@ def _is_of_dtypes(said: str, found: Operands, module: nn.Module) -> bool:
         return speaks or (surely and _ABOUT_OTHERS.search(said) is None)
     if found.dtypes and not found.raised and "not implemented for" not in said:
         return speaks and not found.whole and found.lower  # an operand that was not found may be of another dtype
-    # A mismatch with lowered parameters names their dtype. Other errors about dtypes (of labels) have other causes.
+    # A mismatch with low-precision parameters names their dtype. Other errors about dtypes (of labels) have other
+    # causes.
     dtype = _dtype_of(module)
     return speaks and any(name in said for each in ([dtype] if dtype in _NAMES else _NAMES) for name in _NAMES[each])
 
 
 def _takes_mixed(module: nn.Module | None) -> bool:
     """Return whether ``module`` is a batch norm in fp32, which takes an input of a lower dtype."""
-    return isinstance(module, BatchNorm) and not any(map(is_lowered, module.parameters()))
+    return isinstance(module, BatchNorm) and not any(map(is_low_precision, module.parameters()))
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
     """Return the dtype that the parameters of ``module`` were cast to."""
-    return next((param.dtype for param in module.parameters() if is_lowered(param)), None)
+    return next((param.dtype for param in module.parameters() if is_low_precision(param)), None)
 
 
 def _append(error: Exception, text: str) -> None:
@@ -213,7 +214,7 @@ def _where(operands: Operands, module: nn.Module) -> str:
 def _cast_later(module: nn.Module) -> str | None:
     """The text for a parameter that xamp cast, and that ``module.float()`` or ``.double()`` has cast since."""
     for name, param in module.named_parameters():
-        if is_lowered(param) and param.dtype not in _NAMES:
+        if is_low_precision(param) and param.dtype not in _NAMES:
             return (
                 f"{name} of {type(module).__name__} was cast to {param.dtype} after xamp.initialize. Call "
                 "xamp.session(model).close() instead, which leaves the model in fp32, or take model.state_dict(), "
@@ -228,7 +229,7 @@ def _late_module(module: nn.Module) -> str | None:
         if isinstance(part, BatchNorm) or (name and _kept(module, name)):
             continue
         for key, param in part._parameters.items():
-            if param is not None and param.dtype is torch.float32 and not is_lowered(param):
+            if param is not None and param.dtype is torch.float32 and not is_low_precision(param):
                 whole = f"{name}.{key}" if name else key
                 return (
                     f"{whole} of {type(module).__name__} is torch.float32: it came after xamp.initialize, which "

@@ -39,7 +39,7 @@ def _as_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = type(self)
-        if self.dtype not in masters.LOWER or not any(masters.is_lowered(p) for p in self.parameters()):
+        if self.dtype not in masters.LOWER or not any(masters.is_low_precision(p) for p in self.parameters()):
             return function(self, *args, **kwargs)  # a copy, which has 16-bit values only, says so
         set_class(self, _answering_fp32(own))
         try:

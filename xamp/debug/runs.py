@@ -142,7 +142,7 @@ def copied(model: nn.Module) -> nn.Module:
         forget_policy(made)
     sources = (*inner.parameters(), *inner.buffers())
     for own, source in zip((*made.parameters(), *made.buffers()), sources, strict=True):
-        if masters.is_lowered(source):
+        if masters.is_low_precision(source):
             own.data = masters.exact(source).detach().clone()
         own.grad = None
     return made

@@ -286,10 +286,10 @@ def _wrong_arithmetic(device: torch.device, kind: torch.dtype) -> str:
 def _wrong_lists(device: torch.device, kind: torch.dtype) -> str:
     """What is wrong with copies from and to fp32, and with products by a factor on the device."""
     wide = torch.full((4,), 3.0, dtype=torch.float32, device=device)
-    lowered = torch.zeros(4, dtype=kind, device=device)
-    kernels.copy_([lowered], [wide])
-    kernels.multiply_([lowered], torch.full((), 0.5, dtype=torch.float32, device=device))
-    kernels.copy_([wide], [lowered])
+    low_precision = torch.zeros(4, dtype=kind, device=device)
+    kernels.copy_([low_precision], [wide])
+    kernels.multiply_([low_precision], torch.full((), 0.5, dtype=torch.float32, device=device))
+    kernels.copy_([wide], [low_precision])
     return "" if wide.eq(1.5).all().item() else f"copies and products of {_name(kind)} lists are wrong"
 
 

@@ -188,7 +188,7 @@ class Engine:
             new.set(old.host_scale, int(old.growth_tracker))
 
     def pairs(self) -> Sequence[masters.Pair]:
-        """Return all lowered parameters and their masters."""
+        """Return all low-precision parameters and their masters."""
         return self.weights.pairs
 
     def check_not_shared(self, state: OptimizerState, params: Iterable[torch.Tensor]) -> None:
@@ -207,7 +207,7 @@ class Engine:
             )
 
     def adopt_group(self, state: OptimizerState, group: dict[str, Any]) -> None:
-        """Take in a group that was added to an optimizer: give its lowered parameters masters."""
+        """Take in a group that was added to an optimizer: give its low-precision parameters masters."""
         if self.policy.master_weights:
             pairs = [(p, m) for p in group["params"] if (m := masters.ensure_master(p, self.policy)) is not None]
             self.weights.add(pairs)

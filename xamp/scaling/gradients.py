@@ -1,8 +1,8 @@
 """The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
 On entering, gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled. On
-leaving, those of lowered parameters move into the masters, and all are multiplied by 1/scale and checked on the device.
-Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
+leaving, those of low-precision parameters move into the masters, and all are multiplied by 1/scale and checked on the
+device. Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
 
 What a call does depends on the :class:`State`. A cell of this table is the state that comes next; "error" stands for a
 StateError that changes nothing. If the body raises after its backward began, what that backward added to is dropped.
@@ -116,7 +116,7 @@ class Gradients:
 
     Attributes:
         plain: parameters that the optimizer steps directly, because they have no master.
-        pairs: lowered parameters and the masters that the optimizer steps in their place.
+        pairs: low-precision parameters and the masters that the optimizer steps in their place.
         stepped: all tensors that the optimizer steps: ``plain`` and the masters.
         in_parts: some of ``plain`` are DTensors, or local tensors of such, so this rank has parts of them.
         count: how many parameters the groups hold.
@@ -128,11 +128,11 @@ class Gradients:
         mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
         hidden: returns gradients that a wrapper keeps outside of any ``.grad``, to reduce them later; None: no wrapper.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
-        leaves_lowered: lowered parameters keep their scaled gradients after the masters have got theirs.
+        leaves_low_precision: low-precision parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
     """
 
-    leaves_lowered = False
+    leaves_low_precision = False
     sets_aside = False
 
     def __init__(
@@ -175,19 +175,19 @@ class Gradients:
         self._held = _all_in(groups)
         self.count = len(self._held)
         for param in self._held:
-            lowered = param_of.get(id(param))
-            if lowered is None:
+            low_precision = param_of.get(id(param))
+            if low_precision is None:
                 self.plain.append(param)
             else:
-                self.pairs.append((lowered, param))
+                self.pairs.append((low_precision, param))
         self.stepped = [*self.plain, *(m for _, m in self.pairs)]
         self.in_parts = any(map(is_part, self.plain))
         self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
-        own_rules = self.leaves_lowered or self.sets_aside
+        own_rules = self.leaves_low_precision or self.sets_aside
         self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
         before = self._witness
-        self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_lowered else None
+        self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_low_precision else None
         if before is not None and before.collect() and self._witness is not None:
             self._witness.leave()
 
@@ -203,7 +203,7 @@ class Gradients:
         return [p for p in now if id(p) not in known]
 
     def model_params(self) -> list[torch.Tensor]:
-        """Return the parameters as the models and their wrappers know them: lowered parameters, not masters."""
+        """Return the parameters as the models and their wrappers know them: low-precision parameters, not masters."""
         return [*self.plain, *(p for p, _ in self.pairs)]
 
     def not_finite(self) -> list[torch.Tensor]:
@@ -223,8 +223,8 @@ class Gradients:
 
     # ---------------------------------------------------------------- into the scale
 
-    def drop_lowered(self) -> None:
-        """Clear the gradients of the lowered parameters."""
+    def drop_low_precision(self) -> None:
+        """Clear the gradients of the low-precision parameters."""
         for param, _ in self.pairs:
             param.grad = None
 
@@ -360,12 +360,12 @@ class Gradients:
             self._backend.join_gradients(optimizer)
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
-        """Move the gradients from the lowered parameters to the masters; return whether there was any."""
+        """Move the gradients from the low-precision parameters to the masters; return whether there was any."""
         moved_early = self._early is not None and self._early.end(found_inf)
         self._early = None
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
-        moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_lowered)
+        moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_low_precision)
         if self._witness is not None:
             self._witness.leave()
         return moved or moved_early
@@ -443,7 +443,7 @@ class Gradients:
         """Clean up after an exception in the body.
 
         Gradients that the body did not touch become what they were; others are dropped, because nobody can take half a
-        backward out of them. So are lowered gradients that came without ``scale_loss`` under a wrapper.
+        backward out of them. So are low-precision gradients that came without ``scale_loss`` under a wrapper.
         """
         if self._early is not None:
             self._early.stop()
@@ -460,7 +460,7 @@ class Gradients:
             if not entry.untouched([*self._scaled(), *self._unreduced()]):
                 self._drop()
             return
-        self.drop_lowered()
+        self.drop_low_precision()
         if self._early is not None and self._early.moved:
             self._drop()
         elif not entry.complete and entry.stash is not None:
@@ -498,7 +498,7 @@ class Gradients:
         self.ready = False
 
     def cleared(self) -> None:
-        """After ``optimizer.zero_grad()``: drop pending gradients, lowered ones and those put aside as well."""
+        """After ``optimizer.zero_grad()``: drop pending gradients, low-precision ones and those put aside as well."""
         self.ready = False
         if self.hidden is not None:
             unscale.zero_(self._unreduced())
@@ -506,7 +506,7 @@ class Gradients:
         if self.owed:
             self.owed.clear()
         if self.pairs:
-            self.drop_lowered()
+            self.drop_low_precision()
             if self._witness is not None:
                 self._witness.forget()
             if self._early is not None:

@@ -1,8 +1,8 @@
 """fp32 master weights: the optimizer steps them where the model's own parameters are fp16 or bf16.
 
-The optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the lowered parameters, and one weak
-table in this module says what belongs to each. A master takes over the fp32 storage that the parameter had, so it is
-exact. :mod:`xamp.scaling.moves` moves gradients from parameter to master; weights are copied back after a step.
+The optimizer's ``param_groups`` and ``state`` hold the masters, the model keeps the low-precision parameters, and one
+weak table in this module says what belongs to each. A master takes over the fp32 storage that the parameter had, so it
+is exact. :mod:`xamp.scaling.moves` moves gradients from parameter to master; weights are copied back after a step.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
     "Pair",
     "agree",
     "agrees",
-    "any_lowered",
+    "any_low_precision",
     "copy",
     "copy_back",
     "ensure_master",
     "exact",
-    "forget_lowered",
+    "forget_low_precision",
     "fp32_of",
     "has_fp32",
-    "is_lowered",
+    "is_low_precision",
     "load_masters",
     "master_of",
     "overwrite",
     "reconcile",
     "replace_fp32",
     "save_masters",
-    "set_lowered",
+    "set_low_precision",
     "unrounded",
     "use",
     "watch_state_dicts",
@@ -52,17 +52,17 @@ __all__ = [
 ]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
-"""(the model's lowered parameter, its fp32 master)."""
+"""(the model's low-precision parameter, its fp32 master)."""
 
 LOWER = (torch.float16, torch.bfloat16)
 
 copy: Callable[[Any, Any], None] = kernels.copy_
-"""Copies the second list of tensors into the first: as in :mod:`xamp.distributed.ranks` where DTensors are lowered."""
+"""Copies the second list of tensors into the first: as in :mod:`xamp.distributed.ranks` where there are DTensors."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Lowered:
-    """What belongs to a parameter or buffer that xamp lowered.
+    """What belongs to a parameter or buffer that xamp cast to low precision.
 
     Attributes:
         master: the fp32 master of a parameter; None where it has none.
@@ -81,25 +81,25 @@ _lowered: Any = WeakIdKeyDictionary()  # tensor -> its _Lowered, until its sessi
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
-    """Return the fp32 master of a lowered parameter; None where it has none."""
+    """Return the fp32 master of a low-precision parameter; None where it has none."""
     found: _Lowered | None = _lowered.get(param)
     return None if found is None else found.master
 
 
-def is_lowered(tensor: torch.Tensor) -> bool:
-    """Return whether xamp lowered ``tensor``, in a session that is not closed."""
+def is_low_precision(tensor: torch.Tensor) -> bool:
+    """Return whether xamp cast ``tensor`` to low precision, in a session that is not closed."""
     return tensor in _lowered
 
 
-def any_lowered() -> bool:
-    """Return whether xamp lowered any tensor, in a session that is not closed."""
+def any_low_precision() -> bool:
+    """Return whether xamp cast any tensor to low precision, in a session that is not closed."""
     return bool(_lowered)
 
 
-def set_lowered(
+def set_low_precision(
     tensor: torch.Tensor, master: nn.Parameter | None = None, *, original: torch.Tensor | None = None
 ) -> None:
-    """Note that xamp lowered ``tensor``.
+    """Note that xamp cast to low precision ``tensor``.
 
     Args:
         tensor: the parameter or buffer, which has its lower dtype.
@@ -112,8 +112,8 @@ def set_lowered(
     _lowered[tensor] = _Lowered(master, original, 0 if master is None else master._version)
 
 
-def forget_lowered(tensor: torch.Tensor) -> None:
-    """Note that ``tensor`` is no longer lowered."""
+def forget_low_precision(tensor: torch.Tensor) -> None:
+    """Note that ``tensor`` is no longer in low precision."""
     _lowered.pop(tensor, None)
 
 
@@ -124,7 +124,7 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
     found = master_of(param)
     if found is None:
         found = nn.Parameter(param.detach().float())
-        set_lowered(param, found)
+        set_low_precision(param, found)
     return found
 
 
@@ -132,7 +132,7 @@ def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp did not lower it.
+    """Return what ``tensor`` stands for: its master, or its fp32 values; itself where xamp has not cast it.
 
     A master that no backward has used yet first follows its parameter.
     """
@@ -145,12 +145,12 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_fp32(buffer: torch.Tensor) -> bool:
-    """Return whether the fp32 values of a lowered buffer are kept; see :func:`set_lowered`."""
-    return is_lowered(buffer) and _lowered[buffer].original is not None
+    """Return whether the fp32 values of a low-precision buffer are kept; see :func:`set_low_precision`."""
+    return is_low_precision(buffer) and _lowered[buffer].original is not None
 
 
 def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
-    """Return the fp32 values of a lowered buffer: the exact ones where it still holds them rounded.
+    """Return the fp32 values of a low-precision buffer: the exact ones where it still holds them rounded.
 
     Values are compared, because a version does not show what is written through ``.data``. With ``wait`` the host waits
     for the device to learn whether nothing was written; then the result is the tensor that was cast.
@@ -165,7 +165,7 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
 
 
 def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
-    """Make ``values`` the fp32 values of a lowered buffer, before they are written into it; else do nothing."""
+    """Make ``values`` the fp32 values of a low-precision buffer, before they are written into it; else do nothing."""
     if has_fp32(buffer) and values.shape == buffer.shape:
         _lowered[buffer].original = unrounded(values, fp32_of(buffer)).clone()
 
@@ -312,15 +312,15 @@ def _tensors_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Ten
 
 @pickled_as("save_masters")
 def save_masters(module: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]) -> None:
-    """State-dict hook: save the master of each tensor that xamp lowered, or the tensor in fp32 if it has no master.
+    """State-dict hook: save the master of each tensor that xamp has cast, or the tensor in fp32 if it has no master.
 
-    A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp did not lower. Its
+    A copy of the model (such as an average of its weights) has fp16 or bf16 tensors that xamp has not cast. Its
     entries stay the tensors of the copy themselves, so that a user can write into them.
     """
     if torch.onnx.is_in_onnx_export():
         return  # the exporter looks for the very tensors with which the model computes
     for key, tensor in _tensors_of(module, prefix):
-        if key not in state or not is_lowered(tensor):
+        if key not in state or not is_low_precision(tensor):
             continue
         master = master_of(tensor)
         if master is None:
@@ -335,7 +335,7 @@ def load_masters(
     module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
     """Load-state-dict hook: write the masters of the module's own parameters. torch then writes the parameters."""
-    if metadata.get("assign_to_params_buffers") and any(is_lowered(t) for _, t in _tensors_of(module, prefix)):
+    if metadata.get("assign_to_params_buffers") and any(is_low_precision(t) for _, t in _tensors_of(module, prefix)):
         raise StateError(
             "load_state_dict(assign=True) would replace parameters that xamp.initialize has cast and that optimizers "
             "hold. Load without assign=True, or load before xamp.initialize."

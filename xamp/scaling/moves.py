@@ -1,4 +1,4 @@
-"""Moves gradients from lowered parameters into their masters, and finds out what becomes of the model's own since then.
+"""Moves gradients from low-precision parameters to their masters, and sees what becomes of the model's own after that.
 
 Mostly they move when a ``scale_loss`` is left. While micro-batches accumulate, the masters hold fp32 gradients already,
 and 16-bit ones that wait for the end of the next backward would take 2 bytes a parameter more: :class:`EarlyMoves` lets
@@ -32,15 +32,15 @@ Finish = Callable[[list[torch.Tensor]], None]
 
 
 def transfer(pairs: Sequence[masters.Pair], finish: Finish | None, *, leave: bool = False) -> bool:
-    """Move each gradient of a lowered parameter into its master's ``.grad``, and add it to what is there.
+    """Move each gradient of a low-precision parameter into its master's ``.grad``, and add it to what is there.
 
-    The lowered gradients of a chunk are freed before the next is copied: Adam then takes 18 bytes a parameter, against
-    20 if all are copied at once.
+    The low-precision gradients of a chunk are freed before the next is copied: Adam then takes 18 bytes a parameter,
+    against 20 if all are copied at once.
 
     Args:
         pairs: parameters and masters.
         finish: None leaves the gradients as they are.
-        leave: the lowered parameters keep their gradients.
+        leave: the low-precision parameters keep their gradients.
 
     Returns:
         Whether there was any gradient.
@@ -62,15 +62,15 @@ def chunk_limit(pairs: Sequence[masters.Pair]) -> float:
 
 def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leave: bool = False) -> None:
     """Move the gradients of one chunk; see :func:`transfer`. Each parameter has one."""
-    lowered = [p.grad for p, _ in chunk]
+    low_precision = [p.grad for p, _ in chunk]
     in_parts = masters.copy is ranks.copy
-    if any(g is not None and g.is_sparse for g in lowered):
-        full = [g.float() for g in lowered if g is not None]
+    if any(g is not None and g.is_sparse for g in low_precision):
+        full = [g.float() for g in low_precision if g is not None]
     else:
         full = [torch.empty_like(m) for _, m in chunk]
         if in_parts:
-            lowered = [ranks.align(g, m) for g, (_, m) in zip(lowered, chunk, strict=True)]
-        masters.copy(full, lowered)
+            low_precision = [ranks.align(g, m) for g, (_, m) in zip(low_precision, chunk, strict=True)]
+        masters.copy(full, low_precision)
     for param, _ in () if leave else chunk:
         param.grad = None
     if finish is not None:
@@ -84,7 +84,7 @@ def transfer_chunk(chunk: Sequence[masters.Pair], finish: Finish | None, *, leav
 
 # ---------------------------------------------------------------- during the backward of a later micro-batch
 
-_LEAST = 2**18  # elements of all lowered parameters, 512 KiB of gradients: of less, early moves save nothing
+_LEAST = 2**18  # elements of all low-precision parameters, 512 KiB of gradients: of less, early moves save nothing
 _FEW = 32  # so many parameters may share those; of 300 with 1,000 elements each, the hooks took more time than the rest
 _SMALLER = 16  # a parameter this many times smaller than the mean (bias, norm) gets no hook, which would take 8 us
 
@@ -106,7 +106,7 @@ class EarlyMoves:
     this object weakly.
 
     Args:
-        pairs: lowered parameters and their masters.
+        pairs: low-precision parameters and their masters.
         finish: None leaves the gradients as they are.
         found_inf: the flag that ``finish`` raises; None where nothing is checked.
 
@@ -243,11 +243,11 @@ _witnesses: Any = WeakIdKeyDictionary()  # parameter -> its witness, held weakly
 class GradientWitness:
     """Finds out whether somebody cleared the model's gradients while the masters held them.
 
-    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the lowered parameters only. So xamp
-    leaves a gradient of zeros, the witness, on the smallest of them. If it is gone, all gradients were cleared, and the
-    masters' are cleared too. If it was written to, somebody worked on the model's gradients instead of the masters',
-    which is an error. A second one elsewhere in the model tells whether only a part was cleared. Nobody knows which
-    part, so that is an error too. Compiled code does without the second.
+    ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the low-precision parameters only. So
+    xamp leaves a gradient of zeros, the witness, on the smallest of them. If it is gone, all gradients were cleared,
+    and the masters' are cleared too. If it was written to, somebody worked on the model's gradients instead of the
+    masters', which is an error. A second one elsewhere in the model tells whether only a part was cleared. Nobody knows
+    which part, so that is an error too. Compiled code does without the second.
     """
 
     def __init__(self, pairs: Sequence[masters.Pair]) -> None:
@@ -280,7 +280,7 @@ class GradientWitness:
             self.leave()
 
     def others(self) -> bool:
-        """Return whether lowered parameters have gradients besides the zeros."""
+        """Return whether low-precision parameters have gradients besides the zeros."""
         return any(p.grad is not None and not any(p is one for one, *_ in self._left) for p, _ in self._pairs)
 
     def check(self, call: str) -> None:
@@ -393,7 +393,7 @@ def _elsewhere(pairs: Sequence[masters.Pair], param: torch.Tensor) -> nn.Paramet
 
 def clear_gradients(model: nn.Module) -> None:
     """Clear the gradients of the masters of ``model``'s parameters."""
-    for param in model.parameters() if masters.any_lowered() else ():
+    for param in model.parameters() if masters.any_low_precision() else ():
         master = masters.master_of(param)
         if master is not None:
             master.grad = None

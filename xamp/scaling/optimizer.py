@@ -188,7 +188,7 @@ class _Managed:
         pass
 
     def add_param_group(self, group: Any) -> None:
-        """Add the group as the base class does, and give its lowered parameters masters."""
+        """Add the group as the base class does, and give its low-precision parameters masters."""
         if not isinstance(group, dict):
             super().add_param_group(group)  # type: ignore[misc]  # raises torch's error
         params = group.get("params", ())
@@ -250,11 +250,11 @@ def _keep_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
 def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Cast existing optimizer state to the dtypes of ``params``, as ``load_state_dict`` would.
 
-    ``params`` has, for each lowered parameter of the model, the tensor that the optimizer steps: itself or its master.
+    ``params`` has, for each low-precision parameter of the model, what the optimizer steps: itself or its master.
 
     Returns:
-        A function that makes lowered state fp32 again. It restores the original tensors, unless a step has changed the
-        cast ones.
+        A function that makes low-precision state fp32 again. It restores the original tensors, unless a step has
+        changed the cast ones.
     """
     cast: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = []
     for param in params:
@@ -265,10 +265,10 @@ def cast_state(optimizer: Optimizer, params: Sequence[torch.Tensor]) -> Callable
                 if made is not value:
                     cast.append((state, key, value, made, made._version))
     held_weakly = weakref.ref(optimizer)
-    lowered = any(p.dtype in LOWER for p in params)
+    low_precision = any(p.dtype in LOWER for p in params)
 
     def undo() -> None:
-        if not lowered:  # if any state is in half precision, the optimizer itself chose that
+        if not low_precision:  # if any state is in half precision, the optimizer itself chose that
             return
         before = {id(made): value for _, _, value, made, version in cast if made._version == version}
         found = held_weakly()

@@ -156,7 +156,7 @@ class OptimizerState:
         self.fresh = False
 
     def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is the optimizer's own; lowered gradients go too."""
+        """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is its own; the model's gradients go too."""
         base(*args, **kwargs)
         self.gradients.cleared()
 
@@ -461,7 +461,7 @@ def call_closure(
     reached: list[torch.Tensor] = []
     hooks = [
         param.register_post_accumulate_grad_hook(reached.append)
-        for param in (*gradients.plain, *(lowered for lowered, _ in gradients.pairs))
+        for param in (*gradients.plain, *(low_precision for low_precision, _ in gradients.pairs))
         if param.requires_grad and param.is_leaf
     ]
     try:

@@ -46,7 +46,7 @@ class MasterVersions:
         self.lent = False
 
     def note(self) -> None:
-        """Remember the masters' versions: the lowered parameters agree with them."""
+        """Remember the masters' versions: the low-precision parameters agree with them."""
         self._seen = [master._version for _, master in self._gradients.pairs]
 
     def pairs(self, *, changed: bool) -> list[masters.Pair]:
@@ -98,7 +98,7 @@ class Weights:
         capturing: returns whether a graph is being captured now; None: the device has no graphs.
 
     Attributes:
-        pairs: all lowered parameters and their masters.
+        pairs: all low-precision parameters and their masters.
         tells_lost_writes: warn of weights of the model that the masters will overwrite.
     """
 

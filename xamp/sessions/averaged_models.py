@@ -1,7 +1,7 @@
-"""torch's ``AveragedModel`` of a model whose parameters are lowered.
+"""torch's ``AveragedModel`` of a model whose parameters are in low precision.
 
-It averages tensor by tensor. Made before ``initialize``, it is fp32 and meets lowered parameters: an error about
-dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of lowered
+It averages tensor by tensor. Made before ``initialize``, it is fp32 and meets low-precision parameters: an error about
+dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of low-precision
 parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is given the exact
 values.
 """
@@ -52,16 +52,16 @@ def serve_averaged_models() -> None:
 
 
 def _make_fp32(average: nn.Module, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make a copy of lowered parameters and buffers fp32, and take it out of the policy, which is for lowered ones.
+    """Make a copy of low-precision parameters and buffers fp32, and take it out of the policy, which is not for fp32.
 
     Returns:
-        Each tensor whose source is lowered, with its source; none where no parameter of ``model`` is lowered.
+        Each tensor whose source is in low precision, with its source; none where no parameter of ``model`` is.
     """
-    if not any(map(masters.is_lowered, model.parameters())):
+    if not any(map(masters.is_low_precision, model.parameters())):
         return []
     own = (*average.parameters(), *average.buffers())
     sources = (*model.parameters(), *model.buffers())
-    pairs = [(copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_lowered(source)]
+    pairs = [(copied, source) for copied, source in zip(own, sources, strict=False) if masters.is_low_precision(source)]
     for copied, _ in pairs:
         if copied.dtype in masters.LOWER:
             ranks.set_data(copied, copied.detach().float())

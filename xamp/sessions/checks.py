@@ -26,7 +26,7 @@ from xamp.policy import Policy, levels_where, listed
 from xamp.registry.plugins import SPELLINGS
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import list_refusal
-from xamp.scaling.masters import LOWER, is_lowered
+from xamp.scaling.masters import LOWER, is_low_precision
 from xamp.scaling.optimizer import is_zero, state_of
 from xamp.sessions import foreign
 from xamp.sessions.session import find_session
@@ -179,7 +179,7 @@ def _check_parameter(param: torch.Tensor, name: str, model: str, policy: Policy)
     named = f"parameter {name!r} of {model}"
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise PolicyError(f"initialize: {named} has no shape yet. Run one batch through the model first.")
-    if is_lowered(param):
+    if is_low_precision(param):
         raise StateError(
             f"initialize: {named} belongs to another session, which has cast it. Give all models that share it to one "
             "initialize call, or close that session first."
@@ -312,7 +312,7 @@ def check_not_sharded_since(optimizers: Sequence[Optimizer], policy: Policy) -> 
     """
     for param in (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         sharded = is_dtensor(param) or is_shard(param)
-        if policy.casts_parameters and sharded and param.dtype in LOWER and not is_lowered(param):
+        if policy.casts_parameters and sharded and param.dtype in LOWER and not is_low_precision(param):
             raise StateError(
                 f"initialize(level={policy.level!r}): the model was cast by an earlier initialize and sharded since, "
                 "so that its parameters are new ones, and rounded. Shard first, then make the optimizer from "
@@ -343,7 +343,7 @@ def is_plain(optimizer: Optimizer, backend: Backend) -> bool:
 
 
 def _check_no_inner_optimizer(optimizer: Optimizer, policy: Policy) -> None:
-    """Refuse an optimizer around one with groups of its own, which would keep the lowered parameters and never move."""
+    """Refuse an optimizer around one with groups of its own, which would keep the cast parameters and never move."""
     outer = {id(group["params"]) for group in optimizer.param_groups}
     for name, inner in vars(optimizer).items():
         if isinstance(inner, Optimizer) and any(id(group["params"]) not in outer for group in inner.param_groups):

@@ -47,7 +47,7 @@ class Plan:
     The models come without their wrappers; ``cast`` casts their arguments and results.
 
     Attributes:
-        lowered: parameters to cast; of those that come in the lower dtype only a master is made.
+        low_precision: parameters to cast; of those that come in the lower dtype only a master is made.
 
     Raises:
         PolicyError: ``keep_fp32`` names a module that no model has; or FSDP shards a model otherwise than the policy
@@ -65,21 +65,21 @@ class Plan:
         self.device_type = device.type
         self._watched = policy.checks and backend.capabilities(device).overflow == "flag"
         self._fp32_modules = [weakref.ref(module) for module in _find_fp32_modules(models, policy.keep_fp32)]
-        self.lowered: list[nn.Parameter] = []
+        self.low_precision: list[nn.Parameter] = []
         self._units: list[tuple[fsdp.Unit, torch.dtype | None, bool]] = []  # each with its dtype, and whether the root
         self._buffers: list[_Place] = []
         self._raised: list[_Place] = []  # half parameters and buffers that become fp32
         self._half_buffers: list[_Place] = []  # those that stay half until the end
         # What a tensor was before the call, by its id, until the call is done: weakly itself, its values, its gradient.
         self._before: dict[Any, Any] = {}
-        # By id of a lowered parameter: the fp32 values and the gradient that it gets when the session is closed.
+        # By id of a low-precision parameter: the fp32 values and the gradient that it gets when the session is closed.
         self._restored: dict[int, _Values] = {}
         if policy.casts_parameters and policy.dtype != torch.float32:
-            self._find_lowered()
-        # The lowered values are made here: if memory runs out now, nothing has changed yet.
-        self._values = [backend.plain(p.detach().to(policy.dtype)) for p in self.lowered]
+            self._find_low_precision()
+        # The low-precision values are made here: if memory runs out now, nothing has changed yet.
+        self._values = [backend.plain(p.detach().to(policy.dtype)) for p in self.low_precision]
 
-    def _find_lowered(self) -> None:
+    def _find_low_precision(self) -> None:
         modules = self._modules()
         kept = {id(m) for module in self.fp32_modules() for m in module.modules()}
         if self.policy.keep_batchnorm_fp32:
@@ -94,7 +94,7 @@ class Plan:
             for param in module._parameters.values():
                 if param is not None and param.dtype in taken and id(param) not in seen:
                     seen.add(id(param))
-                    self.lowered.append(param)
+                    self.low_precision.append(param)
             self._buffers += [
                 (weakref.ref(module), name)
                 for name, b in module._buffers.items()
@@ -121,7 +121,7 @@ class Plan:
                 if tensor is not None and tensor.dtype in masters.LOWER and id(tensor) not in found:
                     found.add(id(tensor))
                     self._raised.append((weakref.ref(module), name))
-        if any(param.dtype in masters.LOWER for param in self.lowered):
+        if any(param.dtype in masters.LOWER for param in self.low_precision):
             self._half_buffers = [
                 (weakref.ref(module), name)
                 for module in modules
@@ -146,7 +146,7 @@ class Plan:
         self._before = undo.before
         if self._raised:
             self._raise(undo)
-        if self.lowered or self._buffers:
+        if self.low_precision or self._buffers:
             self._lower(undo)
         for unit, dtype, is_root in self._units:
             undo.steps.append(unit.compute_in(dtype, is_root))
@@ -160,7 +160,7 @@ class Plan:
         """Yield the models, their parts that can be written out alone, and those that stay fp32, with their regions."""
         models, kept = ({id(module): module for module in found} for found in (self.models(), self.fp32_modules()))
         yield from ((model, self._region(key in kept)) for key, model in models.items())
-        if self.lowered:
+        if self.low_precision:
             whole = Region(self.device_type, None, None, None, methods=(), lowers=True)
             inner = (m for key, m in self._modules().items() if key not in models and key not in kept)
             yield from ((module, whole) for module in inner if writes_its_dtype(type(module)))
@@ -175,30 +175,30 @@ class Plan:
         return Region(
             *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
             *(self._cast, policy.apart, policy.master_weights, policy.spared_inputs),
-            bool(self.lowered) and not kept_whole,
+            bool(self.low_precision) and not kept_whole,
         )
 
     def _lower(self, undo: Undo) -> None:
         undo.preparing.append(self._prepare_fp32)
         undo.steps.append(self._restore_fp32)
-        for param, value in zip(self.lowered, self._values, strict=True):
+        for param, value in zip(self.low_precision, self._values, strict=True):
             grad = param.grad
             self._before[id(param)] = param.data, grad
             master = self._make_master(param) if self.policy.master_weights else None
-            masters.set_lowered(param, master)  # from here on the undo knows that the parameter has changed
+            masters.set_low_precision(param, master)  # from here on the undo knows that the parameter has changed
             _put(param, value, None)
             stepped = param if master is None else master
             stepped.grad = None if grad is None else grad.to(stepped.dtype)
         for module, name, buffer in _alive(self._buffers):
             cast = buffer.to(self.policy.dtype)
-            masters.set_lowered(cast, original=buffer)
+            masters.set_low_precision(cast, original=buffer)
             module._buffers[name] = cast
         self._values = []
         self._flatten_rnns()
-        lowered = {id(param) for param in self.lowered}
+        changed = {id(param) for param in self.low_precision}
         for rnn in self._rnns():  # let the backend join the weights that torch left apart
             weights: list[Any] = rnn._flat_weights
-            if all(id(w) in lowered for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
+            if all(id(w) in changed for w in weights) and len({w.untyped_storage().data_ptr() for w in weights}) > 1:
                 join_weights(rnn, self._backend.join_weights_)
 
     def _rnns(self) -> Iterator[nn.RNNBase]:
@@ -214,7 +214,7 @@ class Plan:
             return nn.Parameter(self._backend.plain(param.data.float()))
 
     def doubtful_buffers(self) -> tuple[list[str], list[str]]:
-        """Name the lowered buffers in which digits count, where the level spares buffers.
+        """Name the low-precision buffers in which digits count, where the level spares buffers.
 
         Running statistics of torch's norms are what the level says (``keep_batchnorm_fp32``), and not named.
         docs/levels.md has on which models this rule was measured.
@@ -228,7 +228,7 @@ class Plan:
         for model in self.models() if self.policy.spares_buffers else ():
             for prefix, module in model.named_modules():
                 for name, buffer in () if isinstance(module, NormBase) else module._buffers.items():
-                    if buffer is None or not masters.is_lowered(buffer):
+                    if buffer is None or not masters.is_low_precision(buffer):
                         continue
                     shown = f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}"
                     exact, saved = masters.fp32_of(buffer), name not in module._non_persistent_buffers_set
@@ -256,10 +256,12 @@ class Plan:
     def _prepare_fp32(self) -> None:
         """Allocate what :meth:`_restore_fp32` gives back. Changes no parameter."""
         self._restored = {}
-        self._restored = {id(param): self._fp32_of(param) for param in self.lowered if masters.is_lowered(param)}
+        self._restored = {
+            id(param): self._fp32_of(param) for param in self.low_precision if masters.is_low_precision(param)
+        }
 
     def _fp32_of(self, param: nn.Parameter) -> _Values:
-        """Return values and gradient of a lowered parameter: from before the call, or in fp32 once it is done."""
+        """Return values and gradient of a low-precision parameter: from before the call, or in fp32 once it is done."""
         if id(param) in self._before:
             return self._before[id(param)]  # type: ignore[no-any-return]
         master = masters.master_of(param)
@@ -268,19 +270,19 @@ class Plan:
         return full, None if grad is None else grad.to(full.dtype)
 
     def _restore_fp32(self) -> None:
-        """Give each lowered parameter its fp32 values and its gradient back, and each lowered buffer its values."""
-        for param in self.lowered:
-            if not masters.is_lowered(param):
+        """Give each cast parameter its fp32 values and its gradient back, and each cast buffer its values."""
+        for param in self.low_precision:
+            if not masters.is_low_precision(param):
                 continue  # it was never changed, or is restored already
             if id(param) not in self._restored:
                 self._restored[id(param)] = self._fp32_of(param)
             _put(param, *self._restored[id(param)])
-            masters.forget_lowered(param)
+            masters.forget_low_precision(param)
         self._restored = {}
         for module, name, buffer in _alive(self._buffers):
             if buffer.dtype in masters.LOWER:
                 module._buffers[name] = masters.fp32_of(buffer)
-                masters.forget_lowered(buffer)
+                masters.forget_low_precision(buffer)
         if not self._before:  # a call that fails has not cast them
             for module, name, buffer in _alive(self._half_buffers):
                 module._buffers[name] = buffer.float()

@@ -25,7 +25,7 @@ from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.engine import Engine
-from xamp.scaling.masters import is_lowered
+from xamp.scaling.masters import is_low_precision
 from xamp.scaling.optimizer import state_of
 from xamp.sessions import checkpoint, metrics
 from xamp.sessions.foreign import optimizer_in, unwrap
@@ -190,8 +190,8 @@ def end_session(engine: Engine) -> bool:
     It waits for those of parameters in the dtype that they had.
     """
     engine.check_closable()
-    lowered = [p for model in engine.models().values() for p in model.parameters() if is_lowered(p)]
-    left = ddps.around(lowered) if lowered and is_running() else {}
+    low_precision = [p for model in engine.models().values() for p in model.parameters() if is_low_precision(p)]
+    left = ddps.around(low_precision) if low_precision and is_running() else {}
     engine.undo.prepare()
     engine.undo.unwind()
     ddps.end(left)

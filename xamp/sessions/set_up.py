@@ -76,9 +76,9 @@ def set_up(
     if policy.autocast:
         undo.steps.append(ops.hold(policy.op_policy, engine))
     plan.apply(undo)
-    if plan.lowered:
+    if plan.low_precision:
         serve_averaged_models()
-    if plan.lowered and policy.master_weights:
+    if plan.low_precision and policy.master_weights:
         serve_torch_states()
     for model in arguments.models if policy.master_weights else ():
         followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
@@ -160,11 +160,11 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
 
 
 def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
-    """Put masters into the optimizers in place of lowered parameters, and let the engine run the steps."""
+    """Put masters into the optimizers in place of low-precision parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        alone = [TensorWeakRef(p) for p in params if not masters.is_lowered(p)]  # outside the models
+        alone = [TensorWeakRef(p) for p in params if not masters.is_low_precision(p)]  # outside the models
         undo.steps.append(functools.partial(_forget_masters, alone))
         pairs = [(p, m) for p in params if (m := masters.ensure_master(p, engine.policy)) is not None]
         engine.weights.add(pairs)
@@ -190,7 +190,7 @@ def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
     """Undo: parameters outside the models, which are in the lower dtype by themselves, have no masters."""
     for ref in params:
         if (param := ref()) is not None:
-            masters.forget_lowered(param)
+            masters.forget_low_precision(param)
 
 
 def _take_out_states(states: Sequence[OptimizerState], before: dict[Any, Any], engine: Engine) -> None:

@@ -5,7 +5,7 @@ the parameters of the model, which they look up in ``param_groups``. They are gi
 each master's place is taken by its parameter. Optimizers without masters pass unchanged.
 
 With ``full_state_dict`` or ``broadcast_from_rank0`` they write what they load into the shards of the model's own
-parameters first. In the place of a lowered one they are given its fp32 values.
+parameters first. In the place of a low-precision one they are given its fp32 values.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _with_views(module: Any, function: Any) -> Any:
 def _with_exact(_: Any, function: Any) -> Any:
     def wrapped(loaded: Any, held: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         for key, value in held.items():
-            if masters.is_lowered(value):  # a copy: should the load fail, the master is what it was
+            if masters.is_low_precision(value):  # a copy: should the load fail, the master is what it was
                 held[key] = masters.exact(value).detach().clone()
         return function(loaded, held, *args, **kwargs)
 

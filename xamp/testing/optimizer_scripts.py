@@ -85,7 +85,7 @@ class OptimizerScripts(Tier):
     @each_setting
     @few_forms
     def test_group_added_in_the_middle(self, lane: Lane, setting: str, form: Form) -> None:
-        """A group added after two steps steps and skips like the others; its lowered parameters get masters."""
+        """A group added after two steps steps and skips like the others; its low-precision parameters get masters."""
         pair = begin(lane, setting, _FirstOnly(form.cls, form.options, form.way))
         for count, x in enumerate(inputs(6, lane)):
             if count == 2:

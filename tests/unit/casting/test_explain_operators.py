@@ -1,4 +1,4 @@
-"""Whatever raises where fp32 meets lowered parameters, in whatever words: it is explained, and its place is named."""
+"""Whatever raises where fp32 meets low-precision parameters, in whatever words, is explained, and its place named."""
 
 from __future__ import annotations
 

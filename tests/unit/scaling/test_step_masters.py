@@ -139,7 +139,7 @@ class Around(Optimizer):
 
 @with_masters
 def test_an_optimizer_around_another_with_groups_of_its_own_is_refused(lane: Lane, level: str) -> None:
-    """It would step lowered parameters that have no gradients: nothing would ever move."""
+    """It would step low-precision parameters that have no gradients: nothing would ever move."""
     model = Dot().to(lane.device)
     optimizer = Around(model.parameters())
     with pytest.raises(UnsupportedPolicy, match=r"Around\.inner is another optimizer.*O0, O1, O3, O4"):

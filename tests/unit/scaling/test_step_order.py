@@ -79,7 +79,7 @@ def test_step_after_backward_outside_the_block(lane: Lane, level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_step_after_a_plain_backward_on_top_of_a_right_one(lane: Lane, level: str) -> None:
-    """Its gradients would be left out: they are in the lowered parameters."""
+    """Its gradients would be left out: they are in the low-precision parameters."""
     model, optimizer = start(lane, level)
     first, second = inputs(2, lane)
     run_backward(model(first), optimizer)

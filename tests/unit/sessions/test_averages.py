@@ -141,7 +141,7 @@ def test_swapped_evaluates_at_the_level_and_restores_every_bit(level: str, lane:
 
 
 def _exact_where_kept(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What ``state_dict`` holds exactly: all but lowered tensors without a master."""
+    """What ``state_dict`` holds exactly: all but low-precision tensors without a master."""
     lowered = {name for name, p in model.named_parameters() if p.dtype is not torch.float32}
     has_masters = xamp.session(model).policy.master_weights
     held = {name for name, b in model.named_buffers() if b.dtype in (torch.float16, torch.bfloat16)}
