@@ -45,7 +45,7 @@ class NativeBackend(Backend):
     """A device on which torch.autocast and torch's own kernels work.
 
     What it can do is tried on the device and not listed: the lower dtypes that :meth:`dtypes` names, each of which goes
-    alone if it does not compute, and torch.optim's fused forms.
+    alone if it does not compute, and torch.optim's fused implementations.
 
     Attributes:
         fast_dtypes: see :class:`~xamp.contract.Capabilities`; dtypes that the device lacks are left out.
@@ -111,7 +111,7 @@ class NativeBackend(Backend):
         return self.fast_dtypes
 
     def fused_optimizers_of(self, device: torch.device) -> tuple[str, ...]:
-        """Names of the classes of torch.optim whose fused form is right on ``device``: asked once for each device."""
+        """Names of the classes of torch.optim whose fused implementation is right on ``device``; asked once."""
         return fused_forms(device)
 
     def _try_dtypes(self, device: torch.device) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:

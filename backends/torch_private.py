@@ -28,7 +28,7 @@ has_kernel_for_key: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_f
 foreach_mul_ = torch._foreach_mul_
 
 default_to_fused_or_foreach: Any = _default_to_fused_or_foreach
-"""Returns whether an optimizer chooses its fused form, and whether its form on lists, for parameters by itself."""
+"""Returns whether an optimizer chooses its fused implementation by itself, and whether the one on lists."""
 
 get_cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_enabled
 use_cudnn_rnn_flatten_weight: Callable[[], bool] = torch._use_cudnn_rnn_flatten_weight

@@ -177,7 +177,7 @@ NETS = {
 
 
 def optimizer_for(net: Net, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, in its fused form where the device has one; so all ways have the same form."""
+    """The optimizer, in its fused implementation where the device has one; so all ways have the same form."""
     params: Any = list(model.parameters())
 
     def make(**form: Any) -> torch.optim.Optimizer:

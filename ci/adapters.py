@@ -1,4 +1,4 @@
-"""Which wing uses which private name of torch, through the modules that adapt to torch: see ci/private_names.py."""
+"""Which package uses which private name of torch, through the modules that adapt to torch: see ci/private_names.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["uses", "wing_of"]
 
 
 def uses(root: pathlib.Path, adapters: Sequence[pathlib.Path], others: Sequence[pathlib.Path]) -> dict[str, set[str]]:
-    """Each private name that one of ``adapters`` has -> the wings that use it through the adapter.
+    """Each private name that one of ``adapters`` has -> the packages that use it through the adapter.
 
     A use is an import of what the adapter binds by it, or an attribute of the adapter.
 
@@ -33,7 +33,7 @@ def uses(root: pathlib.Path, adapters: Sequence[pathlib.Path], others: Sequence[
 
 
 def wing_of(path: pathlib.Path) -> str:
-    """The wing of a file, by its path below the root: a folder or module of xamp/; the emulation stands for itself."""
+    """The package of a file, by its path below the root: a folder or module of xamp/; the emulation is its own."""
     first, *rest = path.with_suffix("").parts
     if first == "backends":
         return "emulation" if rest[:2] == ["npu", "emulation"] else "backends"

@@ -1,10 +1,10 @@
-"""Draws docs/architecture.svg from the imports: each wing with its modules, above all that it imports.
+"""Draws docs/architecture.svg from the imports: each package with its modules, above all that it imports.
 
     python ci/architecture_picture.py            # writes the picture
     python ci/architecture_picture.py --check    # fails where the picture is not that of the code
 
 An arrow that a longer way implies is left out. Line counts and dates are left out too, so that the picture changes only
-when a module comes, goes or moves, or when a wing imports another one for the first or the last time.
+when a module comes, goes or moves, or when a package imports another one for the first or the last time.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, MARGIN, GAP, FLOOR_GAP = 1120, 24, 16, 44
 TITLE, LINE, CHARACTER = 20, 15, 6.1  # heights of a title and a line of modules, width of a character, in pixels
-SHOWN_WITH = {"__main__": "cli"}  # drawn as a part of that wing
+SHOWN_WITH = {"__main__": "cli"}  # drawn as a part of that package
 TOOLS = ("cli", "debug", "doctor", "port", "run", "survey", "testing")  # all others are the core: see pyproject.toml
 
 
 def wing_of(module: str) -> str:
-    """The wing, or the single module at the top, that ``module`` belongs to; empty for xamp itself."""
+    """The package, or the single module at the top, that ``module`` belongs to; empty for xamp itself."""
     name = module.split(".")[1] if "." in module else ""
     return SHOWN_WITH.get(name, name)
 
 
 def imports() -> dict[str, set[str]]:
-    """Each wing -> the wings that it imports."""
+    """Each package -> the packages that it imports."""
     graph = grimp.build_graph("xamp", include_external_packages=False, cache_dir=None)
     found: dict[str, set[str]] = {}
     for module in graph.modules:
@@ -46,22 +46,22 @@ def imports() -> dict[str, set[str]]:
 
 
 def floors(arrows: Mapping[str, set[str]]) -> dict[str, int]:
-    """Each wing -> its floor: 0 on the ground, else one above the highest that it imports."""
+    """Each package -> its floor: 0 on the ground, else one above the highest that it imports."""
     known: dict[str, int] = {}
 
-    def floor(wing: str) -> int:
-        if wing not in known:
-            known[wing] = 1 + max((floor(below) for below in arrows[wing]), default=-1)
-        return known[wing]
+    def floor(package: str) -> int:
+        if package not in known:
+            known[package] = 1 + max((floor(below) for below in arrows[package]), default=-1)
+        return known[package]
 
-    return {wing: floor(wing) for wing in arrows}
+    return {package: floor(package) for package in arrows}
 
 
 def direct(arrows: Mapping[str, set[str]]) -> list[tuple[str, str]]:
     """The arrows that no longer way implies."""
 
-    def reach(wing: str) -> set[str]:
-        return {below for step in arrows[wing] for below in (step, *reach(step))}
+    def reach(package: str) -> set[str]:
+        return {below for step in arrows[package] for below in (step, *reach(step))}
 
     return [
         (above, below)
@@ -71,9 +71,9 @@ def direct(arrows: Mapping[str, set[str]]) -> list[tuple[str, str]]:
     ]
 
 
-def modules_of(wing: str) -> list[str]:
-    """The modules of a wing, folders with a slash; none for a single module."""
-    folder = ROOT / "xamp" / wing
+def modules_of(package: str) -> list[str]:
+    """The modules of a package, folders with a slash; none for a single module."""
+    folder = ROOT / "xamp" / package
     if not folder.is_dir():
         return []
     inside = (path for path in folder.iterdir() if not path.name.startswith("__"))
@@ -83,9 +83,9 @@ def modules_of(wing: str) -> list[str]:
     return sorted(name for name in names if name != "ledger/")
 
 
-def says(wing: str) -> str:
-    """The first sentence of a wing's docstring."""
-    path = ROOT / "xamp" / wing
+def says(package: str) -> str:
+    """The first sentence of a package's docstring."""
+    path = ROOT / "xamp" / package
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     first = re.sub(r":\w+:`~?([\w.]+)`", r"\1", text.partition("\n")[0]).replace("``", "")
@@ -93,26 +93,28 @@ def says(wing: str) -> str:
 
 
 class Box:
-    """One wing as it is drawn.
+    """One package as it is drawn.
 
     Attributes:
         x, y: its upper left corner, in pixels.
         lines: the text below its title.
     """
 
-    def __init__(self, wing: str, width: float) -> None:
+    def __init__(self, package: str, width: float) -> None:
         characters = int((width - 20) / CHARACTER)
-        self.wing = wing
+        self.package = package
         self.width = width
         self.x = self.y = 0.0
-        self.lines = textwrap.wrap(says(wing), characters) + textwrap.wrap(",  ".join(modules_of(wing)), characters)
-        self.said = len(textwrap.wrap(says(wing), characters))
+        self.lines = textwrap.wrap(says(package), characters) + textwrap.wrap(
+            ",  ".join(modules_of(package)), characters
+        )
+        self.said = len(textwrap.wrap(says(package), characters))
         self.height = TITLE + 12 + LINE * len(self.lines)
 
     def svg(self) -> str:
         """The box."""
-        name = self.wing + ("/" if (ROOT / "xamp" / self.wing).is_dir() else ".py")
-        kind = "tool" if self.wing in TOOLS else "core"
+        name = self.package + ("/" if (ROOT / "xamp" / self.package).is_dir() else ".py")
+        kind = "tool" if self.package in TOOLS else "core"
         parts = [
             f'<rect class="{kind}" x="{self.x:.0f}" y="{self.y:.0f}" rx="6" '
             f'width="{self.width:.0f}" height="{self.height:.0f}"/>',
@@ -129,15 +131,15 @@ def lay_out(rows: Sequence[Sequence[str]]) -> tuple[dict[str, Box], float]:
     boxes: dict[str, Box] = {}
     y = float(MARGIN) + LINE + GAP
     for row in rows:
-        share = [max(7, 3 + len(modules_of(wing))) for wing in row]
+        share = [max(7, 3 + len(modules_of(package))) for package in row]
         free = WIDTH - 2 * MARGIN - GAP * (len(row) - 1)
         x = float(MARGIN)
-        for wing, part in zip(row, share, strict=True):
+        for package, part in zip(row, share, strict=True):
             width = free * part / sum(share) if len(row) > 1 else min(free, 720)
-            box = boxes[wing] = Box(wing, width)
+            box = boxes[package] = Box(package, width)
             box.x, box.y = x if len(row) > 1 else (WIDTH - width) / 2, y
             x += width + GAP
-        y += max(boxes[wing].height for wing in row) + FLOOR_GAP
+        y += max(boxes[package].height for package in row) + FLOOR_GAP
     return boxes, y - FLOOR_GAP + MARGIN
 
 
@@ -172,7 +174,7 @@ def draw() -> str:
     head = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     head += '<path d="M0 0 L8 4 L0 8 z" style="fill: #7d92ad; stroke: none"/></marker>'
     size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
-    title = "The wings of xamp: an arrow leads from a wing to one that it imports"
+    title = "The packages of xamp: an arrow leads from a package to one that it imports"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{title}">',

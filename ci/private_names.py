@@ -1,7 +1,7 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
 It fails too where the table of these names (xamp/ground/torch_private/names.py) and the adapters differ: a name without
-a line, a line without a name, other wings that use it, or none.
+a line, a line without a name, other packages that use it, or none.
 
     python ci/private_names.py            # checks that, and the count in docs/architecture.md
     python ci/private_names.py --write    # puts the count into docs/architecture.md
@@ -75,13 +75,13 @@ def adapter_of(path: str) -> str:
 
 
 def taken(root: pathlib.Path) -> dict[str, set[str]]:
-    """Each private name that an adapter below ``root`` has -> the wings that use it."""
+    """Each private name that an adapter below ``root`` has -> the packages that use it."""
     adapters = {path for path in _files(root) if is_in(path.relative_to(root).as_posix(), ADAPTERS)}
     return uses(root, sorted(adapters), [path for path in _files(root) if path not in adapters])
 
 
 def table() -> dict[str, tuple[str, ...]]:
-    """The table of the names: each with the wings that use it. Reading it imports no torch."""
+    """The table of the names: each with the packages that use it. Reading it imports no torch."""
     namespace = runpy.run_path(str(ROOT / TABLE))
     return {each.name: tuple(each.used_by.split()) for each in namespace["NAMES"]}
 

@@ -45,7 +45,7 @@ USE: dict[str, tuple[str, str]] = {
         "no nan may reach the weights in bf16 or fp32, or no step may be skipped",
     ),
     "op_policy": ("0.1.0", "results are to be those of `torch.autocast` on this device, or of Apex"),
-    "fused": ("0.1.0", "the fused form of an optimizer is to be kept out, or insisted on"),
+    "fused": ("0.1.0", "the fused implementation of an optimizer is to be kept out, or insisted on"),
     "models": ("0.1.0", "always"),
     "optimizers": ("0.1.0", "training; without one, the models are put under the policy for inference"),
     "backend": ("0.1.0", "several backends serve the device, or Apex's op lists are wanted"),

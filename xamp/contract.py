@@ -416,7 +416,7 @@ class Backend:
 
         Override it for a device whose own storage formats some operators refuse. Return a copy of a tensor in such a
         format, and any other tensor itself. xamp makes parameters that a level casts, and their masters, plain.
-        For other parameters that are not plain it chooses no fused form.
+        For other parameters that are not plain it chooses no fused implementation.
         """
         return tensor
 

@@ -158,7 +158,7 @@ class Policy:
         autocast: while the model runs, the op policy decides in which dtype each operator runs; see
             :attr:`Level.casts_operators`.
         input_dtype: dtype to which floating arguments of the model are cast; None: they are not cast.
-        spared_inputs: names of arguments, and types, that are not cast.
+        excluded_inputs: names of arguments, and types, that are not cast.
         master_weights: see :class:`Level`.
         keep_batchnorm_fp32: see :class:`Level`; ``"affine"``: only batch norm modules that have weights stay fp32.
         keep_fp32: module classes, qualified names and glob patterns of modules that stay fp32.
@@ -195,7 +195,7 @@ class Policy:
     growth_interval: int
     min_loss_scale: float
     max_loss_scale: float
-    spared_inputs: tuple[type | str, ...] = ()
+    excluded_inputs: tuple[type | str, ...] = ()
 
     @functools.cached_property  # read several times a step
     def scales(self) -> bool:
@@ -293,7 +293,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
     dtype = _lower_dtype(request.dtype, level)
     masters, keep_bn = _parameter_overrides(request, level)
     autocast = level.casts_operators
-    casts_inputs, spared_inputs = arguments.cast_inputs(request.cast_model_inputs)
+    casts_inputs, excluded_inputs = arguments.cast_inputs(request.cast_model_inputs)
     dynamic, static_scale = _loss_scale(request.loss_scale, level)
     return Policy(
         level=level.name,
@@ -311,7 +311,7 @@ def compile_policy(request: Request, level: Level, op_policies: Sequence[str]) -
         checks=_checks(request.on_static_overflow, dynamic, static_scale),
         op_policy=arguments.choice("op_policy", request.op_policy, tuple(op_policies)),
         fused=arguments.fused(request.fused),
-        spared_inputs=spared_inputs,
+        excluded_inputs=excluded_inputs,
         **_scaler_numbers(request),
     )
 

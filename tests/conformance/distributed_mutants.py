@@ -116,7 +116,7 @@ class ByHandAlone(InRanks):
 
     def sabotage(self, rank: int) -> None:
         def move(self: Any, flags: Any) -> None:
-            self.scaler.update(self.memory.sticky.max() * rank)
+            self.scaler.update(self.memory.found_inf_since_step.max() * rank)
 
         ManualEngine.move = move  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ import xamp
 from xamp.scaling import fused, masters, optimizer, step, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.engine import Engine, ScaledLoss
-from xamp.scaling.fused import FusedForm
+from xamp.scaling.fused import FusedImplementation
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.step import OptimizerState
@@ -64,13 +64,13 @@ def _unscales_the_second_again(self: Engine, states: Any, scaler: Any, *rest: An
 def _one_flag_for_all(self: Engine, states: Any, *rest: Any) -> torch.Tensor:
     found = _check(self, states, *rest)
     for state in states:
-        torch.maximum(state.sticky, found, out=state.sticky)
+        torch.maximum(state.found_inf_since_step, found, out=state.found_inf_since_step)
     return found
 
 
 def _anybodys(self: DeviceState, values: Any, optimizer: int) -> bool:
     """An overflow is everybody's."""
-    return any(values[self._first_sticky :])
+    return any(values[self._first_of_optimizers :])
 
 
 def _unscales_by_the_new_scale(self: Engine, state: OptimizerState) -> None:
@@ -183,14 +183,14 @@ MUTANTS = [
         "a kernel ignores found_inf and is believed", "optimizers.fused_works_or_is_refused", _kernel_without_found_inf
     ),
     Mutant(
-        "the fused form is never used",
+        "the fused implementation is never used",
         "optimizers.declared_form_is_used",
-        patched(FusedForm, "switch_on", lambda self, optimizer: None),
+        patched(FusedImplementation, "switch_on", lambda self, optimizer: None),
     ),
     Mutant(
-        "a state says that xamp chose the fused form",
+        "a state says that xamp chose the fused implementation",
         "optimizers.declared_form_is_used",
-        patched(FusedForm, "as_before", lambda self, optimizer, groups: groups),
+        patched(FusedImplementation, "as_before", lambda self, optimizer, groups: groups),
     ),
     Mutant(
         "the second optimizer is unscaled twice",

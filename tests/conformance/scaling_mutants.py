@@ -116,9 +116,9 @@ def _the_first_scaler(call: str, engine: Engine, loss_id: int) -> LossScaler:
 
 
 def _flag_stays_up(self: OptimizerState, outcome: Any) -> None:
-    flag = self.sticky.clone()
+    flag = self.found_inf_since_step.clone()
     _finish(self, outcome)
-    self.sticky.copy_(flag)
+    self.found_inf_since_step.copy_(flag)
 
 
 def _gradients_stay_ready(self: OptimizerState, outcome: Any) -> None:
@@ -146,7 +146,7 @@ def _forgets_that_it_unscaled(self: ManualEngine, state: Any, use: Any) -> None:
 def _once_for_each(self: ManualEngine, flags: Any) -> None:
     """The scale moves once for each optimizer."""
     for index in sorted(self.checked):
-        self.scaler.update(self.memory.sticky[index])
+        self.scaler.update(self.memory.found_inf_since_step[index])
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ class Facts:
     ready: bool = False  # gradients came through scale_loss since the last step
     stray: bool = False  # gradients came without scale_loss since the last step, at a level that notices
     dirty: bool = False  # the gradients contain inf or nan
-    sticky: bool = False  # a backward overflowed since the last step
+    found_inf_since_step: bool = False  # a backward overflowed since the last step
     fresh: bool = True  # no gradient was checked since the last step
     window: bool = False  # a gradient was checked since the scale last moved
     window_inf: bool = False  # and one of them overflowed
@@ -209,7 +209,7 @@ class World:
         if not facts.checks:
             return
         facts.window, facts.window_inf = True, facts.window_inf or found
-        facts.sticky = facts.sticky or found
+        facts.found_inf_since_step = facts.found_inf_since_step or found
 
     def _move_scale(self, found: bool) -> None:
         facts = self.facts
@@ -238,11 +238,11 @@ class World:
             self._reference_step(facts.level)
         elif facts.ready:
             outcome = xamp.session(self.optimizer).last_step
-            expected = xamp.StepOutcome.SKIPPED if facts.sticky else xamp.StepOutcome.APPLIED
+            expected = xamp.StepOutcome.SKIPPED if facts.found_inf_since_step else xamp.StepOutcome.APPLIED
             assert outcome is expected, (outcome, facts)
-            if not facts.sticky:
+            if not facts.found_inf_since_step:
                 self._reference_step(facts.level)
-        facts.ready, facts.sticky, facts.fresh = False, False, True
+        facts.ready, facts.found_inf_since_step, facts.fresh = False, False, True
         facts.window = facts.window_inf = False
 
     def _reference_step(self, level: str | None) -> None:
@@ -309,7 +309,7 @@ class World:
                 self._refused(xamp.StateError, "", lambda: xamp.load_state_dict(saved.xamp, self.optimizer))
             elif saved.xamp is not None:
                 xamp.load_state_dict(saved.xamp, self.optimizer)
-                self.facts.ready, self.facts.sticky, self.facts.fresh = False, False, True
+                self.facts.ready, self.facts.found_inf_since_step, self.facts.fresh = False, False, True
                 self.facts.window = self.facts.window_inf = False
         self.reference.load_state_dict(saved.reference)
         self.reference_optimizer.load_state_dict(copy.deepcopy(saved.reference_optimizer))

@@ -39,6 +39,7 @@ def lag(lane: Lane, optimizer: str = "SGD") -> int:
     """After how many steps the host learns what a step of torch's ``optimizer`` did, where it is made to read late.
 
     So it is in a test that uses :class:`late_history.LateHistory`; for others :func:`xamp.testing.reads.steps_late`
-    tells by the device. It is late if the device decides, in a fused form; it knows at once if it decides itself.
+    tells by the device. It is late if the device decides, in a fused implementation; it knows at once if it decides
+    itself.
     """
     return HISTORY_LAG if optimizer in lane.can.fused_optimizers else 0

@@ -99,7 +99,7 @@ def _options(amp: Any, policy: Policy, arguments: Arguments) -> dict[str, Any]:
     refused += ["process_group"] if arguments.process_group is not None else []
     refused += ["fused"] if policy.fused is True else []
     refused += (
-        ["cast_model_inputs"] if policy.spared_inputs or (level.casts_parameters and not policy.input_dtype) else []
+        ["cast_model_inputs"] if policy.excluded_inputs or (level.casts_parameters and not policy.input_dtype) else []
     )
     refused += ["cast_model_outputs"] if policy.output_dtype is None else []
     refused += ["dtype"] if level.dtype and policy.dtype != getattr(torch, level.dtype) else []

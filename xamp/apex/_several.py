@@ -78,7 +78,7 @@ class LossOfSeveralCalls(contextlib.AbstractContextManager[torch.Tensor]):
         for _, states in self._parts:
             for state in states:
                 if state.engine.policy.checks:
-                    state.sticky.fill_(1.0)
+                    state.found_inf_since_step.fill_(1.0)
                     state.fresh = False
         for scaler in self._scalers:
             if scaler.rules.dynamic:

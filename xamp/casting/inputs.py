@@ -30,7 +30,8 @@ class Lender:
         function: the method; without ``bound``, its first parameter is ``self``.
         dtype: the dtype to which floating tensors are cast.
         cast: the function that casts; what an unknown one makes is not taken back.
-        spared: names of its parameters, and types, that are not cast. A type counts wherever an object of it is nested.
+        excluded: names of its parameters, and types, that are not cast. A type counts wherever an object of it is
+        nested.
         bound: ``function`` has no parameter ``self``.
 
     Attributes:
@@ -38,14 +39,14 @@ class Lender:
         lend_traced: the same in code that the compiler traces, for :func:`xamp.casting.loans.take_back_traced`.
     """
 
-    __slots__ = ("_function", "_leaf", "_said", "_skip", "_spares", "lend", "lend_traced")
+    __slots__ = ("_excludes", "_function", "_leaf", "_said", "_skip", "lend", "lend_traced")
 
     def __init__(
         self,
         function: Callable[..., Any],
         dtype: torch.dtype,
         cast: Callable[[Any, torch.dtype], Any] = cast_floats,
-        spared: Sequence[type | str] = (),
+        excluded: Sequence[type | str] = (),
         *,
         bound: bool = False,
     ) -> None:
@@ -56,13 +57,15 @@ class Lender:
         if leaf is None:
             self.lend = self.lend_traced = lambda args, kwargs: (cast(args, dtype), cast(kwargs, dtype), None)
             return
-        types = tuple(each for each in spared if isinstance(each, type))
+        types = tuple(each for each in excluded if isinstance(each, type))
         self._leaf: Leaf = sparing(leaf, types)
-        self._spares = _spares(function, frozenset(each for each in spared if isinstance(each, str)), skip=not bound)
+        self._excludes = _excludes(
+            function, frozenset(each for each in excluded if isinstance(each, str)), skip=not bound
+        )
         self.lend = self._lend_by_walk
-        if cast is cast_floats and not spared:
+        if cast is cast_floats and not excluded:
             self.lend = _lend_common(dtype, self._lend_by_walk)
-        self.lend_traced = _lend_traced(self._leaf, self._spares, self._argument)
+        self.lend_traced = _lend_traced(self._leaf, self._excludes, self._argument)
 
     def take_back(self, lent: Any, args: Any, kwargs: Any) -> None:
         """Write into the caller's objects what the method wrote into its arguments.
@@ -87,7 +90,7 @@ class Lender:
         if torch.is_inference_mode_enabled():
             with _with_versions():
                 return self._lend_by_walk(args, kwargs)
-        walk, spares = Walk(self._leaf, notes=True), self._spares
+        walk, spares = Walk(self._leaf, notes=True), self._excludes
         given = [value if spares(at) else walk.of(value)[0] for at, value in enumerate(args)]
         named = {name: value if spares(name) else walk.of(value)[0] for name, value in kwargs.items()}
         for each in walk.left:
@@ -186,7 +189,7 @@ def _parameters(function: Callable[..., Any], skip: bool) -> list[inspect.Parame
     return parameters
 
 
-def _spares(function: Callable[..., Any], names: frozenset[str], skip: bool) -> Callable[[Any], bool]:
+def _excludes(function: Callable[..., Any], names: frozenset[str], skip: bool) -> Callable[[Any], bool]:
     """Return a function that tells whether the argument at a position, or of a name, is one that ``names`` spares."""
     if not names:
         return lambda _: False
@@ -219,12 +222,12 @@ def _positions(
     return plain, next(starred, float("inf")), frozenset(p.name for p in parameters) if double else None
 
 
-def check_names(methods: Sequence[Callable[..., Any]], spared: Sequence[type | str]) -> None:
+def check_names(methods: Sequence[Callable[..., Any]], excluded: Sequence[type | str]) -> None:
     """Refuse the name of an argument that no method has.
 
     Args:
         methods: the bound methods that run under the policy, of all models.
-        spared: names and types; see :class:`Lender`.
+        excluded: names and types; see :class:`Lender`.
 
     Raises:
         PolicyError: the message lists the arguments there are.
@@ -238,9 +241,9 @@ def check_names(methods: Sequence[Callable[..., Any]], spared: Sequence[type | s
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return  # any name may come
         known.update(dict.fromkeys(p.name for p in parameters))
-    for name in spared:
+    for name in excluded:
         if isinstance(name, str) and name not in known:
             raise PolicyError(
-                f"initialize(cast_model_inputs={tuple(spared)!r}): no method under the policy has an argument "
+                f"initialize(cast_model_inputs={tuple(excluded)!r}): no method under the policy has an argument "
                 f"{name!r}. Arguments: {', '.join(known) or 'none'}."
             )

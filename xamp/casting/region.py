@@ -59,7 +59,7 @@ class Region:
         apart: True: casts of the surrounding code are off inside, and the region sets its own autocast state.
             False: the method runs in the autocast state of its caller; only arguments and results are cast.
         follows: the model has masters, and follows what else than a step changed in them, before each call.
-        spared: names of arguments, and types, that are not cast.
+        excluded: names of arguments, and types, that are not cast.
         lowers: the parameters are cast, and the state dict is fp32: an error about dtypes says what to do, and a method
             that writes out the model notes the dtype.
     """
@@ -74,7 +74,7 @@ class Region:
     cast: Cast = cast_floats
     apart: bool = True
     follows: bool = False
-    spared: tuple[type | str, ...] = ()
+    excluded: tuple[type | str, ...] = ()
     lowers: bool = False
 
     def __reduce__(self) -> Any:
@@ -154,7 +154,7 @@ def _wrapped(
     run_traced = own_code(active.run_traced)
 
     named, bound = function if called is None else called, called is not None
-    lender = None if into is None else Lender(named, into, cast, region.spared, bound=bound)
+    lender = None if into is None else Lender(named, into, cast, region.excluded, bound=bound)
     lend, lend_traced, take_back = (
         (None, None, None) if lender is None else (lender.lend, lender.lend_traced, lender.take_back)
     )

@@ -1,1 +1,1 @@
-"""Small helpers that every wing may use. Of xamp, they import only ``xamp.errors``."""
+"""Small helpers that every package may use. Of xamp, they import only ``xamp.errors``."""

@@ -376,32 +376,33 @@ class Engine:
     def _check(
         self, states: Sequence[OptimizerState], scaler: LossScaler, throw_away: bool, shared: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Unscale and check the gradients, raise the sticky flags, and return one flag for all ``states``.
+        """Unscale and check the gradients, raise ``found_inf_since_step``, and return one flag for all ``states``.
 
-        ``throw_away``: no sticky flag is raised. ``shared``: the parameters, where processes may share them.
+        ``throw_away``: no ``found_inf_since_step`` is raised. ``shared``: the parameters, where processes may share
+        them.
         """
         only = states[0]
         if len(states) == 1 and only.fresh and not throw_away:
-            only.gradients.unscale(scaler, only.sticky, True)
+            only.gradients.unscale(scaler, only.found_inf_since_step, True)
             only.fresh = False
             if shared:
-                self._wrappers.agree(only.sticky, shared, self.saturates)
-            return only.sticky
-        flags = self.memory.flags
+                self._wrappers.agree(only.found_inf_since_step, shared, self.saturates)
+            return only.found_inf_since_step
+        flags = self.memory.found_inf
         flags.zero_()
         for state in states:
-            state.gradients.unscale(scaler, state.flag, state.fresh, not throw_away)
+            state.gradients.unscale(scaler, state.found_inf, state.fresh, not throw_away)
         if shared:
             self._wrappers.agree(flags, shared, self.saturates)
         if throw_away:
             return flags.max()
         for state in states:
-            state.mask_flag()
+            state.mask_found_inf()
         found = flags.max()
         if self.skips_together:
             flags.fill_(found)
         for state in states:
-            state.keep_flag()
+            state.keep_found_inf()
         return found
 
 

@@ -1,4 +1,4 @@
-"""Switches an optimizer to its fused form where that form is right under loss scaling.
+"""Switches an optimizer to its fused implementation where that form is right under loss scaling.
 
 The step of a fused optimizer takes ``found_inf`` as a tensor and skips on the device, so the host never waits. No list
 tells which devices do this rightly: each class is tried once for each process, device and dtype. A kernel that ignores
@@ -29,10 +29,10 @@ from xamp.registry.trials import as_in_a_new_process
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["FusedForm", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+__all__ = ["FusedImplementation", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""What torch raises where a class has no fused form for a device or a dtype."""
+"""What torch raises where a class has no fused implementation for a device or a dtype."""
 
 
 def honours_found_inf(optimizer: Any) -> bool:
@@ -45,13 +45,13 @@ def honours_found_inf(optimizer: Any) -> bool:
     return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-class FusedForm:
+class FusedImplementation:
     """Remembers which groups of one optimizer xamp switched to ``fused=True``, and switches them back.
 
     Args:
         optimizer: the optimizer.
         choice: ``"auto"``, True or False.
-        names: the classes whose fused form skips rightly on the device.
+        names: the classes whose fused implementation skips rightly on the device.
         sparse: a gradient may be sparse.
         stepped: the dtype of what will be stepped for a parameter; by default its own.
 
@@ -108,8 +108,8 @@ class FusedForm:
         right = (self._is_right_for(group["params"], self._stepped) for group in optimizer.param_groups)
         if self._sparse or not all(right):
             raise UnsupportedPolicy(
-                f"initialize(fused=True): {name} has no fused form that skips rightly for these parameters on this "
-                "device. Leave fused='auto', which uses it where it is right."
+                f"initialize(fused=True): {name} has no fused implementation that skips rightly for these parameters "
+                "on this device. Leave fused='auto', which uses it where it is right."
             )
 
     def _check_made_fused(self, optimizer: Optimizer) -> None:
@@ -129,7 +129,7 @@ class FusedForm:
                     )
 
     def switch_on(self, optimizer: Optimizer) -> None:
-        """Use the fused form in each group where the user left the choice open."""
+        """Use the fused implementation in each group where the user left the choice open."""
         if self._choice is False or self._sparse:
             return
         for group in optimizer.param_groups:
@@ -158,12 +158,12 @@ class FusedForm:
 
     @property
     def active(self) -> bool:
-        """Whether xamp switched a group to its fused form."""
+        """Whether xamp switched a group to its fused implementation."""
         return len(self._switched) > 0
 
     @contextlib.contextmanager
     def off(self, optimizer: Optimizer) -> Iterator[None]:
-        """Switch the fused form off, for one step, in the groups where xamp switched it on."""
+        """Switch the fused implementation off, for one step, in the groups where xamp switched it on."""
         try:
             for group in self._switched:
                 group["fused"] = None
@@ -194,7 +194,7 @@ class FusedForm:
                     state["step"] = moved
 
     def met_sparse(self, optimizer: Optimizer) -> None:
-        """Switch the fused form off for good: a sparse gradient came, and the fused kernels do not take them."""
+        """Switch the fused implementation off for good: a sparse gradient came, and its kernels do not take them."""
         self._sparse = True
         self.switch_off(optimizer)
         self.look_again(optimizer)
@@ -243,7 +243,7 @@ def _is_plain(param: torch.Tensor) -> bool:
 
 @functools.cache
 def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
-    """Try one step of the fused form and return its error message; an empty string where it steps.
+    """Try one step of the fused implementation and return its error message; an empty string where it steps.
 
     ``momentum``: step with or without momentum; None: the class has no such option. What is raised is not remembered.
     """
@@ -282,7 +282,7 @@ def _steps_lists(group: dict[str, Any]) -> bool:
 
 
 def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
-    """Return the names of the classes in ``torch.optim`` whose fused form is right on ``device`` in fp32.
+    """Return the names of the classes in ``torch.optim`` whose fused implementation is right on ``device`` in fp32.
 
     A class is tried only if ``offered`` is true of its name. The trials take 10 ms on a CPU, once a process.
 
@@ -296,7 +296,7 @@ def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> 
 
 @functools.cache
 def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Try the fused form of ``cls`` on ``device``, with parameters of ``dtype``, and return whether it is right.
+    """Try the fused implementation of ``cls`` on ``device`` with parameters of ``dtype``; return whether it is right.
 
     Right means: with ``found_inf`` raised no parameter moves, else the step equals the step of the plain form. The
     trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
@@ -318,7 +318,7 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
 
 def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
-    """Return whether the fused form takes and skips the same steps as the plain form, to the same parameters."""
+    """Return whether the fused implementation takes and skips the same steps as the plain one, to equal parameters."""
     start = torch.linspace(0.5, 1.5, 67, dtype=torch.float32, device="cpu").to(device, dtype)
 
     def run(fused: bool) -> torch.Tensor:
@@ -337,7 +337,7 @@ def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: d
     return bool(torch.allclose(run(True), run(False), rtol=error, atol=error))
 
 
-# ---------------------------------------------------------------- which state suits the fused form
+# ---------------------------------------------------------------- which state suits the fused implementation
 
 _is_contiguous = torch.Tensor.is_contiguous
 
@@ -357,7 +357,7 @@ class WarmState:
     has gaps, into which the kernels would write.
     """
 
-    def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedForm) -> None:
+    def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedImplementation) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
         self._fused = fused

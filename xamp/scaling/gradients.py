@@ -40,7 +40,7 @@ from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
-from xamp.scaling.fused import FusedForm
+from xamp.scaling.fused import FusedImplementation
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
 
@@ -140,7 +140,7 @@ class Gradients:
         policy: Policy,
         backend: Backend,
         saturates: bool,
-        fused: FusedForm,
+        fused: FusedImplementation,
         optimizer: weakref.ReferenceType[Optimizer],
     ) -> None:
         self.plain: list[torch.Tensor] = []
@@ -166,7 +166,7 @@ class Gradients:
         self._entry = OUTSIDE
         self._early: moves.EarlyMoves | None = None  # inside of a scale_loss only
         self._may_move_early = False
-        self._witness: moves.GradientWitness | None = None  # None: no masters, or their parameters keep gradients
+        self._sentinel: moves.GradientSentinel | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
         """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
@@ -186,10 +186,10 @@ class Gradients:
         self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
         own_rules = self.leaves_low_precision or self.sets_aside
         self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
-        before = self._witness
-        self._witness = moves.GradientWitness(self.pairs) if self.pairs and not self.leaves_low_precision else None
-        if before is not None and before.collect() and self._witness is not None:
-            self._witness.leave()
+        before = self._sentinel
+        self._sentinel = moves.GradientSentinel(self.pairs) if self.pairs and not self.leaves_low_precision else None
+        if before is not None and before.collect() and self._sentinel is not None:
+            self._sentinel.leave()
 
     def not_held(self, groups: Sequence[Mapping[str, Any]]) -> list[nn.Parameter] | None:
         """Return the parameters in ``groups`` that were not there when :meth:`find_parameters` read them.
@@ -230,8 +230,8 @@ class Gradients:
 
     def enter(self, scaler: LossScaler) -> None:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
-        if self._witness is not None:
-            self._witness.collect("scale_loss")
+        if self._sentinel is not None:
+            self._sentinel.collect("scale_loss")
         if self.pending is not None:
             self._enter_pending(self.pending, scaler)
             return
@@ -366,8 +366,8 @@ class Gradients:
         if first and found_inf is not None:
             self._check_left_over([g for _, m in self.pairs for g in (m.grad,) if g is not None], found_inf)
         moved = moves.transfer(self.pairs, self._finisher(scaler, found_inf), leave=self.leaves_low_precision)
-        if self._witness is not None:
-            self._witness.leave()
+        if self._sentinel is not None:
+            self._sentinel.leave()
         return moved or moved_early
 
     def _unscale(
@@ -450,8 +450,8 @@ class Gradients:
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
-        if self._witness is not None and self.pending is None and any(m.grad is not None for _, m in self.pairs):
-            self._witness.leave()
+        if self._sentinel is not None and self.pending is None and any(m.grad is not None for _, m in self.pairs):
+            self._sentinel.leave()
         self._entry = OUTSIDE
         self._early = None
 
@@ -486,8 +486,8 @@ class Gradients:
         self._entry = OUTSIDE
         self.mixed = False
         self.forward_overflow = None
-        if self._witness is not None:
-            self._witness.collect()
+        if self._sentinel is not None:
+            self._sentinel.collect()
 
     def _drop(self) -> None:
         for param in (*self.model_params(), *self.stepped):
@@ -507,8 +507,8 @@ class Gradients:
             self.owed.clear()
         if self.pairs:
             self.drop_low_precision()
-            if self._witness is not None:
-                self._witness.forget()
+            if self._sentinel is not None:
+                self._sentinel.forget()
             if self._early is not None:
                 self._early.clear()
         if self._entry.stash is not None:
@@ -522,8 +522,8 @@ class Gradients:
         Raises:
             StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
-        if self._witness is not None:
-            self._witness.check(call)
+        if self._sentinel is not None:
+            self._sentinel.check(call)
         if self.pending is not None:
             self.refuse_scaled(call)
 
@@ -551,7 +551,7 @@ class Gradients:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""
         if not self.ready and any(p.grad is not None for p in self.stepped):
             return True
-        return self._witness is not None and self._witness.others()
+        return self._sentinel is not None and self._sentinel.others()
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

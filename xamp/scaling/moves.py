@@ -2,7 +2,7 @@
 
 Mostly they move when a ``scale_loss`` is left. While micro-batches accumulate, the masters hold fp32 gradients already,
 and 16-bit ones that wait for the end of the next backward would take 2 bytes a parameter more: :class:`EarlyMoves` lets
-them move during it, chunk by chunk. After a move :class:`GradientWitness` sees that somebody cleared the gradients of
+them move during it, chunk by chunk. After a move :class:`GradientSentinel` sees that somebody cleared the gradients of
 the model, or wrote to them.
 """
 
@@ -23,7 +23,7 @@ from xamp.ground.compiler import break_graphs
 from xamp.ground.torch_features import has_operators_outside_of_captures
 from xamp.scaling import masters
 
-__all__ = ["EarlyMoves", "GradientWitness", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
+__all__ = ["EarlyMoves", "GradientSentinel", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
 
 _SMALL_CHUNK = 2**15  # elements, 128 KiB in fp32: a smaller chunk is not worth its calls
 
@@ -235,16 +235,16 @@ def _current_stream(device: torch.device) -> object:
 
 # ---------------------------------------------------------------- whether the model's gradients were touched since
 
-_SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a second witness
+_SMALL = 2**16  # elements, 128 KiB in 16 bits: no larger parameter gets a second sentinel
 
-_witnesses: Any = WeakIdKeyDictionary()  # parameter -> its witness, held weakly
+_sentinels: Any = WeakIdKeyDictionary()  # parameter -> its sentinel, held weakly
 
 
-class GradientWitness:
+class GradientSentinel:
     """Finds out whether somebody cleared the model's gradients while the masters held them.
 
     ``ddp.zero_grad()`` and ``for p in model.parameters(): p.grad = None`` reach the low-precision parameters only. So
-    xamp leaves a gradient of zeros, the witness, on the smallest of them. If it is gone, all gradients were cleared,
+    xamp leaves a gradient of zeros, the sentinel, on the smallest of them. If it is gone, all gradients were cleared,
     and the masters' are cleared too. If it was written to, somebody worked on the model's gradients instead of the
     masters', which is an error. A second one elsewhere in the model tells whether only a part was cleared. Nobody knows
     which part, so that is an error too. Compiled code does without the second.
@@ -258,7 +258,7 @@ class GradientWitness:
         self._left: list[tuple[nn.Parameter, torch.Tensor, int]] = []  # parameter, its zeros, their version
         self._asked = torch.zeros((), dtype=torch.float32, device=first.device)
         for param in self._params:
-            _witnesses[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
+            _sentinels[param] = weakref.ref(self)  # weak: this object holds the parameter, the key
 
     def leave(self) -> None:
         """Leave the zeros on the parameters. Called when the gradients have moved to the masters."""
@@ -344,7 +344,7 @@ class GradientWitness:
         return any(_has_more(zeros, version) for _, zeros, version in self._left[1:]) or self.others()
 
     def _finds_zeros(self) -> bool:
-        """Look for the first zeros; a copy of them that a wrapper has put in their place becomes the witness.
+        """Look for the first zeros; a copy of them that a wrapper has put in their place becomes the sentinel.
 
         DDP with ``gradient_as_bucket_view`` lays its buckets out anew in the second forward, and replaces each gradient
         that there is by a copy in a bucket. Who clears gradients leaves none, or writes into the zeros.
@@ -397,10 +397,10 @@ def clear_gradients(model: nn.Module) -> None:
         master = masters.master_of(param)
         if master is not None:
             master.grad = None
-        found = _witnesses.get(param)
-        witness = None if found is None else found()
-        if witness is not None:
-            witness.renew()
+        found = _sentinels.get(param)
+        sentinel = None if found is None else found()
+        if sentinel is not None:
+            sentinel.renew()
 
 
 @break_graphs("an operator of this torch cannot say that no CUDA graph may hold it")

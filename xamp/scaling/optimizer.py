@@ -206,7 +206,7 @@ class _Managed:
         self._xamp.engine.adopt_group(self._xamp, self.param_groups[-1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the base's, with ``fused`` as the user gave it, so that it loads where there is no fused form."""
+        """Return the base's, with ``fused`` as the user gave it, so that it loads where there is none."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if "param_groups" not in state:
             return state  # of an optimizer that keeps another one in it, in a form of its own
@@ -214,7 +214,7 @@ class _Managed:
         return {**state, "param_groups": self._xamp.saved_groups(groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as the base class does, then choose the fused form again for this device."""
+        """Load as the base class does, then choose the fused implementation again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
         self._xamp.fused.load(self, lambda: base_load(state_dict))
         _keep_numbers(self, state_dict)

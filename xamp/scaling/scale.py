@@ -36,8 +36,8 @@ class DeviceState:
         values: fp32, shape (3 * losses + 2 * optimizers,). The other attributes are views of it.
         scales, inverses: one element for each loss.
         found: one for each loss: whether a backward with this scale overflowed since the scale last moved.
-        flags: one for each optimizer: whether the backward that just ended overflowed; scratch.
-        sticky: one for each optimizer: whether any backward since its last step overflowed.
+        found_inf: one for each optimizer: whether the backward that just ended overflowed; scratch.
+        found_inf_since_step: one for each optimizer: whether any backward since its last step overflowed.
         captures: see :meth:`xamp.contract.Backend.capture_check`.
     """
 
@@ -47,17 +47,17 @@ class DeviceState:
         self.captures = captures
         self.values = torch.zeros(3 * losses + 2 * optimizers, dtype=torch.float32, device=device)
         parts: list[torch.Tensor] = list(self.values.split([losses, losses, losses, optimizers, optimizers]))
-        self.scales, self.inverses, self.found, self.flags, self.sticky = parts
+        self.scales, self.inverses, self.found, self.found_inf, self.found_inf_since_step = parts
         self._losses = losses
-        self._first_sticky = 3 * losses + optimizers
+        self._first_of_optimizers = 3 * losses + optimizers
 
     def lower_flags(self) -> None:
         """Lower all flags."""
         self.values[2 * self._losses :].zero_()
 
     def overflowed(self, values: Sequence[float], optimizer: int) -> bool:
-        """Return the sticky flag of ``optimizer`` out of ``values``, which the host read from the device."""
-        return values[self._first_sticky + optimizer] != 0.0
+        """Return ``found_inf_since_step`` of ``optimizer`` out of ``values``, which the host read from the device."""
+        return values[self._first_of_optimizers + optimizer] != 0.0
 
     def scales_in(self, values: Sequence[float]) -> Sequence[float]:
         """Return the loss scales out of ``values``, which the host read from the device."""
@@ -133,7 +133,7 @@ class LossScaler:
         updates: another object after each update of a dynamic scale that is done.
         version: another object after each update, also after one that failed: then the scale may have moved.
         found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
-            loss and one optimizer, that is the optimizer's sticky flag, and costs nothing.
+            loss and one optimizer, that is the optimizer's ``found_inf_since_step``, and costs nothing.
         has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
         exact: every value that the scale can take is a power of two, so that multiplying by it is exact.
     """
@@ -161,7 +161,9 @@ class LossScaler:
         self.factor = self.scale.data
         self._inverse = state.inverses[self.index]
         self._own_found = state.found[self.index]
-        self._sticky = state.sticky[0] if len(state.scales) == len(state.sticky) == 1 else None
+        self._found_inf_since_step = (
+            state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
+        )
         self._use_usual_flag()
         self._mark()
         self._losses = len(state.scales)
@@ -230,15 +232,16 @@ class LossScaler:
         self._safe_updates = self._safe_updates_of_known
 
     def _use_usual_flag(self) -> None:
-        self.has_own_flag = self._sticky is None
-        self.found = self._own_found if self._sticky is None else self._sticky
+        self.has_own_flag = self._found_inf_since_step is None
+        self.found = self._own_found if self._found_inf_since_step is None else self._found_inf_since_step
 
     def end_window(self, *, stepped: bool = True) -> None:
         """Move the scale by what was found since it last moved.
 
         Args:
             stepped: a step ends the window. False: the gradients were cleared without one. The scale then backs off if
-                one of them overflowed, and counts no clean update; the sticky flag stays up for the step to come.
+                one of them overflowed, and counts no clean update; ``found_inf_since_step`` stays up for the step to
+                come.
         """
         before = self.updates
         try:

@@ -1,8 +1,8 @@
 """The step of one optimizer. :meth:`OptimizerState.step` has the order: may it step, who decides, step, record.
 
-A backward that overflows raises the optimizer's sticky flag, on the device. If it is raised the step is skipped: the
-fused kernel skips, which gets the flag as ``found_inf``, or the host, which must read it. After the step the masters
-are written into the model. :mod:`xamp.scaling.counts` has what becomes of the outcome.
+A backward that overflows raises the optimizer's ``found_inf_since_step``, on the device. If it is raised the step is
+skipped: the fused kernel skips, which gets the flag as ``found_inf``, or the host, which must read it. After the step
+the masters are written into the model. :mod:`xamp.scaling.counts` has what becomes of the outcome.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
-from xamp.scaling.fused import FusedForm, WarmState
+from xamp.scaling.fused import FusedImplementation, WarmState
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.weights import MasterVersions
@@ -48,16 +48,17 @@ class OptimizerState:
         master_versions: tells whether the model has what the masters have.
         outcomes: what the steps did.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
-        fresh: no backward was checked since the last step, so the sticky flag is down.
+        fresh: no backward was checked since the last step, so ``found_inf_since_step`` is down.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
-        flag: fp32 scalar: the backward that just ended overflowed; used where this cannot go into ``sticky`` at once.
-        sticky: fp32 scalar: any backward since the last step overflowed.
+        found_inf: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
+        ``found_inf_since_step`` at once.
+        found_inf_since_step: fp32 scalar: any backward since the last step overflowed.
     """
 
     gradients_class: type[Gradients] = Gradients
     outcomes_class: type[Outcomes] = Outcomes
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedForm) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedImplementation) -> None:
         self.engine = engine
         self.index = index
         self.fused = fused
@@ -78,8 +79,8 @@ class OptimizerState:
         """Keep the flags in ``memory`` from now on. All records of the previous memory must have been read."""
         self.outcomes.live_in(memory)
         self._memory = memory
-        self.flag = memory.flags[self.index]
-        self.sticky = memory.sticky[self.index]
+        self.found_inf = memory.found_inf[self.index]
+        self.found_inf_since_step = memory.found_inf_since_step[self.index]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -95,7 +96,7 @@ class OptimizerState:
     def forget_backwards(self) -> None:
         """Drop all gradients since the last step, and the overflows that were found in them."""
         self.gradients.drop()
-        self.sticky.zero_()
+        self.found_inf_since_step.zero_()
         self.fresh = True
 
     @property
@@ -145,14 +146,14 @@ class OptimizerState:
         """Called after ``optimizer.load_state_dict``."""
         self.find_parameters()
 
-    def mask_flag(self) -> None:
-        """Lower the flag of this backward if the sticky flag is up and a scale moves by the same gradients already."""
+    def mask_found_inf(self) -> None:
+        """Clear ``found_inf`` if an earlier backward has noted the same gradients, by which a scale moves already."""
         if self.gradients.mixed:
-            self.flag.addcmul_(self.flag, self.sticky, value=-1)
+            self.found_inf.addcmul_(self.found_inf, self.found_inf_since_step, value=-1)
 
-    def keep_flag(self) -> None:
-        """Raise the sticky flag if the flag of this backward is raised."""
-        torch.maximum(self.sticky, self.flag, out=self.sticky)
+    def keep_found_inf(self) -> None:
+        """Raise ``found_inf_since_step`` if the flag of this backward is raised."""
+        torch.maximum(self.found_inf_since_step, self.found_inf, out=self.found_inf_since_step)
         self.fresh = False
 
     def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,7 +203,7 @@ class OptimizerState:
             there = self.engine.backend.capabilities(self.engine.device).fused_optimizers
             why = f"this {name} cannot skip on the device"
             others = f", as {listed(there)} have" if there else ""
-            cure = f"Take an optimizer with a fused form that is right on {self.engine.device}{others}"
+            cure = f"Take an optimizer with a fused implementation that is right on {self.engine.device}{others}"
             if name in there:
                 cure = f"Make it fused: torch.optim.{name}(..., fused=True), with capturable=True where it has that "
                 cure += "option"
@@ -280,7 +281,7 @@ class OptimizerState:
         """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
         self._warn_of_no_gradient()
         self.engine.move_scales(self)
-        self._lower_sticky()
+        self._clear_found_inf()
         self.gradients.used = {}
         result = base(*args, **kwargs)
         self.outcomes.last = None
@@ -288,9 +289,9 @@ class OptimizerState:
             self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
         return result
 
-    def _lower_sticky(self) -> None:
+    def _clear_found_inf(self) -> None:
         if not self.fresh:
-            self.sticky.zero_()
+            self.found_inf_since_step.zero_()
             self.fresh = True
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -354,11 +355,11 @@ class OptimizerState:
         optimizer: Any = self._optimizer()
         self.engine.move_scales(self)
         mark, result, readable = self._mark(), NOT_STEPPED, None
-        flag = self.sticky.clone()  # now, for memory may run out after the step
+        flag = self.found_inf_since_step.clone()  # now, for memory may run out after the step
         try:
-            _lend_flag(optimizer, self.sticky)
+            _lend_found_inf(optimizer, self.found_inf_since_step)
             result = base(*args, **kwargs)
-            _take_flag_back(optimizer)
+            _take_found_inf_back(optimizer)
             readable = self.outcomes.record(flag)
             self._finish(flag)
             for note, values in readable:
@@ -378,7 +379,7 @@ class OptimizerState:
     # ---------------------------------------------------------------- the end of a step
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
-        """End the step: write the masters into the model and lower the sticky flag."""
+        """End the step: write the masters into the model and lower ``found_inf_since_step``."""
         self.outcomes.last, gradients = outcome, self.gradients
         if gradients.pairs and outcome is not StepOutcome.SKIPPED:
             masters.copy_back(gradients.pairs)
@@ -389,13 +390,13 @@ class OptimizerState:
         if checks and not self.fresh and outcome is not StepOutcome.APPLIED and self.engine.moves_before_step:
             # Not needed where the host applied the step, for it has read a zero. A GradScaler's update() reads the flag
             # after the step and lowers it itself.
-            self.sticky.zero_()
+            self.found_inf_since_step.zero_()
         self.fresh = True
         gradients.ready = False
         gradients.used = {}  # another: the record of this step holds the old one
         if not checks:  # else when the host sees the flag
             if self.outcomes.replays.capturing():
-                self.outcomes.record(torch.zeros_like(self.sticky))
+                self.outcomes.record(torch.zeros_like(self.found_inf_since_step))
             else:
                 self.engine.counts.applied += 1
 
@@ -404,29 +405,36 @@ class OptimizerState:
     def resume(self, overflow_run: int) -> None:
         """Go on as after ``overflow_run`` overflows that no smaller scale could cure, with scales just loaded.
 
-        The sticky flag belongs to the run before the load, and so do existing gradients: before the next step the user
-        must clear them, or add to them in a ``scale_loss``.
+        ``found_inf_since_step`` belongs to the run before the load, and so do existing gradients: before the next step
+        the user must clear them, or add to them in a ``scale_loss``.
         """
         self.outcomes.resume(overflow_run)
         self.gradients.ready = False
         self.gradients.used = {}
         for scaler in self.engine.scalers:
             scaler.lower_found()
-        self._lower_sticky()
+        self._clear_found_inf()
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
         gradients = self.gradients
         found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
-        return self.outcomes.kept(), self.sticky.clone(), self.fresh, gradients.ready, gradients.used, found
+        return (
+            self.outcomes.kept(),
+            self.found_inf_since_step.clone(),
+            self.fresh,
+            gradients.ready,
+            gradients.used,
+            found,
+        )
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        outcomes, sticky, self.fresh, self.gradients.ready, self.gradients.used, found = kept
+        outcomes, found_inf_since_step, self.fresh, self.gradients.ready, self.gradients.used, found = kept
         for scaler, scaler.has_own_flag, scaler.found, value in found:
             scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
-        self.sticky.copy_(sticky)
+        self.found_inf_since_step.copy_(found_inf_since_step)
 
 
 # It counts, and a number that moves is compiled twice. What it calls is compiled.
@@ -528,8 +536,8 @@ def note_call(optimizer: Any) -> None:
 
 
 @_writes
-def _lend_flag(optimizer: Any, found_inf: torch.Tensor) -> None:
-    """Give the optimizer, for one step, the flag by which its fused form skips: fp32 scalar, above 0 where it does.
+def _lend_found_inf(optimizer: Any, found_inf: torch.Tensor) -> None:
+    """Give the optimizer, for one step, the ``found_inf`` by which its kernel skips: fp32 scalar, 1.0 where it does.
 
     A ``grad_scale`` of the user's own counts for this step.
     """
@@ -538,6 +546,6 @@ def _lend_flag(optimizer: Any, found_inf: torch.Tensor) -> None:
 
 
 @_writes
-def _take_flag_back(optimizer: Any) -> None:
-    """Undo :func:`_lend_flag` after the step."""
+def _take_found_inf_back(optimizer: Any) -> None:
+    """Undo :func:`_lend_found_inf` after the step."""
     del optimizer.grad_scale, optimizer.found_inf

@@ -163,9 +163,9 @@ def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> N
 
 def check_models(models: Sequence[nn.Module], given: Sequence[nn.Module], policy: Policy) -> None:
     """Refuse models, of which ``given`` are the wrappers, that cannot be put under ``policy``."""
-    if policy.spared_inputs:
+    if policy.excluded_inputs:
         found = (getattr(model, name, None) for model in models for name in policy.methods)
-        check_names([method for method in found if callable(method)], policy.spared_inputs)
+        check_names([method for method in found if callable(method)], policy.excluded_inputs)
     for model, outer in zip(models, given, strict=True):
         for name, param in model.named_parameters():
             _check_parameter(param, name, type(model).__name__, policy)

@@ -103,7 +103,7 @@ def _clip_parts(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tens
 def _refuse_nonfinite(norm: torch.Tensor, norm_type: float, given: Sequence[Any]) -> None:
     """Raise a StateError where ``norm`` is inf or nan, and none of the optimizers will skip its step for it."""
     states = [state for one in given if (state := state_of(managed(one))) is not None]
-    if math.isfinite(float(norm)) or any(bool(state.sticky) for state in states):
+    if math.isfinite(float(norm)) or any(bool(state.found_inf_since_step) for state in states):
         return
     raise StateError(
         f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "

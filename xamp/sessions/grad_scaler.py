@@ -164,7 +164,7 @@ class GradScaler(TorchGradScaler):
                 "Attempting to unscale FP16 gradients. GradScaler wants fp32 parameters: leave the model in fp32 and "
                 "use autocast, or let xamp.initialize(model, optimizer, level='O2') keep fp32 masters of an fp16 one."
             )
-        found = self._unscale_grads_(optimizer, engine.scaler.inverse, state.sticky, False)
+        found = self._unscale_grads_(optimizer, engine.scaler.inverse, state.found_inf_since_step, False)
         if found is not use["found_inf_per_device"]:
             engine.take_flags(state, use, found)
 
@@ -398,7 +398,7 @@ class GradScaler(TorchGradScaler):
         engine = self._require("_unscale_grads_")
         use = self._per_optimizer_states[id(optimizer)]
         state = use["state"] or engine.state_for(optimizer, "_unscale_grads_")
-        if inv_scale is not engine.scaler.inverse or found_inf is not state.sticky:
+        if inv_scale is not engine.scaler.inverse or found_inf is not state.found_inf_since_step:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine.unscale(state, use)
         return use["found_inf_per_device"]  # type: ignore[no-any-return]

@@ -174,7 +174,7 @@ class Plan:
         into = torch.float32 if kept_whole else policy.input_dtype
         return Region(
             *(self.device_type, lower, into, policy.output_dtype, policy.methods, policy.op_policy, self._watched),
-            *(self._cast, policy.apart, policy.master_weights, policy.spared_inputs),
+            *(self._cast, policy.apart, policy.master_weights, policy.excluded_inputs),
             bool(self.low_precision) and not kept_whole,
         )
 

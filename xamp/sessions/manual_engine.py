@@ -22,7 +22,7 @@ from xamp.errors import PolicyError, StateError
 from xamp.policy import LEVELS, Request, compile_policy
 from xamp.registry import registry
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedForm
+from xamp.scaling.fused import FusedImplementation
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
@@ -116,11 +116,11 @@ class ManualEngine(Engine):
             self._compare_settings(state.gradients.stepped)
         try:
             state.gradients.ready = False
-            state.gradients.unscale(self.scaler, state.sticky, False)
+            state.gradients.unscale(self.scaler, state.found_inf_since_step, False)
             for group in self._deciders(state) if ranks.is_running() else ():
-                ranks.share_overflow(state.sticky, group)
+                ranks.share_overflow(state.found_inf_since_step, group)
             state.fresh = False
-            self._note_checked(state, use, {self.device: state.sticky} if state.gradients.ready else {})
+            self._note_checked(state, use, {self.device: state.found_inf_since_step} if state.gradients.ready else {})
         except BaseException:
             if use["stage"] is OptState.READY:  # nobody can tell which of them are unscaled
                 state.forget_backwards()
@@ -130,8 +130,10 @@ class ManualEngine(Engine):
     def take_flags(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
         """Take in what a method of a user's subclass found, by device. Where it left the gradients scaled, they are."""
         for flag in found.values():
-            if flag is not state.sticky:
-                torch.maximum(state.sticky, flag.to(self.device, non_blocking=True), out=state.sticky)
+            if flag is not state.found_inf_since_step:
+                torch.maximum(
+                    state.found_inf_since_step, flag.to(self.device, non_blocking=True), out=state.found_inf_since_step
+                )
         if use["stage"] is OptState.READY:
             state.fresh, state.gradients.ready = False, len(found) > 0
             state.gradients.used[self.scaler.index] = self.scaler.updates
@@ -168,7 +170,7 @@ class ManualEngine(Engine):
     def move(self, flags: Iterable[torch.Tensor]) -> None:
         """Back off or grow the scale by ``flags`` and those of all optimizers, once until :meth:`finish` is done."""
         if self.scaler.updates is self._finished_updates:
-            found = self.memory.sticky.max()
+            found = self.memory.found_inf_since_step.max()
             for flag in flags:
                 if flag._base is not self.memory.values:  # else it is an optimizer's
                     found = torch.maximum(found, flag.to(self.device, non_blocking=True))
@@ -206,15 +208,15 @@ class ManualEngine(Engine):
     def _new_state(self, optimizer: Optimizer) -> OptimizerState:
         taken = {state.index for state in self.states} | self.checked
         index = next(i for i in range(len(taken) + 1) if i not in taken)
-        if index >= len(self.memory.flags):
+        if index >= len(self.memory.found_inf):
             self._make_room()
-        return OptimizerState(self, optimizer, index, FusedForm(optimizer, False, self._fused, sparse=False))
+        return OptimizerState(self, optimizer, index, FusedImplementation(optimizer, False, self._fused, sparse=False))
 
     def _make_room(self) -> None:
         """Double the number of flags in the device state."""
         old = self.memory
-        new = DeviceState(1, 2 * len(old.flags), self.device, old.captures)
-        for name in ("scales", "inverses", "flags", "sticky"):
+        new = DeviceState(1, 2 * len(old.found_inf), self.device, old.captures)
+        for name in ("scales", "inverses", "found_inf", "found_inf_since_step"):
             before = getattr(old, name)
             getattr(new, name)[: len(before)].copy_(before)
         self.memory = new

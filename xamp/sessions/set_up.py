@@ -23,7 +23,7 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedForm
+from xamp.scaling.fused import FusedImplementation
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
@@ -136,8 +136,10 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
 # ---------------------------------------------------------------- optimizers come under the engine, and go back
 
 
-def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[FusedForm]:
-    """Choose the fused form of each optimizer. If this raises, nothing has been changed yet."""
+def fused_forms(
+    engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> list[FusedImplementation]:
+    """Choose the fused implementation of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
@@ -150,7 +152,7 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
     forms = []
     for optimizer in optimizers:
         usable = names if checks.is_plain(optimizer, engine.backend) else ()
-        form = FusedForm(optimizer, choice, usable, sparse=sparse, stepped=stepped)
+        form = FusedImplementation(optimizer, choice, usable, sparse=sparse, stepped=stepped)
         forms.append(form)
         if policy.fused is True:  # what that cannot do is the nearer reason
             form.check(optimizer)
@@ -159,7 +161,9 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
     return forms
 
 
-def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedForm], undo: Undo) -> None:
+def take_optimizers(
+    engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedImplementation], undo: Undo
+) -> None:
     """Put masters into the optimizers in place of low-precision parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):

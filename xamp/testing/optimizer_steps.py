@@ -112,7 +112,7 @@ class OptimizerSteps(Tier):
     @scaled
     @pytest.mark.parametrize("name", FUSIBLE)
     def test_declared_form_is_used(self, lane: Lane, level: str, name: str) -> None:
-        """If the user left the form open, a declared fused form is used; the optimizer's state does not show it."""
+        """Where the user left it open, a declared fused implementation is used; the state does not show it."""
         lane.need(level)
         model = Dot().to(lane.device)
         optimizer = FUSIBLE[name](model.parameters(), lr=LR)

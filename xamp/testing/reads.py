@@ -122,8 +122,8 @@ class _LateHistory(counts.History):
 def steps_late(lane: Lane, optimizer: torch.optim.Optimizer) -> int:
     """After how many steps the host learns by itself what a step of ``optimizer`` did; 0: with the step.
 
-    It learns late where the device decides, which a fused form that is right there allows, and where numbers come
-    without waiting.
+    It learns late where the device decides, which a fused implementation that is right there allows, and where numbers
+    come without waiting.
     """
     right = any(cls.__name__ in lane.can.fused_optimizers for cls in type(optimizer).__mro__)
     decides = right and all(group.get("fused") for group in optimizer.param_groups)

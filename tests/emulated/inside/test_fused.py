@@ -98,7 +98,7 @@ def test_fused_forms_that_are_wrong_are_not_switched_to_and_refused_by_name() ->
         xamp.initialize(model, optimizer, "O1", verbosity=0)
         assert optimizer.param_groups[0]["fused"] is fused
     model = make_net()
-    with pytest.raises(UnsupportedPolicy, match=r"fused=True\): AdamW has no fused form that skips rightly"):
+    with pytest.raises(UnsupportedPolicy, match=r"fused=True\): AdamW has no fused implementation that skips rightly"):
         xamp.initialize(model, AdamW(model.parameters()), "O1", fused=True, verbosity=0)
 
 

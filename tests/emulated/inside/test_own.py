@@ -381,7 +381,7 @@ def test_fused_forms_do_not_take_them() -> None:
     model = cast(make_cnn(), *PRIVATE)
     with pytest.raises(UnsupportedPolicy, match="Adam was made with fused=True, whose kernel takes no parameter in a"):
         xamp.initialize(model, torch.optim.Adam(model.parameters(), fused=True), "O1", verbosity=0)
-    with pytest.raises(UnsupportedPolicy, match="Adam has no fused form"):
+    with pytest.raises(UnsupportedPolicy, match="Adam has no fused implementation"):
         xamp.initialize(model, torch.optim.Adam(model.parameters()), "O1", fused=True, verbosity=0)
     for layouts, foreach, fused in ((PRIVATE, False, None), (USUAL, None, True)):
         optimizer = torch.optim.Adam(cast(model, *layouts).parameters(), foreach=foreach)

@@ -475,12 +475,12 @@ class Positional(Writer):
 
 @pytest.mark.parametrize("level", CAST)
 @pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize("spared", [True, ("x",), (State,)])
-def test_it_arrives_by_position_and_through_an_attribute(hidden: bool, spared: Any, level: str, lane: Lane) -> None:
+@pytest.mark.parametrize("excluded", [True, ("x",), (State,)])
+def test_it_arrives_by_position_and_through_an_attribute(hidden: bool, excluded: Any, level: str, lane: Lane) -> None:
     plain = Positional(append).to(lane.device)
     if hidden:
         plain.forward = plain.forward  # type: ignore[method-assign]
-    model = start(plain, level, lane, cast_model_inputs=spared)
+    model = start(plain, level, lane, cast_model_inputs=excluded)
     first, second, third = ([one().to(lane.device)] for _ in range(3))
     model(batch(lane), first, second, third)
     model(batch(lane), first, first)

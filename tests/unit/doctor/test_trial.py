@@ -179,7 +179,7 @@ def test_a_backend_whose_unscaling_is_wrong_is_found(name: str, method: Callable
 
 
 class Step(torch.optim.SGD):
-    """An optimizer whose fused form does what ``rule`` says with the flag."""
+    """An optimizer whose fused implementation does what ``rule`` says with the flag."""
 
     rule: Callable[[float], bool]
 

@@ -27,7 +27,7 @@ FORMS = ("Adagrad", "Adam", "AdamW", "SGD")
 
 @pytest.fixture(autouse=True)
 def _untried() -> Iterator[None]:
-    """Nothing is known of the fused forms, before the test and after it."""
+    """Nothing is known of the fused implementations, before the test and after it."""
 
     def forget() -> None:
         fused.is_right.cache_clear()

@@ -1,4 +1,4 @@
-"""The fused form is tried on enough elements, and with momentum: torch 2.13's half SGD on a CPU errs just there."""
+"""The fused implementation is tried on enough elements, and with momentum: the half SGD of torch 2.13 on a CPU errs."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_fused_form_that_is_wrong_with_momentum_is_not_chosen(
 
 
 class FirstStepMatters(SGD):
-    """A fused form that goes wrong where its first step is skipped, as torch's with momentum does."""
+    """A fused implementation that goes wrong where its first step is skipped, as torch's with momentum does."""
 
     broken: bool | None = None
 
@@ -116,7 +116,7 @@ def test_the_trial_skips_no_first_step_for_the_host_decides_on_it() -> None:
 
 
 class RefusesMomentum(SGD):
-    """A fused form that a device has without momentum only."""
+    """A fused implementation that a device has without momentum only."""
 
     __module__ = "torch.optim.sgd"
 

@@ -178,12 +178,12 @@ def test_a_graph_unscales_rightly_by_a_scale_that_is_set_later(
 
 
 def test_the_cure_is_one_that_the_device_has(recorder: GraphRecorder) -> None:
-    """An optimizer without a fused form is not told to be made fused."""
+    """An optimizer without a fused implementation is not told to be made fused."""
     loop = Training("O1", make=torch.optim.RMSprop)
     for number in range(2):
         loop.feed(number, False)
         loop.step()
-    cure = "Take an optimizer with a fused form that is right on cpu, as Adagrad, Adam, AdamW or SGD have"
+    cure = "Take an optimizer with a fused implementation that is right on cpu, as Adagrad, Adam, AdamW or SGD have"
     with pytest.raises(StateError, match=cure), recorder.capture():
         loop.step()
 

@@ -66,7 +66,7 @@ def test_an_entry_that_is_interrupted_is_closed_though_its_object_is_kept(level:
 
 
 def test_an_interrupt_of_the_entry_keeps_the_gradients_of_the_masters() -> None:
-    """Between two lines of the witness it once looked as if somebody had cleared the gradients."""
+    """Between two lines of the sentinel it once looked as if somebody had cleared the gradients."""
     model, optimizer = made("O2")
     backward(model, optimizer)
     engine = xamp.session(optimizer).engine

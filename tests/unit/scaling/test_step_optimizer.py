@@ -1,4 +1,4 @@
-"""A managed optimizer is a good citizen of torch: schedulers, hooks, the profiler, pickles, and its fused form."""
+"""A managed optimizer is a good citizen of torch: schedulers, hooks, the profiler, pickles, fused implementations."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_it_looks_like_the_optimizer_it_is(lane: Lane, level: str) -> None:
     assert repr(optimizer).startswith("SGD (\nParameter Group 0")
 
 
-# ---------------------------------------------------------------- the fused form
+# ---------------------------------------------------------------- the fused implementation
 
 
 @scaled_levels
@@ -396,7 +396,7 @@ def test_the_form_is_decided_again_when_a_state_is_loaded(
 
 @scaled_levels
 def test_fused_true_is_refused_where_there_is_none(lane: Lane, level: str) -> None:
-    with pytest.raises(UnsupportedPolicy, match=r"initialize\(fused=True\): RMSprop has no fused form"):
+    with pytest.raises(UnsupportedPolicy, match=r"initialize\(fused=True\): RMSprop has no fused implementation"):
         start(lane, level, RMSprop, fused=True)
     with pytest.raises(PolicyError, match=r"SGD was made with foreach=True.*excludes fused=True"):
         start(lane, level, SGD, {"foreach": True}, fused=True)

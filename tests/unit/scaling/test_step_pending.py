@@ -307,7 +307,7 @@ def test_an_overflow_of_before_a_load_skips_nothing() -> None:
     assert skipped(optimizer) == 0
 
 
-# ---------------------------------------------------------------- the witness
+# ---------------------------------------------------------------- the sentinel
 
 
 def test_gradients_outlive_a_new_group_and_are_cleared_one_by_one() -> None:

@@ -41,7 +41,12 @@ class Plain:
 
 def managed(lane: Lane, model: Any, **options: Any) -> Run:
     optimizer = SGD(model.parameters(), lr=0.125, momentum=0.9)
-    told = {"level": "O1", "growth_interval": 3, "fused": False, "verbosity": 0}  # a fused form's last bits differ
+    told = {
+        "level": "O1",
+        "growth_interval": 3,
+        "fused": False,
+        "verbosity": 0,
+    }  # a fused implementation's last bits differ
     xamp.initialize(model, optimizer, **{**told, **options})
     return Run(model, optimizer)
 

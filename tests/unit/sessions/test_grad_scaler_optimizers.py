@@ -96,7 +96,7 @@ def test_a_step_with_arguments_and_a_value(lane: Lane) -> None:
 
 
 class Somebodys(Optimizer):
-    """Whose groups say nothing of fused forms."""
+    """Whose groups say nothing of fused implementations."""
 
     _step_supports_amp_scaling = True
     seen: list[Any]

@@ -69,7 +69,7 @@ def test_optimizers_that_die_are_forgotten_with_their_parameters(lane: Lane) -> 
         assert scaler.last_step is None
         assert scaler.stats.applied >= 1
     assert scaler._engine is not None
-    assert len(scaler._engine.memory.flags) == 4, "their room is used again"
+    assert len(scaler._engine.memory.found_inf) == 4, "their room is used again"
     assert scaler._get_growth_tracker() == 6
 
 

@@ -201,7 +201,9 @@ def test_a_grad_scaler_logs_the_new_scale_as_scale_loss_does(
     fused: bool | None, lane: Lane, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = nn.Linear(2, 1).to(lane.device)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)  # the card's fused form wants a momentum
+    optimizer = SGD(
+        model.parameters(), lr=0.1, momentum=0.9, fused=fused
+    )  # the card's fused implementation wants a momentum
     scaler = xamp.GradScaler(init_scale=256.0)
     needs_values(lane)
     told: list[tuple[int, str]] = []

@@ -37,7 +37,7 @@ RECURRENT: Any = torch._VF
 """Has the functions that recurrent layers and cells call. Each is looked up here when it is called."""
 
 default_to_fused_or_foreach: Any = _default_to_fused_or_foreach
-"""Returns whether an optimizer chooses its fused form, and whether its form on lists, for parameters by itself."""
+"""Returns whether an optimizer chooses its fused implementation by itself, and whether the one on lists."""
 
 optimizer_pre_hooks = _global_optimizer_pre_hooks
 """The hooks before the steps of all optimizers: torch adds to this dict, and to the next one."""

@@ -17,7 +17,8 @@ class Name(NamedTuple):
 
     Attributes:
         name: as it is written in a module that adapts to torch.
-        used_by: the wings that use it, sorted; ``backends``, and ``emulation`` for the emulated card, which is a part.
+        used_by: the packages that use it, sorted; ``backends``, and ``emulation`` for the emulated card, which is a
+        part.
         since: the first release that has it, of those that xamp takes; all later ones have it too.
         without: what xamp does in a release without it. What is bound where it is imported is needed.
         build: what a build of torch must have for it: ``"cuDNN"``, ``"distributed"``; empty: nothing.

@@ -26,7 +26,7 @@ class Facts:
         dtypes: names of the lower dtypes that it computes in.
         refuses: by operator and dtype, the text of the NotImplementedError.
         fp32_numbers: fused steps that take their numbers, such as Adam's betas, in fp32.
-        fused: by name of torch's optimizer, the error of its fused form; empty where it has one.
+        fused: by name of torch's optimizer, the error of its fused implementation; empty where it has one.
         capturable: the same of its capturable form.
         autocast: by what its autocast does, the operators to which it is done; as :data:`xamp_abacus.autocast.LISTS`.
         recurrent: the dtype to which autocast casts recurrent layers, whatever its own; empty: its own.
