@@ -41,7 +41,7 @@ class Level:
 
     Attributes:
         name: such as ``"O1"``.
-        aliases: other spellings.
+        aliases: other names.
         dtype: the lower dtype, fp16 or bf16; None where everything is fp32.
         casts_parameters: xamp casts parameters and inputs (as O2 does) instead of the inputs of operators (as O1 does).
         master_weights: the optimizer steps fp32 copies of the low-precision parameters.
@@ -94,7 +94,7 @@ LEVELS = {
         Level("O5", (), "bfloat16", True, True, True, 1.0),
     )
 }
-_BY_SPELLING = {spelling.lower(): level for level in LEVELS.values() for spelling in (level.name, *level.aliases)}
+_BY_ALIAS = {alias.lower(): level for level in LEVELS.values() for alias in (level.name, *level.aliases)}
 _ON_STATIC_OVERFLOW = ("skip", "step")
 SMALLEST_SCALE = 2.0**-126
 """fp32's smallest normal number. The inverse of a much smaller scale is inf: it makes gradients inf, unnoticed."""
@@ -247,7 +247,7 @@ def parse_level(level: object) -> Level | None:
     key = level.strip().lower() if isinstance(level, str) else None
     if key == "auto":
         return None
-    found = _BY_SPELLING.get(key) if key else None
+    found = _BY_ALIAS.get(key) if key else None
     if found is None:
         hint = "  The prefix is the letter O, not the digit zero." if key and key.startswith("0") else ""
         choices = ", ".join(f"'{name}'" for row in LEVELS.values() for name in (row.name, *row.aliases))

@@ -42,7 +42,7 @@ class UnscalesInBf16(CpuBackend):
 def another_level(name: str, **fields: Any) -> Breaks:
     """A row of the level table, with other fields."""
     row = dataclasses.replace(policy.LEVELS[name], **fields)
-    return lambda: mock.patch.dict(policy._BY_SPELLING, {name.lower(): row})
+    return lambda: mock.patch.dict(policy._BY_ALIAS, {name.lower(): row})
 
 
 @contextlib.contextmanager

@@ -143,7 +143,8 @@ def hidden_gradients(
     ``params`` are those of one, ``others`` those of the others.
     """
     groups = [group for module in modules for group in _groups2(module)]
-    if not groups:
+    groups = [g for g in groups if g._partial_reduce_output is not None or any(map(_kept, g.fsdp_params))]
+    if not groups:  # mostly, and the compiler goes no further
         return []
     own, found = {id(p) for p in params}, []
     known = {id(p) for p in others} | own

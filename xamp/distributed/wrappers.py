@@ -180,10 +180,12 @@ class Wrappers:
 
     def postponed(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether a wrapper has yet to reduce the gradients that the last backward left in ``params``."""
-        if any(map(ddps.postpones, self._holding(params))):
-            return True
-        later = (module for module in self._shards() if fsdp.postpones(module))
-        return not {id(p) for p in params}.isdisjoint(map(id, fsdp.sharded_params(later)))
+        ids = {id(p) for p in params}
+        for ddp, held in self._held.items():  # a loop, which the compiler can trace
+            if ddps.postpones(ddp) and not held.isdisjoint(ids):
+                return True
+        later = [module for module in self._shards() if fsdp.postpones(module)]
+        return bool(later) and not ids.isdisjoint(map(id, fsdp.sharded_params(later)))
 
     def hidden_gradients(self, params: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """See :func:`xamp.distributed.fsdp.hidden_gradients`."""

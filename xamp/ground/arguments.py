@@ -29,7 +29,7 @@ __all__ = [
     "output_dtype",
 ]
 
-_DTYPE_SPELLINGS = {
+_DTYPE_ALIASES = {
     "float16": "float16",
     "fp16": "float16",
     "half": "float16",
@@ -102,11 +102,11 @@ def dtype(name: str, value: object) -> torch.dtype:
         spelling = str(value).removeprefix("torch.")
     else:
         spelling = value.strip().lower().removeprefix("torch.") if isinstance(value, str) else ""
-    canonical = _DTYPE_SPELLINGS.get(spelling)
+    canonical = _DTYPE_ALIASES.get(spelling)
     if canonical is None:
         raise PolicyError(
             f"initialize({name}={shown(value)}): not a dtype that mixed precision works in. Choices: torch.float16, "
-            f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_SPELLINGS)}."
+            f"torch.bfloat16, torch.float32, or a name: {', '.join(_DTYPE_ALIASES)}."
         )
     return getattr(torch, canonical)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Gives functions of xamp a fixed name for pickles, ``xamp.pickled.<name>``, so that their code can move."""
+"""Gives functions and classes a fixed name for pickles, ``xamp.pickled.<name>``, so that their code can move."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def pickled_as(name: str) -> Callable[[_Function], _Function]:
-    """Make pickles store the decorated function as ``xamp.pickled.<name>``; :mod:`xamp.pickled` must provide it."""
+    """Make pickles store a function or class as ``xamp.pickled.<name>``; :mod:`xamp.pickled` must provide it."""
 
     def rename(function: _Function) -> _Function:
         function.__module__, function.__qualname__ = "xamp.pickled", name

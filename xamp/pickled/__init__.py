@@ -1,4 +1,7 @@
-"""The names that pickles of managed models contain. These stay, so that a pickle outlives every move of the code."""
+"""The names that pickles of managed models, and of what a session tells of its steps, contain.
+
+These stay, so that a pickle outlives every move of the code.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,12 @@ from xamp.casting.forward import rebuild
 from xamp.casting.region import make_region as region
 from xamp.distributed.ddp import note_forward
 from xamp.ground.containers import cast_any, cast_floats
+from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.masters import load_masters, save_masters
 
 __all__ = [
+    "Stats",
+    "StepOutcome",
     "cast_any",
     "cast_floats",
     "instance_method",

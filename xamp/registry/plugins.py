@@ -19,8 +19,8 @@ from xamp.ground.version import __version__
 from xamp.registry.causes import one_line
 
 __all__ = [
+    "ALIASES",
     "PLUGINS_VARIABLE",
-    "SPELLINGS",
     "EntryPoint",
     "PluginSpec",
     "allowed_points",
@@ -33,11 +33,11 @@ __all__ = [
 PLUGINS_VARIABLE = "XAMP_PLUGINS"
 """The variable that says which plugins are read: ``none``, or names of entry points; unset or empty: all."""
 
-SPELLINGS = {"apex": "apex"}
+ALIASES = {"apex": "apex"}
 """Names that ``backend=`` and ``XAMP_BACKEND`` accept although no backend is registered under them, each with the op
 policy that it stands for. The backend is that of the model's device, shown under this name."""
 
-_RESERVED = frozenset({"auto", *SPELLINGS})  # names that a spec must not have, in lower case
+_RESERVED = frozenset({"auto", *ALIASES})  # names that a spec must not have, in lower case
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]*")

@@ -25,7 +25,7 @@ from xamp.errors import BackendUnavailable, PolicyError
 from xamp.ground.shown import shown
 from xamp.registry.causes import TorchFailure, explain_torch
 from xamp.registry.find_torch import MINIMUM_TORCH, as_text, find_torch
-from xamp.registry.plugins import SPELLINGS, PluginSpec, check_spec, read_entry_points
+from xamp.registry.plugins import ALIASES, PluginSpec, check_spec, read_entry_points
 from xamp.registry.probe import Failed, Ready, start
 
 __all__ = [
@@ -164,7 +164,7 @@ class Registry:
             origin = f"{BACKEND_VARIABLE}={wanted!r} (environment variable)"
         if wanted == "auto":
             return self.best_for(device_type)
-        if wanted in SPELLINGS:
+        if wanted in ALIASES:
             return self._under_name(wanted, self.best_for(device_type))
         specs = {spec.name: spec for spec in self.specs()}
         if wanted not in specs:

@@ -23,7 +23,7 @@ from xamp.distributed.ranks import is_dtensor, is_part, is_running, is_shard
 from xamp.errors import PolicyError, StateError, UnsupportedPolicy
 from xamp.ground.shown import said
 from xamp.policy import Policy, levels_where, listed
-from xamp.registry.plugins import SPELLINGS
+from xamp.registry.plugins import ALIASES
 from xamp.scaling.engine import Engine
 from xamp.scaling.fused import list_refusal
 from xamp.scaling.masters import LOWER, is_low_precision
@@ -152,7 +152,7 @@ def check_op_policy(backend: Backend, device: torch.device, policy: Policy) -> N
 
     A backend has those that it declares. An alias of a backend, such as ``"apex"``, has only the one that it means.
     """
-    own = SPELLINGS.get(backend.name)
+    own = ALIASES.get(backend.name)
     there = backend.capabilities(device).op_policies if own is None else (own,)
     if policy.op_policy not in there:
         raise UnsupportedPolicy(

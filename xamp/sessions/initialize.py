@@ -28,7 +28,7 @@ from xamp.ground.log import say
 from xamp.ground.shown import shown
 from xamp.policy import LEVELS, WHY_BEST, Policy, Request, Unsaid, best_level, compile_policy, parse_level
 from xamp.registry import device_in_use, registry
-from xamp.registry.plugins import SPELLINGS
+from xamp.registry.plugins import ALIASES
 from xamp.scaling.engine import Engine
 from xamp.sessions import checks
 from xamp.sessions.session import forget_sessions, register
@@ -275,7 +275,7 @@ def _set_up(request: Request, backend_name: str, delegated: bool, arguments: Arg
     existing = checks.check_not_initialized(arguments.models, arguments.optimizers)
     device = checks.device_of(arguments.models, arguments.optimizers) or device_in_use.device()
     backend = registry.resolve(backend_name, device.type)
-    own_op_policy = SPELLINGS.get(backend.name)
+    own_op_policy = ALIASES.get(backend.name)
     if own_op_policy is not None and isinstance(request.op_policy, Unsaid):
         request = dataclasses.replace(request, op_policy=own_op_policy)
     can = backend.capabilities(device)

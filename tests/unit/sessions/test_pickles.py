@@ -70,6 +70,21 @@ def test_pickles_name_only_what_stays(level: str) -> None:
     assert {name for _, name in names} <= set(pickled.__all__)
 
 
+def test_what_a_session_tells_of_its_steps_is_pickled_under_names_that_stay() -> None:
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    xamp.initialize(model, optimizer, "O2", loss_scale=8.0, verbosity=0)
+    session = xamp.session(optimizer)
+    with xamp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    text = pickle.dumps((session.last_step, session.stats), protocol=4)
+    assert names_in(text) == {("xamp.pickled", "StepOutcome"), ("xamp.pickled", "Stats")}
+    last_step, stats = pickle.loads(text)
+    assert last_step is session.last_step
+    assert (stats.applied, stats.skipped) == (1, 0)
+
+
 @pytest.mark.parametrize("name", pickled.__all__)
 def test_each_name_leads_back_to_itself(name: str) -> None:
     found = getattr(pickled, name)
