@@ -15,7 +15,7 @@ import xamp
 from xamp.scaling import fused, masters, optimizer, step, unscale
 from xamp.scaling.counts import StepOutcome
 from xamp.scaling.engine import Engine, ScaledLoss
-from xamp.scaling.fused import FusedImplementation
+from xamp.scaling.fused import FusedChoice
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState
 from xamp.scaling.step import OptimizerState
@@ -185,12 +185,12 @@ MUTANTS = [
     Mutant(
         "the fused implementation is never used",
         "optimizers.declared_form_is_used",
-        patched(FusedImplementation, "switch_on", lambda self, optimizer: None),
+        patched(FusedChoice, "switch_on", lambda self, optimizer: None),
     ),
     Mutant(
         "a state says that xamp chose the fused implementation",
         "optimizers.declared_form_is_used",
-        patched(FusedImplementation, "as_before", lambda self, optimizer, groups: groups),
+        patched(FusedChoice, "as_before", lambda self, optimizer, groups: groups),
     ),
     Mutant(
         "the second optimizer is unscaled twice",

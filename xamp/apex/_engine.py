@@ -23,7 +23,7 @@ from xamp.ground.log import say
 from xamp.policy import Policy
 from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine, ScaledLoss
-from xamp.scaling.fused import FusedImplementation
+from xamp.scaling.fused import FusedChoice
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.masters import Pair
 from xamp.scaling.scale import DeviceState, LossScaler, clock
@@ -105,7 +105,7 @@ class ApexState(OptimizerState):
     engine: ApexEngine
     outcomes: ApexOutcomes
 
-    def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedImplementation) -> None:
+    def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedChoice) -> None:
         super().__init__(engine, optimizer, index, fused)
         self._warned = False
         self._take_saved()

@@ -29,7 +29,7 @@ from xamp.registry.trials import as_in_a_new_process
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["FusedImplementation", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+__all__ = ["FusedChoice", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
 """What torch raises where a class has no fused implementation for a device or a dtype."""
@@ -45,7 +45,7 @@ def honours_found_inf(optimizer: Any) -> bool:
     return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
 
 
-class FusedImplementation:
+class FusedChoice:
     """Remembers which groups of one optimizer xamp switched to ``fused=True``, and switches them back.
 
     Args:
@@ -357,7 +357,7 @@ class WarmState:
     has gaps, into which the kernels would write.
     """
 
-    def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedImplementation) -> None:
+    def __init__(self, optimizer: weakref.ref[Optimizer], gradients: Gradients, fused: FusedChoice) -> None:
         self._optimizer = optimizer
         self._gradients = gradients
         self._fused = fused

@@ -40,7 +40,7 @@ from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
 from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
-from xamp.scaling.fused import FusedImplementation
+from xamp.scaling.fused import FusedChoice
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
 
@@ -140,7 +140,7 @@ class Gradients:
         policy: Policy,
         backend: Backend,
         saturates: bool,
-        fused: FusedImplementation,
+        fused: FusedChoice,
         optimizer: weakref.ReferenceType[Optimizer],
     ) -> None:
         self.plain: list[torch.Tensor] = []

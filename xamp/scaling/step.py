@@ -24,7 +24,7 @@ from xamp.ground.torch_features import traces_attributes_of_optimizers
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
-from xamp.scaling.fused import FusedImplementation, WarmState
+from xamp.scaling.fused import FusedChoice, WarmState
 from xamp.scaling.gradients import Gradients
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.weights import MasterVersions
@@ -58,7 +58,7 @@ class OptimizerState:
     gradients_class: type[Gradients] = Gradients
     outcomes_class: type[Outcomes] = Outcomes
 
-    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedImplementation) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizer, index: int, fused: FusedChoice) -> None:
         self.engine = engine
         self.index = index
         self.fused = fused

@@ -2,8 +2,7 @@
 
 It averages tensor by tensor. Made before ``initialize``, it is fp32 and meets low-precision parameters: an error about
 dtypes, or rounded values. Made after it, it is a 16-bit copy, in which small steps are lost. So a copy of low-precision
-parameters becomes fp32 as soon as it is made, with the exact values, and ``update_parameters`` is given the exact
-values.
+parameters becomes fp32 with the exact values as soon as it is made, and ``update_parameters`` is given exact ones too.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ def serve_averaged_models() -> None:
 
 
 def _make_fp32(average: nn.Module, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make a copy of low-precision parameters and buffers fp32, and take it out of the policy, which is not for fp32.
+    """Make a copy of low-precision tensors fp32 and take it out of the policy; return each of these with its source.
 
-    Returns:
-        Each tensor whose source is in low precision, with its source; none where no parameter of ``model`` is.
+    Nothing happens where no parameter of ``model`` is in low precision.
     """
     if not any(map(masters.is_low_precision, model.parameters())):
         return []

@@ -1,4 +1,4 @@
-"""Lowers the parameters and buffers of models, and puts modules into the regions of the policy.
+"""Casts the parameters and buffers of models, and puts modules into the regions of the policy.
 
 :class:`Plan` checks the models and changes nothing. :meth:`Plan.apply` makes the changes, and lists first how to undo
 each of them. Both a failed ``initialize`` and ``session.close()`` unwind that list.
@@ -256,9 +256,7 @@ class Plan:
     def _prepare_fp32(self) -> None:
         """Allocate what :meth:`_restore_fp32` gives back. Changes no parameter."""
         self._restored = {}
-        self._restored = {
-            id(param): self._fp32_of(param) for param in self.low_precision if masters.is_low_precision(param)
-        }
+        self._restored = {id(p): self._fp32_of(p) for p in self.low_precision if masters.is_low_precision(p)}
 
     def _fp32_of(self, param: nn.Parameter) -> _Values:
         """Return values and gradient of a low-precision parameter: from before the call, or in fp32 once it is done."""

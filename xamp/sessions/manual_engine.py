@@ -22,7 +22,7 @@ from xamp.errors import PolicyError, StateError
 from xamp.policy import LEVELS, Request, compile_policy
 from xamp.registry import registry
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedImplementation
+from xamp.scaling.fused import FusedChoice
 from xamp.scaling.optimizer import state_of
 from xamp.scaling.scale import DeviceState, LossScaler
 from xamp.scaling.step import OptimizerState
@@ -129,11 +129,9 @@ class ManualEngine(Engine):
 
     def take_flags(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
         """Take in what a method of a user's subclass found, by device. Where it left the gradients scaled, they are."""
-        for flag in found.values():
-            if flag is not state.found_inf_since_step:
-                torch.maximum(
-                    state.found_inf_since_step, flag.to(self.device, non_blocking=True), out=state.found_inf_since_step
-                )
+        since = state.found_inf_since_step
+        for flag in (each for each in found.values() if each is not since):
+            torch.maximum(since, flag.to(self.device, non_blocking=True), out=since)
         if use["stage"] is OptState.READY:
             state.fresh, state.gradients.ready = False, len(found) > 0
             state.gradients.used[self.scaler.index] = self.scaler.updates
@@ -210,7 +208,7 @@ class ManualEngine(Engine):
         index = next(i for i in range(len(taken) + 1) if i not in taken)
         if index >= len(self.memory.found_inf):
             self._make_room()
-        return OptimizerState(self, optimizer, index, FusedImplementation(optimizer, False, self._fused, sparse=False))
+        return OptimizerState(self, optimizer, index, FusedChoice(optimizer, False, self._fused, sparse=False))
 
     def _make_room(self) -> None:
         """Double the number of flags in the device state."""

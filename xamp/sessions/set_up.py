@@ -23,7 +23,7 @@ from xamp.ground.undo import Undo
 from xamp.policy import Policy
 from xamp.scaling import masters
 from xamp.scaling.engine import Engine
-from xamp.scaling.fused import FusedImplementation
+from xamp.scaling.fused import FusedChoice
 from xamp.scaling.optimizer import cast_state, manage, replace_params
 from xamp.scaling.step import OptimizerState
 from xamp.sessions import checks, lowering
@@ -136,9 +136,7 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
 # ---------------------------------------------------------------- optimizers come under the engine, and go back
 
 
-def fused_forms(
-    engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> list[FusedImplementation]:
+def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[FusedChoice]:
     """Choose the fused implementation of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
     choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
@@ -152,7 +150,7 @@ def fused_forms(
     forms = []
     for optimizer in optimizers:
         usable = names if checks.is_plain(optimizer, engine.backend) else ()
-        form = FusedImplementation(optimizer, choice, usable, sparse=sparse, stepped=stepped)
+        form = FusedChoice(optimizer, choice, usable, sparse=sparse, stepped=stepped)
         forms.append(form)
         if policy.fused is True:  # what that cannot do is the nearer reason
             form.check(optimizer)
@@ -161,9 +159,7 @@ def fused_forms(
     return forms
 
 
-def take_optimizers(
-    engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedImplementation], undo: Undo
-) -> None:
+def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedChoice], undo: Undo) -> None:
     """Put masters into the optimizers in place of low-precision parameters, and let the engine run the steps."""
     states = []
     for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
