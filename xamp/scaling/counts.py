@@ -92,7 +92,7 @@ class CollapseWatch:
         self.run = 0
         self._scales = scales
 
-    def collapsed(self, scales: Sequence[float], used: Iterable[int]) -> bool:
+    def note_overflow(self, scales: Sequence[float], used: Iterable[int]) -> bool:
         """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:
@@ -283,7 +283,7 @@ class Outcomes:
             self._watch.clean(scales)
             return
         self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
-        collapsed = self._watch.collapsed(scales, used)
+        collapsed = self._watch.note_overflow(scales, used)
         if counts.verbosity:
             self.tell_of_overflow(scales, used)
         if collapsed:
@@ -341,7 +341,7 @@ class Outcomes:
         for (used, _), values in self._history.peek():
             scales = self._memory.scales_in(values)
             if self._memory.overflowed(values, self._index):
-                complete |= watch.collapsed(scales, used)
+                complete |= watch.note_overflow(scales, used)
             else:
                 watch.clean(scales)
         return COLLAPSE_RUN - 1 if complete else watch.run

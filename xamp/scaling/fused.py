@@ -384,7 +384,7 @@ class WarmState:
             return False
         return not self._fused.active or (self._elements == self._count_elements() and self._is_laid_out_alike())
 
-    def unfused(self, base: Callable[..., Any]) -> Callable[..., Any]:
+    def in_users_form(self, base: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``base`` to step in the form the user gave, and remember the state that this step makes."""
 
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
 """The gradients of one optimizer: scaled on entering ``scale_loss``, unscaled and moved to the masters on leaving.
 
-On entering, gradients of earlier losses are multiplied by the scale, so that the backward adds scaled to scaled. On
-leaving, those of low-precision parameters move into the masters, and all are multiplied by 1/scale and checked on the
-device. Until ``optimizer.step()`` they are unscaled, so that clipping and logging see the numbers that fp32 would give.
+On entering, gradients of earlier losses on parameters without a master are multiplied by the scale, so that the
+backward adds scaled to scaled; masters keep theirs. On leaving, gradients of low-precision parameters move into the
+masters, and all that is new is multiplied by 1/scale and checked on the device. Until ``optimizer.step()`` they are
+unscaled, so that clipping and logging see the numbers that fp32 would give.
 
 What a call does depends on the :class:`State`. A cell of this table is the state that comes next; "error" stands for a
 StateError that changes nothing. If the body raises after its backward began, what that backward added to is dropped.
-Masters to which it added nothing keep their gradients, which is the second word of a cell::
+Of CLEAR/UNSCALED the second word is for masters: nothing was added to them yet, so they keep their gradients::
 
     call                              CLEAR     SCALED    UNSCALED        SPENT
     scale_loss                        UNSCALED  UNSCALED  UNSCALED        UNSCALED
@@ -123,7 +124,7 @@ class Gradients:
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         pending: what is known of gradients that are still scaled; None: there are none.
         used: by index, the loss scales that the gradients had since the last step, with
-            :attr:`xamp.scaling.scale.LossScaler.updates` at the last check that moves the scale; None: no check did.
+            :attr:`xamp.scaling.scale.LossScaler.updates` at the last check that counts for the window; None: none does.
         owed: by index, the loss scales of gradients that are still scaled. A later check moves them.
         mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
         hidden: returns gradients that a wrapper keeps outside of any ``.grad``, to reduce them later; None: no wrapper.
@@ -330,7 +331,7 @@ class Gradients:
             scaler: the scale that the gradients have.
             found_inf: fp32, one element, raised to 1.0 if a gradient is not finite; None: gradients are not checked.
             first: this is the first check since the last step, so gradients left from before it are checked too.
-            counts: the scale is to move by this check.
+            counts: the check counts for the window of the scale.
         """
         pending, self.pending = self.pending, None
         if pending is not None or self.forward_overflow is not None:

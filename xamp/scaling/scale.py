@@ -130,8 +130,8 @@ class LossScaler:
         growth_tracker: int32 scalar tensor: clean updates since the scale last moved.
         rules: how the scale moves; :meth:`follow` changes them.
         host_scale: the value to which the host last set the scale; set_at: when, by :data:`clock`.
-        updates: another object after each update of a dynamic scale that is done.
-        version: another object after each update, also after one that failed: then the scale may have moved.
+        updates: tells one window from another: another object after each update of a dynamic scale that is done.
+        version: tells that the value may have changed: another object after each update, also after one that failed.
         found: fp32 scalar: whether a backward with this scale overflowed since the scale last moved. Where there is one
             loss and one optimizer, that is the optimizer's ``found_inf_since_step``, and costs nothing.
         has_own_flag: :attr:`found` is a flag of the scale's own, and no optimizer's.
@@ -248,12 +248,12 @@ class LossScaler:
             self.update(self.found, None if stepped else _NEVER)
         finally:
             if self.updates is not before:
-                self.lower_found()
+                self.lower_own_flag()
                 if not stepped:
                     self.growth_tracker.sub_(1).clamp_(min=0)
                     self.found, self.has_own_flag = self._own_found, True
 
-    def lower_found(self) -> None:
+    def lower_own_flag(self) -> None:
         """Forget what was found since the scale last moved."""
         if self.has_own_flag:
             self._own_found.zero_()

@@ -147,7 +147,7 @@ class OptimizerState:
         self.find_parameters()
 
     def mask_found_inf(self) -> None:
-        """Clear ``found_inf`` if an earlier backward has noted the same gradients, by which a scale moves already."""
+        """Clear ``found_inf`` if these gradients were counted in an earlier window, and the next step skips anyway."""
         if self.gradients.mixed:
             self.found_inf.addcmul_(self.found_inf, self.found_inf_since_step, value=-1)
 
@@ -267,12 +267,12 @@ class OptimizerState:
         # Who decides whether to skip: nobody, the kernel or the host?
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
-                base = self._warm.unfused(base)
+                base = self._warm.in_users_form(base)
             return self._step_unchecked(base, args, kwargs)
         if self.fused.skips_on_device:
             if self._warm.fits_fused():
                 return self._step_on_device(base, args, kwargs)
-            base = self._warm.unfused(base)
+            base = self._warm.in_users_form(base)
         if self.outcomes.replays.capturing():
             self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
@@ -412,7 +412,7 @@ class OptimizerState:
         self.gradients.ready = False
         self.gradients.used = {}
         for scaler in self.engine.scalers:
-            scaler.lower_found()
+            scaler.lower_own_flag()
         self._clear_found_inf()
 
     def kept(self) -> tuple[Any, ...]:
