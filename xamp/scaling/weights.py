@@ -252,14 +252,15 @@ class LostWrites:
 
 @torch.no_grad()
 def _differs(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return whether any element of ``param`` is not ``master``, rounded. Nan is equal to all. Does not wait.
+    """Return whether any element of ``param`` is not ``master``, rounded; nan is as nan. Does not wait.
 
     Of a large weight this looks at the first four million elements or so: their copy in 16 bits takes memory.
     """
     if param.dim() and param.numel() > 2**22:
         rows = max(1, 2**22 * param.shape[0] // param.numel())
         param, master = param[:rows], master[:rows]
-    return torch.logical_and(master.to(param.dtype) != param, param == param).any()
+    rounded = master.to(param.dtype)
+    return torch.logical_and(rounded != param, torch.logical_or(rounded == rounded, param == param)).any()
 
 
 def _is_raised(flags: torch.Tensor) -> bool:

@@ -141,6 +141,17 @@ def test_a_large_weight_is_looked_at_in_part() -> None:
     assert bool(_differs(param, master))
 
 
+def test_nan_that_only_one_of_them_has_is_a_difference() -> None:
+    param, master = nn.Parameter(torch.ones(3).half()), nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        param[1] = float("nan")
+        assert bool(_differs(param, master))
+        master[1] = float("nan")
+        assert not bool(_differs(param, master))
+        param[1] = 1.0
+        assert bool(_differs(param, master))
+
+
 def test_on_a_device_the_answer_comes_later() -> None:
     """The host does not wait for it: it asks again at the next scale_loss."""
 
