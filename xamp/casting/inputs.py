@@ -85,12 +85,16 @@ class Lender:
 
     keep_eager(take_back)
 
-    def _lend_by_walk(self, args: Any, kwargs: Any) -> _Lent:
-        """Cast arguments of all kinds."""
+    def _lend_by_walk(self, args: Any, kwargs: Any, seen: dict[int, Any] | None = None) -> _Lent:
+        """Cast arguments of all kinds; ``seen`` has what was cast already."""
         if torch.is_inference_mode_enabled():
             with _with_versions():
-                return self._lend_by_walk(args, kwargs)
+                return self._lend_by_walk(args, kwargs, seen)
         walk, spares = Walk(self._leaf, notes=True), self._excludes
+        if seen is not None and seen[CASTS]:
+            walk.made.update({id(old): new for old, new in seen[CASTS]})
+            walk.made[CASTS] = seen[CASTS]
+            walk.changed = True
         given = [value if spares(at) else walk.of(value)[0] for at, value in enumerate(args)]
         named = {name: value if spares(name) else walk.of(value)[0] for name, value in kwargs.items()}
         for each in walk.left:
@@ -137,7 +141,9 @@ def _with_versions() -> Iterator[None]:
         yield
 
 
-def _lend_common(dtype: torch.dtype, in_general: Callable[[Any, Any], _Lent]) -> Callable[[Any, Any], _Lent]:
+def _lend_common(
+    dtype: torch.dtype, in_general: Callable[[Any, Any, dict[int, Any]], _Lent]
+) -> Callable[[Any, Any], _Lent]:
     """Return a function that casts arguments of common kinds, which is faster than ``in_general``."""
     is_inference, common = torch.is_inference_mode_enabled, common_caster(dtype, lends=True)
 
@@ -148,12 +154,15 @@ def _lend_common(dtype: torch.dtype, in_general: Callable[[Any, Any], _Lent]) ->
         casts: list[Any] = []
         seen: dict[int, Any] = {CASTS: casts, COPIES: []}
         try:
-            given = common(args, seen)
-            if kwargs:
-                kwargs = dict(zip(kwargs, common(tuple(kwargs.values()), seen), strict=True))
+            if not kwargs:
+                return common(args, seen), kwargs, seen if casts else None
+            given = common((*args, *kwargs.values()), seen)
         except Uncommon:
-            return in_general(args, kwargs)
-        return given, kwargs, seen if casts else None
+            given = None  # what the walk raises is not to be told as raised while this was handled
+        if given is None:
+            return in_general(args, kwargs, seen)
+        count = len(args)
+        return given[:count], dict(zip(kwargs, given[count:], strict=True)), seen if casts else None
 
     return keep_eager(lend)
 

@@ -32,7 +32,10 @@ _ITERABLE: tuple[type, ...] = (
 )
 """Types of Python's own that are not rebuilt."""
 
-_CODE = (types.FunctionType, types.ModuleType, types.GeneratorType, types.CoroutineType)
+_CODE: tuple[type, ...] = (
+    *(types.FunctionType, types.ModuleType, types.GeneratorType, types.CoroutineType),
+    *(types.TracebackType, types.FrameType, types.CellType, type({}.keys())),
+)
 """Types whose objects refer to what a result does not hold."""
 
 _MOST_VALUES, _MOST_TYPES = 1000, 128
@@ -118,7 +121,7 @@ def _tensor_in(value: Any, dtypes: Iterable[torch.dtype]) -> torch.Tensor | None
                 return each
             continue
         if not isinstance(each, _CODE):
-            left.extend(gc.get_referents(each))
+            left.extend(each.values() if isinstance(each, dict) else gc.get_referents(each))
     return None
 
 

@@ -14,6 +14,7 @@ nothing is written, as without xamp.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from operator import is_
@@ -24,7 +25,7 @@ import torch
 from xamp.ground.compiler import keep_eager
 from xamp.ground.log import Once, say
 from xamp.ground.walk import CASTS, COPIES, INSIDE, Copied, TracedWalk, Walk
-from xamp.ground.ways import Raw, Traced
+from xamp.ground.ways import Raw, Traced, values_in_dict
 
 __all__ = ["Lent", "prepare_traced", "take_back", "take_back_traced"]
 
@@ -44,13 +45,14 @@ def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:
     for old, new in lent[CASTS]:
         if new._version:
             _guarded(name, said, old, _write_tensor, old, new)
-    written = [each for each in lent[COPIES] if not _is_as_it_was(each)]
-    if not written:
-        return
-    homes = {id(new): old for old, new in lent[CASTS]}
-    walk = Walk(_stay, {**homes, **{id(each.new): each.old for each in lent[COPIES]}})
-    for each in written:
-        _guarded(name, said, each.old, _write_back, each, Raw, lambda value: walk.of(value)[0])
+    walk: Walk | None = None
+    for each in lent[COPIES]:
+        if _is_as_it_was(each):
+            continue
+        if walk is None:
+            homes = {id(new): old for old, new in lent[CASTS]}
+            walk = Walk(_stay, {**homes, **{id(copied.new): copied.old for copied in lent[COPIES]}})
+        _guarded(name, said, each.old, _write_back, each, Raw, functools.partial(_home, walk))
 
 
 keep_eager(take_back)
@@ -88,6 +90,11 @@ def _write_tensor(old: torch.Tensor, new: torch.Tensor) -> None:
         old.copy_(torch.where(differ, new.to(old.dtype), old))
 
 
+def _home(walk: Walk, value: Any) -> Any:
+    """Return the original of what was cast or copied."""
+    return walk.of(value)[0]
+
+
 def _stay(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else INSIDE
 
@@ -95,6 +102,10 @@ def _stay(value: Any) -> Any:
 def _is_as_it_was(each: Copied) -> bool:
     """Return whether nothing was written into a copy."""
     new, form, before = each.new, each.form, each.items
+    if form.plain:
+        return _holds_the_same(new, before)
+    if form.in_dict is not None:
+        return _holds_the_same(values_in_dict(new), each.attributes)
     if before is not None and not _holds_the_same(Raw.items_of(new, form), before):
         return False
     return _holds_the_same(Raw.attributes_of(new, form, stored=True), each.attributes)
@@ -152,7 +163,7 @@ def _write_dict(each: Copied, after: dict[Any, Any], ways: type[Raw], home: Call
     ways.put_items(old, form, changed)
     held = ways.items_of(old, form)
     order = [key for key in held if key in after]
-    if len(order) == len(held) == len(after) and order != list(after):  # it was put in another order
+    if len(order) == len(held) == len(after) and not all(map(is_, order, after)):  # it was put in another order
         for key in after:
             ways.drop_item(old, form, key)
             ways.put_items(old, form, {key: held[key]})

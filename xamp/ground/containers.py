@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -120,19 +120,24 @@ class Uncommon(Exception):
 _OPEN = object()
 
 
-def common_caster(dtype: torch.dtype, *, lends: bool = False) -> Callable[[Any, dict[int, Any]], Any]:
+def common_caster(
+    dtype: torch.dtype, left: Callable[[Any], object] = lambda _: None, *, lends: bool = False
+) -> Callable[[Any, dict[int, Any]], Any]:
     """Return a function that casts common containers as :func:`cast_floats` does.
 
-    These are lists, tuples, dicts, named tuples and dataclasses. What is in one is plain tensors, values that hold no
-    tensor, and more of these; else the function raises :class:`Uncommon`. Its second argument has what was made of
-    earlier items, by their ids.
+    These are lists, tuples, dicts, named tuples and dataclasses. What is in one is plain tensors, values that are not
+    looked into, and more of these; else the function raises :class:`Uncommon`. Its second argument has what was made of
+    earlier items, by their ids, so that a walk can go on from there.
 
     Args:
         dtype: the dtype to which tensors are cast.
+        left: called with an object that is not looked into.
         lends: what is cast and copied is noted in the second argument, as a walk that notes does.
     """
     tensor, atoms, to, known, new_object = torch.Tensor, frozenset(ATOMS), TO[dtype], known_form, object.__new__
     first, second = CASTABLE - {dtype}
+    by_walk = (torch.Tensor, torch.fx.Proxy)  # of classes of their own
+    no_attributes: dict[str, Any] = {}
     put: Callable[[Any, str, Any], None] = object.__setattr__  # Python makes no dict for an object that is filled so
 
     def cast(value: Any, seen: dict[int, Any]) -> Any:
@@ -145,7 +150,11 @@ def common_caster(dtype: torch.dtype, *, lends: bool = False) -> Callable[[Any, 
                 raise Uncommon
             items = value.__dict__.values()
         elif form.make is None:
-            raise Uncommon
+            if form.name or issubclass(form.kind, by_walk):
+                raise Uncommon
+            if not issubclass(form.kind, ATOMS):
+                left(value)
+            return value
         made, same = [], True
         for item in items:
             if type(item) is tensor:  # asked here, for a call takes 0.2 us
@@ -173,14 +182,19 @@ def common_caster(dtype: torch.dtype, *, lends: bool = False) -> Callable[[Any, 
             return value
         if form.make is not None:
             copied = form.make(made)
+            if lends and form.base is not tuple:
+                seen[COPIES].append(Copied(value, copied, form, made, no_attributes))
         elif form.kind is dict:
             copied = dict(zip(value, made, strict=True))
+            if lends:
+                seen[COPIES].append(Copied(value, copied, form, copied.copy(), no_attributes))
         else:
             copied = new_object(form.kind)
-            for name, item in zip(value.__dict__, made, strict=True):
+            before = dict(zip(value.__dict__, made, strict=True))
+            for name, item in before.items():
                 put(copied, name, item)
-        if lends and form.base is not tuple:
-            seen[COPIES].append(Copied(value, copied, form))
+            if lends:
+                seen[COPIES].append(Copied(value, copied, form, None, before))
         return copied
 
     return keep_eager(cast)
@@ -202,8 +216,11 @@ def result_caster(
     if leaf is None:
         return lambda value: cast(value, dtype)
 
-    def cast_by_walk(value: Any) -> Any:
+    def cast_by_walk(value: Any, seen: Mapping[int, Any] | None = None) -> Any:
         walk = Walk(leaf)
+        if seen is not None:  # no tensor is cast twice
+            walk.made.update((key, made) for key, made in seen.items() if isinstance(made, torch.Tensor))
+            walk.changed = bool(walk.made)
         found = walk.run(value)
         for each in walk.left:
             left(each)
@@ -211,17 +228,22 @@ def result_caster(
 
     if cast is not cast_floats:
         return cast_by_walk
-    tensor, to, common = torch.Tensor, TO[dtype], common_caster(dtype)
+    tensor, to, common = torch.Tensor, TO[dtype], common_caster(dtype, left)
+    atoms = frozenset(ATOMS)
     first, second = CASTABLE - {dtype}
 
     def cast_result(value: Any) -> Any:
         if type(value) is tensor:
             given = value.dtype
             return to(value) if given is first or given is second else value
+        if type(value) in atoms:
+            return value
+        seen: dict[int, Any] = {id(value): _OPEN}
         try:
-            return common(value, {id(value): _OPEN})
+            return common(value, seen)
         except Uncommon:
-            return cast_by_walk(value)
+            pass  # what the walk raises is not to be told as raised while this was handled
+        return cast_by_walk(value, seen)
 
     return keep_eager(cast_result)
 

@@ -44,12 +44,18 @@ class Copied:
         attributes: of the copy, as it stores them.
     """
 
-    def __init__(self, old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> None:
+    def __init__(self, old: Any, new: Any, form: Form, items: Any, attributes: dict[str, Any]) -> None:
         self.old = old
         self.new = new
         self.form = form
-        self.items: Any = None if form.name == "tuple" else ways.items_of(new, form)
-        self.attributes = ways.attributes_of(new, form, stored=True)
+        self.items = items
+        self.attributes = attributes
+
+
+def copied(old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> Copied:
+    """Return what is to be known of ``new``, the copy of ``old``, as it is now."""
+    items = None if form.name == "tuple" else ways.items_of(new, form)
+    return Copied(old, new, form, items, ways.attributes_of(new, form, stored=True))
 
 
 class Walk:
@@ -101,6 +107,7 @@ class Walk:
                 return self._look_inside(value, form)
             _refuse_proxy(value)
             self._leave(value)
+            self._keep(value, value)  # once, however often it stands there
             return value, False
         if new is value:
             return value, False
@@ -143,7 +150,7 @@ class Walk:
             try:
                 new = self.ways.copy_of(value, form, items, attributes, None if begun is _OPEN else begun)
                 if self._notes and (form.base is not tuple or not form.plain):  # else nobody writes into it
-                    self.made[COPIES].append(Copied(value, new, form))
+                    self.made[COPIES].append(copied(value, new, form))
             except Exception:  # it is a class of somebody's that refuses
                 self._leave(value)
         self.made[id(value)] = new
@@ -234,7 +241,7 @@ class TracedWalk(Walk):
             return value, False
         new = self.ways.copy_of(value, form, items, attributes)
         if mutable:
-            self.copies.append(Copied(value, new, form, self.ways))
+            self.copies.append(copied(value, new, form, self.ways))
         return new, True
 
 
