@@ -1,7 +1,8 @@
 """Counts the private names of torch that the package uses; fails where a module that is no adapter has one.
 
-It fails too where the table of these names (xamp/ground/torch_private/names.py) and the adapters differ: a name without
-a line, a line without a name, other packages that use it, or none.
+It fails too where the core, what a training process loads, has more than 50, and where the table of these names
+(xamp/ground/torch_private/names.py) and the adapters differ: a name without a line, a line without a name, other
+packages that use it, or none.
 
     python ci/private_names.py            # checks that, and the count in docs/architecture.md
     python ci/private_names.py --write    # puts the count into docs/architecture.md
@@ -45,7 +46,9 @@ ADAPTERS = (
 )
 TABLE = "xamp/ground/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
-_COUNT = re.compile(r"\d+ private names of torch in \d+ modules")
+_COUNT = re.compile(r"\d+ private names of torch in \d+ modules, \d+ of them in the core")
+CORE = frozenset({"accel", "casting", "contract", "distributed", "ground", "policy", "registry", "scaling", "sessions"})
+MOST = 50  # names that the core has
 
 
 def is_in(path: str, places: Sequence[str]) -> bool:
@@ -82,8 +85,13 @@ def taken(root: pathlib.Path) -> dict[str, set[str]]:
 
 def table() -> dict[str, tuple[str, ...]]:
     """The table of the names: each with the packages that use it. Reading it imports no torch."""
-    namespace = runpy.run_path(str(ROOT / TABLE))
-    return {each.name: tuple(each.used_by.split()) for each in namespace["NAMES"]}
+    return {each.name: tuple(each.used_by.split()) for each in runpy.run_path(str(ROOT / TABLE))["NAMES"]}
+
+
+def core_names() -> list[str]:
+    """The names that a training process needs, without those that are public too."""
+    lines = runpy.run_path(str(ROOT / TABLE))["NAMES"]
+    return [each.name for each in lines if not each.public and not CORE.isdisjoint(each.used_by.split())]
 
 
 def disagreements(found: Mapping[str, set[str]], lines: Mapping[str, Sequence[str]]) -> list[str]:
@@ -111,7 +119,7 @@ def misplaced(found: dict[str, dict[str, int]]) -> list[str]:
 def count(found: dict[str, dict[str, int]]) -> str:
     """The count as docs/architecture.md has it."""
     modules = {path for files in found.values() for path in files}
-    return f"{len(found)} private names of torch in {len(modules)} modules"
+    return f"{len(found)} private names of torch in {len(modules)} modules, {len(core_names())} of them in the core"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -126,6 +134,10 @@ def main(arguments: Sequence[str]) -> int:
     wrong = [*misplaced(found), *disagreements(taken(ROOT), table())]
     if _COUNT.findall(page) != [count(found)]:
         wrong.append(f"docs/architecture.md must say {count(found)!r}, once: python ci/private_names.py --write")
+    if len(core_names()) > MOST:
+        wrong.append(
+            f"the core has {len(core_names())} private names of torch, and at most {MOST} are allowed: take one out"
+        )
     for line in wrong:
         print(line)
     return 1 if wrong else 0

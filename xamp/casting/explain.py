@@ -24,7 +24,7 @@ from xamp.casting.operands import Operands, operands_of
 from xamp.errors import XampError
 from xamp.ground.compiler import own_code
 from xamp.ground.containers import CASTABLE, tensors_in
-from xamp.ground.torch_private.modules import BatchNorm
+from xamp.ground.norms import BATCH_NORM
 from xamp.policy import levels_where, listed
 from xamp.scaling.masters import is_low_precision
 
@@ -181,7 +181,7 @@ def _is_of_dtypes(said: str, found: Operands, module: nn.Module) -> bool:
 
 def _takes_mixed(module: nn.Module | None) -> bool:
     """Return whether ``module`` is a batch norm in fp32, which takes an input of a lower dtype."""
-    return isinstance(module, BatchNorm) and not any(map(is_low_precision, module.parameters()))
+    return isinstance(module, BATCH_NORM) and not any(map(is_low_precision, module.parameters()))
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype | None:
@@ -226,7 +226,7 @@ def _cast_later(module: nn.Module) -> str | None:
 def _late_module(module: nn.Module) -> str | None:
     """The text for a module that has fp32 parameters, though neither ``keep_fp32`` nor the level keeps it so."""
     for name, part in module.named_modules():
-        if isinstance(part, BatchNorm) or (name and _kept(module, name)):
+        if isinstance(part, BATCH_NORM) or (name and _kept(module, name)):
             continue
         for key, param in part._parameters.items():
             if param is not None and param.dtype is torch.float32 and not is_low_precision(param):

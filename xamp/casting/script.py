@@ -29,11 +29,11 @@ def refuse_script() -> NoReturn:
 
 def tell_script(function: Any, wrapper: Any) -> None:
     """Make TorchScript compile ``function`` where it meets ``wrapper``, which replaces it."""
-    op = script.find_builtin(function)
+    op = script.builtins().get(id(function))
     if op is not None:
-        script.register_builtin(wrapper, op)
+        script.builtins()[id(wrapper)] = op
         # Also where nobody calls forget_script, as where other code replaces the wrapper: a later function gets its id.
-        weakref.finalize(wrapper, script.forget_builtin, id(wrapper)).atexit = False
+        weakref.finalize(wrapper, _forget, id(wrapper)).atexit = False
     dispatched = script.boolean_dispatched
     if isinstance(function, types.FunctionType) and function in dispatched:
         dispatched[wrapper] = dispatched[function]
@@ -43,4 +43,8 @@ def tell_script(function: Any, wrapper: Any) -> None:
 
 def forget_script(wrapper: Any) -> None:
     """Make TorchScript forget what :func:`tell_script` told of ``wrapper``."""
-    script.forget_builtin(id(wrapper))
+    _forget(id(wrapper))
+
+
+def _forget(identity: int) -> None:
+    script.builtins().pop(identity, None)

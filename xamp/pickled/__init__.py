@@ -5,6 +5,7 @@ These stay, so that a pickle outlives every move of the code.
 
 from __future__ import annotations
 
+from xamp.averages import Average
 from xamp.casting.forward import make_instance_method as instance_method
 from xamp.casting.forward import rebuild
 from xamp.casting.region import make_region as region
@@ -14,6 +15,7 @@ from xamp.scaling.counts import Stats, StepOutcome
 from xamp.scaling.masters import load_masters, save_masters
 
 __all__ = [
+    "Average",
     "Stats",
     "StepOutcome",
     "cast_any",

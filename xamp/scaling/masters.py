@@ -231,7 +231,8 @@ def use(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
     for param, _ in pairs:
-        _lowered[param].is_unused = False
+        if (found := _lowered.get(param)) is not None:  # else its session was closed
+            found.is_unused = False
 
 
 @torch.no_grad()

@@ -116,8 +116,10 @@ def read(call: str, state: object) -> SessionState:
     try:
         return _read(state)
     except Exception as error:  # also of a class of somebody else, which behaves unlike a dict or a number
-        why = str(error) if isinstance(error, _Misfit) else f"the state cannot be read: {said(error)}"
-        raise CheckpointError(f"{call}: {why}. Nothing was loaded.") from error
+        why, cause = (
+            (str(error), None) if isinstance(error, _Misfit) else (f"the state cannot be read: {said(error)}", error)
+        )
+        raise CheckpointError(f"{call}: {why}. Nothing was loaded.") from cause
 
 
 class _Misfit(Exception):

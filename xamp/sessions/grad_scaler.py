@@ -35,15 +35,15 @@ from xamp.sessions.manual_engine import ManualEngine, Use, sharing
 __all__ = ["GradScaler"]
 
 
-class _NothingChecked(StateError, AssertionError):
+class NothingChecked(StateError, AssertionError):
     """An error that torch's GradScaler raises as an AssertionError."""
 
 
-class _BadFactor(PolicyError, AssertionError):
+class BadFactor(PolicyError, AssertionError):
     """A wrong factor, for which torch's GradScaler raises an AssertionError."""
 
 
-class _EmptyState(CheckpointError, RuntimeError):
+class EmptyState(CheckpointError, RuntimeError):
     """An empty state, for which torch's GradScaler raises a RuntimeError."""
 
 
@@ -124,7 +124,7 @@ class GradScaler(TorchGradScaler):
                 self._growth_factor = _number("growth_factor", growth_factor)
                 self._backoff_factor = _number("backoff_factor", backoff_factor)
             except PolicyError as error:
-                raise _BadFactor(str(error)) from None
+                raise BadFactor(str(error)) from None
             self._growth_interval = int(_number("growth_interval", growth_interval))
         self._init_growth_tracker = 0
         self._lowest_set = self._init_scale
@@ -195,7 +195,7 @@ class GradScaler(TorchGradScaler):
             self._check_before_step(optimizer, state)
         nothing = not use["found_inf_per_device"]
         if nothing and not (honours_found_inf(optimizer) and all(p.grad is None for p in state.gradients.stepped)):
-            raise _NothingChecked(
+            raise NothingChecked(
                 "No inf checks were recorded for this optimizer. None of its parameters has a gradient: run "
                 "scaler.scale(loss).backward() on a loss that depends on them first."
             )
@@ -244,7 +244,7 @@ class GradScaler(TorchGradScaler):
             uses = self._per_optimizer_states.values()
             flags = [flag for use in uses for flag in use["found_inf_per_device"].values()]
             if not (flags or engine.checked):
-                raise _NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
+                raise NothingChecked("No inf checks were recorded prior to update. Call scaler.step(optimizer) first.")
             self._follow_rules(engine.scaler)
             engine.move(flags)
         self._per_optimizer_states = defaultdict(_unused)
@@ -327,7 +327,7 @@ class GradScaler(TorchGradScaler):
             return
         call = "GradScaler.load_state_dict(state)"
         if isinstance(state_dict, dict) and not state_dict:
-            raise _EmptyState(
+            raise EmptyState(
                 f"{call}: The source state dict is empty, possibly because it was saved from a disabled instance of "
                 "GradScaler."
             )
@@ -349,7 +349,7 @@ class GradScaler(TorchGradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         if any(use["stage"] is not OptState.READY for use in self._per_optimizer_states.values()):
-            raise _NothingChecked(
+            raise NothingChecked(
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
@@ -411,7 +411,7 @@ class GradScaler(TorchGradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         """Make the engine on ``dev``."""
         if self._engine is not None:
-            raise _NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
+            raise NothingChecked("GradScaler: _scale and _growth_tracker are there already.")
         engine = ManualEngine(torch.device(dev), self.process_group)
         self._set_start(engine.scaler)
         self._engine = engine
@@ -446,7 +446,7 @@ class GradScaler(TorchGradScaler):
 
     def _require(self, call: str) -> ManualEngine:
         if self._engine is None:
-            raise _NothingChecked(
+            raise NothingChecked(
                 f"Attempted {call} but _scale is None. This may indicate your script did not use "
                 "scaler.scale(loss or outputs) earlier in the iteration."
             )

@@ -197,8 +197,7 @@ def initialize(
         init_scale: the dynamic scale at the start.
         growth_factor: the scale is multiplied by it after ``growth_interval`` clean updates in a row.
         backoff_factor: the scale is multiplied by it after an overflow.
-        growth_interval: the number of clean updates in a row after which the scale grows. A step is one update, however
-            many micro-batches it has.
+        growth_interval: the number of clean updates, one for each step, in a row after which the scale grows.
         min_loss_scale: the floor of the dynamic scale. None: the default.
         max_loss_scale: the ceiling of the dynamic scale. None: the default.
         on_static_overflow: what to do with an overflow under a static scale. ``"skip"``: check the gradients, and skip
@@ -212,8 +211,7 @@ def initialize(
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.
         enabled: False: change nothing. All other calls to xamp for these models and optimizers then do nothing.
-        verbosity: 0: log nothing. 1: log the effective policy and each overflow, and at O0 warn of settings that make
-            fp32 less precise on this device.
+        verbosity: 0: log nothing. 1: log the policy and each overflow; at O0 warn of settings that make fp32 imprecise.
         opt_level: Apex's name for ``level``.
 
     Returns:

@@ -22,7 +22,7 @@ from xamp.casting.written import writes_its_dtype
 from xamp.contract import Backend
 from xamp.distributed import fsdp, ranks
 from xamp.errors import PolicyError
-from xamp.ground.torch_private.modules import BatchNorm, NormBase
+from xamp.ground.norms import BATCH_NORM, NORM
 from xamp.ground.undo import Undo
 from xamp.policy import Policy, levels_where, listed
 from xamp.scaling import masters
@@ -83,7 +83,7 @@ class Plan:
         modules = self._modules()
         kept = {id(m) for module in self.fp32_modules() for m in module.modules()}
         if self.policy.keep_batchnorm_fp32:
-            norms = (m for m in modules.values() if isinstance(m, BatchNorm))
+            norms = (m for m in modules.values() if isinstance(m, BATCH_NORM))
             kept |= {id(m) for m in norms if m.affine or self.policy.keep_batchnorm_fp32 != "affine"}
         sharded = self._find_units(kept)
         kept_params = {id(p) for key in kept for p in modules[key]._parameters.values() if p is not None}
@@ -227,7 +227,7 @@ class Plan:
         rounded, counts = [], []
         for model in self.models() if self.policy.spares_buffers else ():
             for prefix, module in model.named_modules():
-                for name, buffer in () if isinstance(module, NormBase) else module._buffers.items():
+                for name, buffer in () if isinstance(module, NORM) else module._buffers.items():
                     if buffer is None or not masters.is_low_precision(buffer):
                         continue
                     shown = f"{prefix}.{name}".lstrip(".") + f" of {type(module).__name__}"
@@ -292,7 +292,7 @@ def _check_unit(unit: fsdp.Unit, stay: Sequence[bool], policy: Policy) -> None:
     at, place = f"initialize(level={policy.level!r}):", f"{unit.name!r}" if unit.name else "the model"
     if any(stay) and not all(stay):
         owner = unit.owners[stay.index(True)]
-        kind, norm = type(owner).__name__, ", or keep_batchnorm_fp32=False" if isinstance(owner, BatchNorm) else ""
+        kind, norm = type(owner).__name__, ", or keep_batchnorm_fp32=False" if isinstance(owner, BATCH_NORM) else ""
         raise PolicyError(
             f"{at} FSDP gathers the parameters of {place} in one piece, in one dtype, and there is a {kind} among them "
             f"that stays fp32, and others that do not. Shard each {kind} by itself before the rest: "

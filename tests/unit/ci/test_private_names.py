@@ -105,7 +105,16 @@ def tree(tmp_path: Path) -> Path:
 def test_a_name_out_of_place_is_told(tree: Path) -> None:
     (line,) = private_names.misplaced(private_names.users(tree))
     assert line.startswith("xamp/casting/wrong.py:3: torch._w is private to torch")
-    assert private_names.count(private_names.users(tree)) == "4 private names of torch in 2 modules"
+    core = f"{len(private_names.core_names())} of them in the core"
+    assert private_names.count(private_names.users(tree)) == f"4 private names of torch in 2 modules, {core}"
+
+
+def test_the_core_may_have_so_many(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert private_names.MOST == 50
+    assert private_names.main([]) == 0
+    monkeypatch.setattr(private_names, "MOST", len(private_names.core_names()) - 1)
+    assert private_names.main([]) == 1
+    assert "take one out" in capsys.readouterr().out
 
 
 def test_users_are_found_through_what_adapters_bind(tree: Path) -> None:

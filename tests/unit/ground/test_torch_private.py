@@ -57,6 +57,15 @@ def test_torch_has_what_the_table_says_and_lacks_the_rest() -> None:
                     what(line.name)
 
 
+def test_what_is_public_too_is_the_same_object() -> None:
+    named = [line for line in NAMES if line.public]
+    assert len(named) == 9
+    with cases() as case:
+        for line in named:
+            with case(line.name):
+                assert what(line.public) is what(line.name)
+
+
 def test_each_has_one_line() -> None:
     names = [line.name for line in NAMES]
     assert names == sorted(set(names))

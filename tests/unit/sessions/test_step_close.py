@@ -236,3 +236,16 @@ def test_close_gives_state_from_before_back_unless_a_step_changed_it(steps: int)
         torch.testing.assert_close(found, before / 2 + 1, rtol=1e-3, atol=0.0)
     else:
         assert found is before
+
+
+def test_a_block_that_was_made_before_the_session_was_closed_runs() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = xamp.initialize(model, optimizer, level="O5", verbosity=0)
+    block = xamp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer)
+    before = model.state_dict()["weight"].clone()
+    xamp.session(optimizer).close()
+    with block as scaled:
+        scaled.backward()
+    assert torch.equal(model.weight, before)
+    assert model.weight.dtype is torch.float32

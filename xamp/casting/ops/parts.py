@@ -49,10 +49,10 @@ HERE: Mapping[str, Rule] = types.MappingProxyType({name: rule for name, rule in 
 """The rows of the table whose overloads this torch has: an older one lacks operators that a newer one brought."""
 
 
-def operator(overload: str) -> dispatch.OpOverload[..., Any]:
+def operator(overload: str) -> Any:
     """Return the operator overload of that name: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
     packet, _, name = overload.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), name or "default")  # type: ignore[no-any-return]
+    return getattr(getattr(torch.ops.aten, packet), name or "default")
 
 
 def autocast_key(device_type: str) -> str:

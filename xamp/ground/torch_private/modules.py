@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNormFunction
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim.optimizer import (
     _default_to_fused_or_foreach,
@@ -18,7 +18,6 @@ __all__ = [
     "RECURRENT",
     "BatchNorm",
     "InstanceNorm",
-    "NormBase",
     "SyncBatchNormFunction",
     "default_to_fused_or_foreach",
     "optimizer_post_hooks",
@@ -26,10 +25,7 @@ __all__ = [
 ]
 
 BatchNorm = _BatchNorm
-"""The class of batch norms of all dimensions."""
-
-NormBase = _NormBase
-"""That of batch and instance norms."""
+"""The class of batch norms of all dimensions, to derive from; :mod:`xamp.ground.norms` has it without its name."""
 
 InstanceNorm = _InstanceNorm
 

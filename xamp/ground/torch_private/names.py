@@ -22,6 +22,7 @@ class Name(NamedTuple):
         since: the first release that has it, of those that xamp takes; all later ones have it too.
         without: what xamp does in a release without it. What is bound where it is imported is needed.
         build: what a build of torch must have for it: ``"cuDNN"``, ``"distributed"``; empty: nothing.
+        public: the public name of the same object, where it is not taken because others replace what has that name.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Name(NamedTuple):
     since: str
     without: str = NEEDED
     build: str = ""
+    public: str = ""
 
 
 NAMES = (
@@ -70,15 +72,15 @@ NAMES = (
     Name("torch._C._linalg", "casting", "2.7"),
     Name("torch._C._nn", "casting", "2.7"),
     Name("torch._C._set_grad_enabled", "casting scaling", "2.7"),
-    Name("torch._C.autocast_decrement_nesting", "casting", "2.7"),
-    Name("torch._C.autocast_increment_nesting", "casting", "2.7"),
-    Name("torch._C.clear_autocast_cache", "casting", "2.7"),
-    Name("torch._C.get_autocast_dtype", "apex casting", "2.7"),
-    Name("torch._C.is_autocast_cache_enabled", "apex casting", "2.7"),
-    Name("torch._C.is_autocast_enabled", "apex casting", "2.7"),
-    Name("torch._C.set_autocast_cache_enabled", "casting", "2.7"),
-    Name("torch._C.set_autocast_dtype", "casting", "2.7"),
-    Name("torch._C.set_autocast_enabled", "casting", "2.7"),
+    Name("torch._C.autocast_decrement_nesting", "casting", "2.7", public="torch.autocast_decrement_nesting"),
+    Name("torch._C.autocast_increment_nesting", "casting", "2.7", public="torch.autocast_increment_nesting"),
+    Name("torch._C.clear_autocast_cache", "casting", "2.7", public="torch.clear_autocast_cache"),
+    Name("torch._C.get_autocast_dtype", "apex casting", "2.7", public="torch.get_autocast_dtype"),
+    Name("torch._C.is_autocast_cache_enabled", "apex casting", "2.7", public="torch.is_autocast_cache_enabled"),
+    Name("torch._C.is_autocast_enabled", "apex casting", "2.7", public="torch.is_autocast_enabled"),
+    Name("torch._C.set_autocast_cache_enabled", "casting", "2.7", public="torch.set_autocast_cache_enabled"),
+    Name("torch._C.set_autocast_dtype", "casting", "2.7", public="torch.set_autocast_dtype"),
+    Name("torch._C.set_autocast_enabled", "casting", "2.7", public="torch.set_autocast_enabled"),
     Name("torch._VF", "apex", "2.7"),
     Name("torch._amp_foreach_non_finite_check_and_unscale_", "ground registry testing", "2.7"),
     Name("torch._amp_update_scale_", "ground registry testing", "2.7"),
@@ -114,7 +116,7 @@ NAMES = (
     Name("torch._guards.TracingContext.try_get", "casting", "2.7"),
     Name("torch._jit_internal.boolean_dispatched", "casting", "2.7"),
     Name("torch._neg_view", "emulation", "2.7"),
-    Name("torch._ops.OpOverload", "casting emulation survey", "2.7"),
+    Name("torch._ops.OpOverload", "emulation survey", "2.7"),
     Name("torch._prims_common.suggest_memory_format", "emulation", "2.7"),
     Name("torch._subclasses.fake_tensor.FakeTensorMode", "ground survey", "2.7"),
     Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "survey", "2.7"),
@@ -131,13 +133,10 @@ NAMES = (
     Name("torch.distributed._composable.contract.STATE_KEY", "distributed", "2.7", build="distributed"),
     Name("torch.distributed.distributed_c10d._get_process_group_store", "distributed", "2.7", build="distributed"),
     Name("torch.distributed.distributed_c10d._world.pg_map", "distributed", "2.7", build="distributed"),
-    Name("torch.jit._builtins._find_builtin", "casting", "2.7"),
     Name("torch.jit._builtins._get_builtin_table", "casting", "2.7"),
-    Name("torch.jit._builtins._register_builtin", "casting", "2.7"),
     Name("torch.library._impls.discard", "casting emulation", "2.7"),
     Name("torch.nn.modules._functions.SyncBatchNorm", "apex", "2.7"),
-    Name("torch.nn.modules.batchnorm._BatchNorm", "apex casting sessions", "2.7"),
-    Name("torch.nn.modules.batchnorm._NormBase", "sessions", "2.7"),
+    Name("torch.nn.modules.batchnorm._BatchNorm", "apex", "2.7"),
     Name("torch.nn.modules.instancenorm._InstanceNorm", "apex", "2.7"),
     Name("torch.nn.parallel.DistributedDataParallel._active_ddp_module", "casting distributed", "2.7"),
     Name("torch.ops.aten._amp_foreach_non_finite_check_and_unscale", "ground", "2.7"),

@@ -7,15 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["boolean_dispatched", "find_builtin", "forget_builtin", "register_builtin"]
+__all__ = ["boolean_dispatched", "builtins"]
 
-find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
-"""Returns the name of the operator that TorchScript calls in place of a function; None if there is none."""
+builtins: Callable[[], dict[int, str]] = torch.jit._builtins._get_builtin_table
+"""Returns the table of the operators that TorchScript calls in place of functions, by the ``id`` of the function."""
 
-register_builtin: Callable[[Any, str], None] = torch.jit._builtins._register_builtin
 boolean_dispatched: Any = torch._jit_internal.boolean_dispatched
-
-
-def forget_builtin(identity: int) -> None:
-    """Remove the function that has this ``id``, by which the table is keyed."""
-    torch.jit._builtins._get_builtin_table().pop(identity, None)
