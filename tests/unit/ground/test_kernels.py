@@ -313,3 +313,14 @@ def test_a_scaler_by_hand_trains_bf16_parameters_as_where_the_operator_takes_the
     assert mode.refused == 0
     assert len(set(wanted[1])) > 20
     same(found, wanted)
+
+
+def test_tensors_of_another_storage_format_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.tensor([2.0, 4.0])  # stands for a tensor of a format that operators on lists refuse
+    monkeypatch.setattr(kernels, "_formats", {})
+    kernels.note_formats("cpu", lambda tensor: tensor.clone() if tensor is own else tensor)
+    assert not kernels.is_missing("_foreach_mul_", [torch.ones(2)])
+    assert kernels.is_missing("_foreach_mul_", [torch.ones(2), own])
+    found, plain = torch.zeros(1), torch.tensor([8.0])
+    kernels.unscale_([own, plain], found, torch.tensor([0.5]))
+    assert (own.tolist(), plain.tolist(), found.item()) == ([1.0, 2.0], [4.0], 0.0)
