@@ -18,6 +18,7 @@ import torch
 from xamp.ground.containers import CASTABLE
 from xamp.ground.forms import ATOMS, known_form
 from xamp.ground.log import Once, say
+from xamp.ground.ways import values_in_dict
 
 __all__ = ["Unseen", "say_uncopied"]
 
@@ -121,8 +122,14 @@ def _tensor_in(value: Any, dtypes: Iterable[torch.dtype]) -> torch.Tensor | None
                 return each
             continue
         if not isinstance(each, _CODE):
-            left.extend(each.values() if isinstance(each, dict) else gc.get_referents(each))
+            left.extend(_held_by(each) if isinstance(each, dict) else gc.get_referents(each))
     return None
+
+
+def _held_by(value: dict[Any, Any]) -> list[Any]:
+    """Return the items and attributes of a dict, whatever its class says."""
+    own = values_in_dict(value) if type(value) is not dict else {}
+    return [*dict.values(value), *dict.values(own)]
 
 
 _uncopied = Once()

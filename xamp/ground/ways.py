@@ -94,7 +94,7 @@ class Raw:
     @staticmethod
     def put_list(value: Any, items: list[Any], *, after: bool = False) -> None:
         """Put ``items`` into a list, in place of what is in it or ``after`` that."""
-        at = len(value) if after else 0
+        at = list.__len__(value) if after else 0  # its class may mean something else by len
         list.__setitem__(value, slice(at, None), items)
 
     @staticmethod

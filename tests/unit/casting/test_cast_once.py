@@ -132,3 +132,13 @@ def test_an_error_of_a_class_is_not_told_as_raised_within_another() -> None:
     with pytest.raises(RuntimeError, match=r"^read$") as caught:
         model_that(lambda x, y: x)(torch.ones(2), held)
     assert caught.value.__context__ is None
+
+
+def test_what_is_appended_to_a_list_that_counts_otherwise_comes_at_its_end() -> None:
+    class Batch(list[Any]):
+        def __len__(self) -> int:
+            return 1
+
+    given = Batch([torch.zeros(2), 2, 3])
+    model_that(lambda batch: list.append(batch, 4))(given)
+    assert [*list.__iter__(given)][1:] == [2, 3, 4]
