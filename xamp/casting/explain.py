@@ -173,8 +173,7 @@ def _is_of_dtypes(said: str, found: Operands, module: nn.Module) -> bool:
         return speaks or (surely and _ABOUT_OTHERS.search(said) is None)
     if found.dtypes and not found.raised and "not implemented for" not in said:
         return speaks and not found.whole and found.lower  # an operand that was not found may be of another dtype
-    # A mismatch with low-precision parameters names their dtype. Other errors about dtypes (of labels) have other
-    # causes.
+    # A mismatch with low-precision parameters names their dtype; one of labels, say, has another cause.
     dtype = _dtype_of(module)
     return speaks and any(name in said for each in ([dtype] if dtype in _NAMES else _NAMES) for name in _NAMES[each])
 

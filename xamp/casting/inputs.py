@@ -90,13 +90,13 @@ class Lender:
         if torch.is_inference_mode_enabled():
             with _with_versions():
                 return self._lend_by_walk(args, kwargs, seen)
-        walk, spares = Walk(self._leaf, notes=True), self._excludes
+        walk, is_excluded = Walk(self._leaf, notes=True), self._excludes
         if seen is not None and seen[CASTS]:
             walk.made.update({id(old): new for old, new in seen[CASTS]})
             walk.made[CASTS] = seen[CASTS]
             walk.changed = True
-        given = [value if spares(at) else walk.of(value)[0] for at, value in enumerate(args)]
-        named = {name: value if spares(name) else walk.of(value)[0] for name, value in kwargs.items()}
+        given = [value if is_excluded(at) else walk.of(value)[0] for at, value in enumerate(args)]
+        named = {name: value if is_excluded(name) else walk.of(value)[0] for name, value in kwargs.items()}
         for each in walk.left:
             self._say_uncopied(each)
         return (given, named, walk.made) if walk.changed else (args, kwargs, None)
@@ -168,7 +168,7 @@ def _lend_common(
 
 
 def _lend_traced(
-    leaf: Leaf, spares: Callable[[Any], bool], name_of: Callable[[int], str]
+    leaf: Leaf, is_excluded: Callable[[Any], bool], name_of: Callable[[int], str]
 ) -> Callable[[Any, Any], _Lent]:
     """Return a function that casts arguments in code that the compiler traces."""
 
@@ -180,8 +180,8 @@ def _lend_traced(
     def lend(args: Any, kwargs: Any) -> _Lent:
         prepare_traced()
         walk = TracedWalk(leaf)
-        given = [value if spares(at) else walk.run(value, argument(at)) for at, value in enumerate(args)]
-        named = {name: value if spares(name) else walk.run(value, name) for name, value in kwargs.items()}
+        given = [value if is_excluded(at) else walk.run(value, argument(at)) for at, value in enumerate(args)]
+        named = {name: value if is_excluded(name) else walk.run(value, name) for name, value in kwargs.items()}
         return given, named, walk
 
     return own_code(lend)
@@ -204,12 +204,12 @@ def _excludes(function: Callable[..., Any], names: frozenset[str], skip: bool) -
         return lambda _: False
     positions, rest, named = _positions(function, names, skip)
 
-    def spares(place: Any) -> bool:
+    def is_excluded(place: Any) -> bool:
         if isinstance(place, int):
             return place in positions or place >= rest
         return place in names or (named is not None and place not in named)
 
-    return spares
+    return is_excluded
 
 
 def _positions(

@@ -84,7 +84,7 @@ class Region:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields and install the op policy, which this process may not have installed yet."""
         self.__dict__.update(state)
-        if "spared" in state:  # its name in pickles until 2026-11
+        if "spared" in state:  # as older pickles call it
             self.__dict__["excluded"] = self.__dict__.pop("spared")
         with contextlib.suppress(BackendUnavailable):  # without a backend, nothing runs on that device
             ops.named(self.op_policy).install(self.device_type, registry.resolve("auto", self.device_type))

@@ -52,7 +52,7 @@ class Copied:
         self.attributes = attributes
 
 
-def copied(old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> Copied:
+def note_of_copy(old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> Copied:
     """Return what is to be known of ``new``, the copy of ``old``, as it is now."""
     items = None if form.name == "tuple" else ways.items_of(new, form)
     return Copied(old, new, form, items, ways.attributes_of(new, form, stored=True))
@@ -150,7 +150,7 @@ class Walk:
             try:
                 new = self.ways.copy_of(value, form, items, attributes, None if begun is _OPEN else begun)
                 if self._notes and (form.base is not tuple or not form.plain):  # else nobody writes into it
-                    self.made[COPIES].append(copied(value, new, form))
+                    self.made[COPIES].append(note_of_copy(value, new, form))
             except Exception:  # it is a class of somebody's that refuses
                 self._leave(value)
         self.made[id(value)] = new
@@ -241,7 +241,7 @@ class TracedWalk(Walk):
             return value, False
         new = self.ways.copy_of(value, form, items, attributes)
         if mutable:
-            self.copies.append(copied(value, new, form, self.ways))
+            self.copies.append(note_of_copy(value, new, form, self.ways))
         return new, True
 
 

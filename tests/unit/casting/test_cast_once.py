@@ -105,6 +105,19 @@ def test_what_a_result_only_refers_to_is_not_told_of(caplog: pytest.LogCaptureFi
     assert caplog.messages == []
 
 
+def test_a_dict_is_looked_into_whatever_its_class_says(caplog: pytest.LogCaptureFixture) -> None:
+    class Attributes(dict[str, Any]):
+        def __init__(self, **items: Any) -> None:
+            super().__init__(items)
+            self.__dict__ = self
+
+    outer = Other()
+    outer.held = Attributes(values=3, x=torch.ones(2).half())  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING, "xamp"):
+        assert model_that(lambda: outer)() is outer
+    assert sum("Other" in message for message in caplog.messages) == 1
+
+
 def test_an_object_that_stands_several_times_is_looked_at_once_a_call(caplog: pytest.LogCaptureFixture) -> None:
     plain, full = Other(), Other()
     full.tensor = torch.ones(2).half()  # type: ignore[attr-defined]

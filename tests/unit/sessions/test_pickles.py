@@ -85,6 +85,19 @@ def test_what_a_session_tells_of_its_steps_is_pickled_under_names_that_stay() ->
     assert (stats.applied, stats.skipped) == (1, 0)
 
 
+def test_an_older_pickle_keeps_the_inputs_that_it_excludes() -> None:
+    model = nn.Linear(2, 2)
+    xamp.initialize(model, level="O2", cast_model_inputs=("input",), verbosity=0)
+    region = region_of(model)
+    assert region is not None
+    state = dict(vars(region))
+    state["spared"] = state.pop("excluded")
+    restored = type(region).__new__(type(region))
+    restored.__setstate__(state)
+    assert restored.excluded == ("input",)
+    assert "spared" not in vars(restored)
+
+
 @pytest.mark.parametrize("name", pickled.__all__)
 def test_each_name_leads_back_to_itself(name: str) -> None:
     found = getattr(pickled, name)

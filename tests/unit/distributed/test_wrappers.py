@@ -1,0 +1,23 @@
+"""What the wrappers of a session tell of its ranks, in a process group of one rank."""
+
+from __future__ import annotations
+
+import weakref
+
+from one_rank import one_rank
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from xamp.distributed.wrappers import Wrappers
+
+
+def test_ranks_meet_by_the_names_in_the_ddps_that_hold_their_parameters() -> None:
+    """A DDP of another model, which one rank may still have, does not count."""
+    model, other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Conv1d(1, 1, 1)
+    with one_rank():
+        part, strange = DistributedDataParallel(model[1]), DistributedDataParallel(other)
+        wrappers = Wrappers([weakref.ref(model)], None)
+        group, params = part.process_group, list(model.parameters())
+        assert wrappers.names_within(group, params, [part, strange]) == ["bias", "weight"]
+        assert wrappers.names_within(group, params, [strange]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert wrappers.names_within(group, list(other.parameters()), [strange]) == ["bias", "weight"]
