@@ -1,0 +1,67 @@
+"""The rules by which optimizers step, the rows of a plan, and the numbers that a rule takes from a group's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Row", "Rule", "takes"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a plan computes. What torch and Apex keep in the groups is read from there at each step.
+
+    Options of a group, by the names that torch.optim and Apex give them (others are ignored): ``lr`` (a number, or an
+    fp32 tensor on the device, which the kernels read there), ``weight_decay``, ``maximize``; ``momentum``,
+    ``dampening``, ``nesterov``; ``betas``, ``eps``, ``amsgrad``, ``bias_correction``, ``grad_averaging``;
+    ``lr_decay``; ``norm_type``, ``init_zero``. Those that are missing have torch's, or Apex's, default. Two more:
+    ``step``, a number or an fp32 or int32 tensor on the device: the count of the step to take, from 1, for rows that
+    have no ``step`` of their own; ``first``: the rows of this group have not been stepped yet (SGD: the momentum
+    becomes the gradient, whatever the state holds; NovoGrad: so does the norm), where they have no ``step``.
+
+    Attributes:
+        name: ``"sgd"`` (states: the momentum, or none where ``momentum`` is 0), ``"adam"`` (two moments; the largest
+            second one where ``amsgrad`` is set), ``"adagrad"`` (the sum of squares), ``"lamb"`` (two moments, fp32),
+            ``"novograd"`` (the first moment; the moving norm, fp32 with one element).
+        decoupled: the weight decay shrinks the parameter (AdamW, Apex's ``adam_w_mode``, ``adagrad_w_mode``; NovoGrad:
+            not ``reg_inside_moment``) and is not added to the gradient.
+        use_nvlamb: LAMB scales updates by the ratio of norms also where the weight decay is 0.
+        wd_after_momentum: SGD adds the weight decay to the update, not to the gradient.
+    """
+
+    name: str
+    decoupled: bool = False
+    use_nvlamb: bool = False
+    wd_after_momentum: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor to step, with what belongs to it. All have one device, shape and order in memory (see :func:`takes`).
+
+    Attributes:
+        param: what is stepped: the fp32 master, or the parameter itself (fp32, fp16, bf16).
+        low: the fp16 or bf16 weight into which the stepped value is written too, or None.
+        states: of the rule, all of one dtype (fp32 as a rule), NovoGrad's norm excepted.
+        step: the count of this row's steps taken so far, fp32 with one element, on the device; the step adds 1 unless
+            it is skipped. No two rows share it. None: the group's options say it, or the rule needs none. With SGD it
+            serves to know the first step, whose momentum is the gradient.
+        group: index into the options that each step is given. Groups may be cut as is handy, by ``first`` for example.
+    """
+
+    param: torch.Tensor
+    low: torch.Tensor | None = None
+    states: tuple[torch.Tensor, ...] = ()
+    step: torch.Tensor | None = None
+    group: int = 0
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Whether kernels can go over this tensor's memory: fp32, fp16 or bf16, strided, dense (any order of dimensions).
+
+    Views and unaligned tensors are taken, tensors with gaps or with elements that share memory are not. What the class
+    of a subclass means (a shard, a wrapper) is for the caller to know.
+    """
+    raise NotImplementedError
