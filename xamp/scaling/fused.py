@@ -56,6 +56,8 @@ class FusedChoice:
         stepped: the dtype of what will be stepped for a parameter; by default its own.
 
     Attributes:
+        kind: the class of the optimizer before it was managed.
+        one_pass: whether its steps may be taken in one pass: ``"one-pass"``, ``"auto"``, True, or False.
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
@@ -68,10 +70,11 @@ class FusedChoice:
         sparse: bool,
         stepped: Callable[[torch.Tensor], torch.dtype] = lambda param: param.dtype,
     ) -> None:
-        self._choice = choice
+        self.one_pass = choice
+        self._choice = "auto" if choice == "one-pass" else choice
         self._stepped = stepped
         self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
-        self._class = type(optimizer)
+        self.kind = type(optimizer)
         self._sparse = sparse
         self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
         self._switched: list[dict[str, Any]] = []
@@ -98,7 +101,7 @@ class FusedChoice:
         self._check_made_fused(optimizer)
         if self._choice is not True:
             return
-        name = self._class.__name__
+        name = self.kind.__name__
         for group in optimizer.param_groups:
             if group.get("foreach") or group.get("differentiable"):
                 raise PolicyError(
@@ -114,7 +117,7 @@ class FusedChoice:
 
     def _check_made_fused(self, optimizer: Optimizer) -> None:
         """Raise now an error that the device would otherwise raise at the first applied step, during training."""
-        cls: Any = self._class
+        cls: Any = self.kind
         if not cls.__module__.startswith("torch.optim"):
             return
         for group in optimizer.param_groups:
@@ -138,7 +141,7 @@ class FusedChoice:
                 group["fused"] = True
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._move_counters(optimizer)
+            self.move_counters(optimizer)
 
     def switch_off(self, optimizer: Optimizer) -> None:
         """Restore in every group the value of ``fused`` that the user gave, and in the state the step counters.
@@ -179,9 +182,9 @@ class FusedChoice:
         for group in self._switched:
             group["fused"] = True
         if self._switched:
-            self._move_counters(optimizer)
+            self.move_counters(optimizer)
 
-    def _move_counters(self, optimizer: Optimizer) -> None:
+    def move_counters(self, optimizer: Optimizer) -> None:
         """Put each counter ``state["step"]`` where fused kernels need it: on its parameter's device, in fp32.
 
         A plain form that found them there would wait for each at every step.
@@ -192,6 +195,10 @@ class FusedChoice:
                 if moved is not given:
                     self._counters[param] = given  # first, so that switch_off knows it
                     state["step"] = moved
+
+    def counter_device(self, group: dict[str, Any], param: torch.Tensor) -> torch.device:
+        """Return where the form that the user gave for ``group`` counts the steps of ``param``."""
+        return torch.device("cpu") if any(group is one for one in self._switched) else param.device
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused implementation off for good: a sparse gradient came, and its kernels do not take them."""
@@ -229,7 +236,7 @@ class FusedChoice:
     ) -> bool:
         if not self._possible:
             return False
-        cls: Any = self._class
+        cls: Any = self.kind
         return all(
             _is_plain(param) and is_right(cls, param.device, param.dtype if stepped is None else stepped(param))
             for param in params
