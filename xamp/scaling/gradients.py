@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
+from xamp.ground import kernels
 from xamp.ground.compiler import keep_eager
 from xamp.plans.waiting import Waiting
 from xamp.policy import Policy
@@ -606,6 +607,30 @@ class Gradients:
             self.waiting.let_go()
             self.waiting = None
 
+    def waiting_norm(self, norm_type: Any) -> torch.Tensor | None:
+        """Return the norm of all unscaled gradients where they wait, fp32; None where they do not, or no kernel has it.
+
+        Those of parameters without a master are unscaled already.
+        """
+        waiting, optimizer = self.waiting, self._optimizer()
+        if waiting is None or self.one_pass is None or optimizer is None or not _is_order(norm_type):
+            return None
+        norm = self.one_pass.norm(optimizer, waiting, float(norm_type))
+        plain = [g for p in self.plain for g in (p.grad,) if g is not None]
+        if not plain:
+            return norm
+        others = torch.nn.utils.get_total_norm(plain, norm_type, foreach=kernels.foreach_of(plain))
+        return torch.linalg.vector_norm(torch.stack([norm, others.to(norm.dtype)]), norm_type)
+
+    def clip_waiting(self, norm: torch.Tensor, max_norm: Any) -> None:
+        """Clip gradients whose norm is ``norm``: those that wait when the pass reads them, the others now."""
+        waiting, one_pass = self.waiting, self.one_pass
+        if waiting is None or one_pass is None:
+            return
+        factor = one_pass.clip_factor(norm, max_norm)
+        waiting.clip = factor if waiting.clip is None else waiting.clip * factor
+        unscale.multiply_([g for p in self.plain for g in (p.grad,) if g is not None], factor)
+
     def count_missing(self) -> int:
         """Return how many stepped tensors have no gradient."""
         if self.waiting is None:
@@ -623,6 +648,10 @@ class Gradients:
 
 # The compiler need not see it: what it traces finds gradients in the masters.
 keep_eager(Gradients.materialize)
+
+
+def _is_order(norm_type: Any) -> bool:
+    return isinstance(norm_type, float | int) and norm_type > 0
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

@@ -119,6 +119,12 @@ class OnePass:
             norm = plan.norm(own, waiting.inverse, kind)
         return norm if waiting.clip is None else norm * waiting.clip
 
+    def clip_factor(self, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+        """Return what clips gradients of ``norm`` to ``max_norm``, by torch's rule; fp32, no dimensions."""
+        if self._checked is None or torch.is_tensor(max_norm):
+            return torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
+        return self._checked.clip_factor(norm, max_norm)
+
     # ---------------------------------------------------------------- the step
 
     def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> OneStep | None:
