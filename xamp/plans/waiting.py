@@ -213,12 +213,13 @@ class Waiting:
 
     def _move(self, chunk: Sequence[int]) -> None:
         new = [i for i in chunk if i not in self._made]
-        full = [torch.empty_like(self.pairs[i][1]) for i in new]
-        kernels.copy_(full, [self.grads[i] for i in new])  # type: ignore[misc]
-        for factor in (self.inverse, self.clip):
-            if factor is not None:
-                kernels.multiply_(full, factor)
-        self._made.update(zip(new, full, strict=True))
+        if new:
+            full = [torch.empty_like(self.pairs[i][1]) for i in new]
+            kernels.copy_(full, [self.grads[i] for i in new])  # type: ignore[misc]
+            for factor in (self.inverse, self.clip):
+                if factor is not None:
+                    kernels.multiply_(full, factor)
+            self._made.update(zip(new, full, strict=True))
         for index in chunk:
             param, master = self.pairs[index]
             made, before = self._made[index], _get(master)
