@@ -18,7 +18,7 @@ from torch import nn
 from xamp.errors import StateError
 from xamp.ground import kernels
 
-__all__ = ["Waiting", "cleared_in_part", "has_gradient", "parameter_class", "written"]
+__all__ = ["Waiting", "cleared_in_part", "has_gradient", "parameter_class", "plain_type", "written"]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
 
@@ -46,6 +46,16 @@ def cleared_in_part(call: str) -> StateError:
     )
 
 
+class _Waits(nn.Parameter):
+    """Masters while their gradients wait."""
+
+
+def plain_type(value: object) -> type:
+    """Return the class of ``value``; of a master as it is while no gradient waits."""
+    kind = type(value)
+    return nn.Parameter if issubclass(kind, _Waits) else kind
+
+
 def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter], object]) -> type[nn.Parameter]:
     """Return the class of masters whose gradients wait.
 
@@ -63,7 +73,7 @@ def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter]
             move()
         master.__class__ = nn.Parameter
 
-    class Parameter(nn.Parameter):
+    class Parameter(_Waits):
         @property
         def grad(self) -> torch.Tensor | None:  # type: ignore[override]
             settle(self)

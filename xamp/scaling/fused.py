@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from xamp.distributed.ranks import is_dtensor
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.ground.torch_private.modules import default_to_fused_or_foreach
+from xamp.plans.waiting import plain_type
 from xamp.registry.causes import may_pass, one_line
 from xamp.registry.trials import as_in_a_new_process
 
@@ -245,7 +246,7 @@ class FusedChoice:
 
 def _is_plain(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
-    return type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
+    return plain_type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
 
 
 @functools.cache
