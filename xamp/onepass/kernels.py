@@ -161,7 +161,7 @@ def check_one(
 ):
     """Do as :func:`check_rows` for one tensor; ``largests`` and ``totals`` begin at its first block."""
     for b in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
-        i = b.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        i = (tl.zeros((BLOCK,), tl.int64) + b) * BLOCK + tl.arange(0, BLOCK)
         _check(grad, i, i < numel, 0, b, found, largests, totals, power, FLAG, KIND, False)
 
 
@@ -381,7 +381,7 @@ def step_one(
 ):
     """Step one tensor. ``sums`` begins at its first block, and has ``blocks`` numbers of each kind."""
     for j in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
-        i = j.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        i = (tl.zeros((BLOCK,), tl.int64) + j) * BLOCK + tl.arange(0, BLOCK)
         _update(grad, param, low, a, b, c, i, i < numel, 0, 0, coefs, sums, j, blocks, ratio, RULE, False)
 
 

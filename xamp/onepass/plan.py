@@ -16,7 +16,7 @@ from xamp.onepass.tables import Tables
 __all__ = ["Plan", "bytes_moved"]
 
 Grads = Sequence[torch.Tensor | None]
-Options = Options
+Options = Sequence[Mapping[str, Any]]
 
 
 class Plan:
