@@ -4,8 +4,8 @@ Arithmetic is in fp32, that of a step's numbers in fp64, once for each tensor. b
 after it is loaded and rounded by :func:`rounded`, the same on each device and in Triton's interpreter.
 
 Most functions serve two forms, by ``WIDE``: one launch over all tensors, whose pointers stand in tables as integers, and
-one launch for each tensor with its pointers as arguments (None for what is not there). The second form keeps to what
-compilers without fp64, unsigned numbers and pointers made of integers have. The tables' columns stand in ``rules``.
+one launch for each tensor with its pointers as arguments. The second form keeps to what compilers without fp64, unsigned
+numbers and pointers made of integers have. ``tables`` says what the columns of the tables are.
 """
 
 import triton
@@ -56,12 +56,11 @@ def _write(at, i, k, code, x, WIDE: tl.constexpr):
             tl.store(at.to(tl.pointer_type(tl.float16)) + i, x.to(tl.float16), mask=k)
         elif code == 2:
             tl.store(at.to(tl.pointer_type(tl.int16)) + i, rounded(x), mask=k)
-    else:
-        if at is not None:
-            if at.dtype.element_ty == tl.int16:
-                tl.store(at + i, rounded(x), mask=k)
-            else:
-                tl.store(at + i, x.to(at.dtype.element_ty), mask=k)
+    elif code != NONE:
+        if at.dtype.element_ty == tl.int16:
+            tl.store(at + i, rounded(x), mask=k)
+        else:
+            tl.store(at + i, x.to(at.dtype.element_ty), mask=k)
 
 
 @triton.jit
@@ -119,7 +118,8 @@ def _norm(largests, totals, first, count, power, KIND: tl.constexpr, BLOCK: tl.c
             lost += total * tl.exp2(power * tl.log2(part))
     found = tl.sum(lost, 0)
     if KIND == 0:
-        found = found + largest / unit
+        found = found + largest
+        unit = unit * 0.0 + 1.0
     elif KIND == 2:
         found = tl.sqrt(found)
     elif KIND == 3:
@@ -195,87 +195,69 @@ def _number(record, j, live):
 
 
 @triton.jit
-def _store(to, j, live, number):
-    tl.store(to + j, number.to(tl.float32), mask=live)
-
-
-@triton.jit
 def numbers(rows, sent, coefs, found, inv_scale, clip, n, RULE: tl.constexpr, BLOCK: tl.constexpr):
     """Count the step, and write what it multiplies by, computed in fp64: the twin of ``rules.numbers``."""
     if tl.load(found) == 0.0:
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         live = t < n
-        live = live & (tl.load(sent + n + t, mask=live, other=3) != NONE)
+        live = live & (tl.load(sent + n + t, mask=live, other=NONE) != NONE)
         record = sent + 2 * n + 10 * tl.load(rows + 8 * n + t, mask=live, other=0)
         flags = tl.load(record + 7, mask=live, other=0)
+        lr, wd, b1, b2 = _number(record, 0, live), _number(record, 1, live), _number(record, 2, live), _number(record, 3, live)
+        eps, step = _number(record, 4, live), _number(record, 5, live)
         at = tl.load(record + 8, mask=live, other=0)
-        read = tl.load(at.to(tl.pointer_type(tl.float32)), mask=live & (at != 0), other=0.0)
-        lr = tl.where(at != 0, read.to(tl.float64), _number(record, 0, live))
+        given = tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=0.0)
+        lr = tl.where(at != 0, given.to(tl.float64), lr)
         at = tl.load(record + 9, mask=live, other=0)
-        whole = live & (at != 0) & ((flags & 2048) != 0)
-        part = live & (at != 0) & ((flags & 2048) == 0)
-        step = _number(record, 5, live)
-        step = tl.where(part, tl.load(at.to(tl.pointer_type(tl.float32)), mask=part, other=0.0).to(tl.float64), step)
-        step = tl.where(whole, tl.load(at.to(tl.pointer_type(tl.int32)), mask=whole, other=0).to(tl.float64), step)
+        given = tl.load(at.to(tl.pointer_type(tl.int32)), mask=at != 0, other=0)
+        count = tl.where((flags & 2048) != 0, given.to(tl.float64), given.to(tl.float32, bitcast=True).to(tl.float64))
+        step = tl.where(at != 0, count, step)
         at = tl.load(rows + 5 * n + t, mask=live, other=0)
-        own = live & (at != 0)
-        counter = at.to(tl.pointer_type(tl.float32))
-        before = tl.load(counter, mask=own, other=0.0)
-        tl.store(counter, before + 1.0, mask=own)
-        step = tl.where(own, (before + 1.0).to(tl.float64), step)
-        first = tl.where(own, before == 0.0, (flags & 64) != 0)
-        wd, b1, b2 = _number(record, 1, live), _number(record, 2, live), _number(record, 3, live)
-        eps = _number(record, 4, live)
+        own = at.to(tl.pointer_type(tl.float32))
+        before = tl.load(own, mask=at != 0, other=0.0)
+        tl.store(own, before + 1.0, mask=at != 0)
+        step = tl.where(at != 0, (before + 1.0).to(tl.float64), step)
+        first = tl.where(at != 0, before == 0.0, (flags & 64) != 0)
         scale = tl.load(inv_scale).to(tl.float64) * tl.load(clip).to(tl.float64)
-        to = coefs + t * WIDTH
-        _store(to, 0, live, tl.where((flags & 1) != 0, -scale, scale))
+        scale = tl.where((flags & 1) != 0, -scale, scale)
         inside = tl.where((flags & 8) != 0, 0.0, wd)
+        outside, new, keep, weight, size, extra = wd - inside, 1.0 - b1, b2, 1.0 - b2, lr, 1.0 - lr * (wd - inside)
+        kind = tl.where((flags & 4) != 0, 1, 0)
         if RULE == "sgd":
-            after = (flags & 256) != 0
-            _store(to, 1, live, tl.where(after, 0.0, wd))
-            _store(to, 2, live, tl.where(after, wd, 0.0))
-            _store(to, 3, live, tl.where(first, 1.0, 1.0 - b2))
-            _store(to, 4, live, tl.where(first, 0.0, b1))
-            _store(to, 5, live, tl.where((flags & 2) != 0, b1, 0.0))
-            _store(to, 6, live, lr)
-            _store(to, 8, live, b1)
+            outside = tl.where((flags & 256) != 0, wd, 0.0)
+            inside = wd - outside
+            new, keep = tl.where(first, 1.0, 1.0 - b2), tl.where(first, 0.0, b1)
+            weight = tl.where((flags & 2) != 0, b1, 0.0)
         elif RULE == "adagrad":
-            _store(to, 1, live, inside)
-            _store(to, 2, live, 1.0 - lr * (wd - inside))
-            _store(to, 6, live, lr / (1.0 + (step - 1.0) * _number(record, 6, live)))
-            _store(to, 7, live, eps)
+            outside, size = extra, lr / (1.0 + (step - 1.0) * _number(record, 6, live))
         else:
             corrects = (flags & 16) != 0
-            exponent = step.to(tl.int32)
-            c1 = tl.where(corrects, 1.0 - _power(b1, exponent), 1.0)
-            root = tl.sqrt(tl.where(corrects, 1.0 - _power(b2, exponent), 1.0))
-            b3 = tl.where((flags & 32) != 0, 1.0 - b1, 1.0)
-            _store(to, 1, live, inside)
-            _store(to, 5, live, 1.0 - b2)
+            c1 = tl.where(corrects, 1.0 - _power(b1, step.to(tl.int32)), 1.0)
+            root = tl.sqrt(tl.where(corrects, 1.0 - _power(b2, step.to(tl.int32)), 1.0))
             if RULE == "adam":
-                _store(to, 2, live, 1.0 - lr * (wd - inside))
-                _store(to, 3, live, 1.0 - b1)
-                _store(to, 4, live, b2)
-                _store(to, 6, live, lr * root / c1)
-                _store(to, 7, live, eps * root)
+                outside, size, eps = extra, lr * root / c1, eps * root
             else:
-                _store(to, 2, live, wd - inside)
-                _store(to, 3, live, b3)
-                _store(to, 8, live, b1)
-                _store(to, 9, live, lr)
-                _store(to, 4, live, b2)
+                new = tl.where((flags & 32) != 0, new, 1.0)
                 if RULE == "lamb":
-                    _store(to, 6, live, root / c1)
-                    _store(to, 7, live, eps * root)
-                    trusts = ((flags & 128) != 0) | (wd != 0.0)
-                    _store(to, 10, live, tl.where(trusts, 1.0, 0.0).to(tl.float64))
+                    size, eps = root / c1, eps * root
+                    kind = tl.where(((flags & 128) != 0) | (wd != 0.0), 1, 0)
                 else:
-                    _store(to, 6, live, 1.0 / c1)
-                    _store(to, 7, live, eps)
-                    _store(to, 10, live, root)
+                    size, extra = 1.0 / c1, root
                     kind = tl.where(first & ((flags & 512) == 0), 1, 0) + tl.where((flags & 1024) != 0, 2, 0)
                     kind = kind + tl.where((flags & 8) == 0, 4, 0)
-                    _store(to, 11, live, kind.to(tl.float64))
+        to = coefs + t * WIDTH
+        tl.store(to, scale.to(tl.float32), mask=live)
+        tl.store(to + 1, inside.to(tl.float32), mask=live)
+        tl.store(to + 2, outside.to(tl.float32), mask=live)
+        tl.store(to + 3, new.to(tl.float32), mask=live)
+        tl.store(to + 4, keep.to(tl.float32), mask=live)
+        tl.store(to + 5, weight.to(tl.float32), mask=live)
+        tl.store(to + 6, size.to(tl.float32), mask=live)
+        tl.store(to + 7, eps.to(tl.float32), mask=live)
+        tl.store(to + 8, b1.to(tl.float32), mask=live)
+        tl.store(to + 9, lr.to(tl.float32), mask=live)
+        tl.store(to + 10, extra.to(tl.float32), mask=live)
+        tl.store(to + 11, kind.to(tl.float32), mask=live)
 
 
 @triton.jit
@@ -301,15 +283,12 @@ def _update(
         if RULE != "novograd":
             g = _with_decay(g, p, tl.load(c + 1))
         if RULE == "sgd":
-            momentum = tl.load(c + 8)
-            if momentum != 0.0:
-                if WIDE or at_a is not None:
-                    keep = tl.load(c + 4)
-                    m = _read(at_a, i, k, code_s, WIDE)
-                    m = tl.where(keep != 0.0, keep * m, 0.0) + tl.load(c + 3) * g
-                    _write(at_a, i, k, code_s, m, WIDE)
-                    ahead = tl.load(c + 5)
-                    g = tl.where(ahead != 0.0, g + ahead * m, m)
+            if tl.load(c + 8) != 0.0:
+                keep, ahead = tl.load(c + 4), tl.load(c + 5)
+                m = _read(at_a, i, k, code_s, WIDE)
+                m = tl.where(keep != 0.0, keep * m, 0.0) + tl.load(c + 3) * g
+                _write(at_a, i, k, code_s, m, WIDE)
+                g = tl.where(ahead != 0.0, g + ahead * m, m)
             p = p - tl.load(c + 6) * _with_decay(g, p, tl.load(c + 2))
         elif RULE == "adagrad":
             v = _read(at_a, i, k, code_s, WIDE) + g * g
@@ -333,12 +312,7 @@ def _update(
             _write(at_a, i, k, code_s, m, WIDE)
             _write(at_b, i, k, code_s, v, WIDE)
             if RULE == "adam":
-                if WIDE:
-                    if at_c != 0:
-                        top = _read(at_c, i, k, code_s, WIDE)
-                        v = tl.where((top >= v) | (top != top), top, v)
-                        _write(at_c, i, k, code_s, v, WIDE)
-                elif at_c is not None:
+                if tl.load(c + 11) != 0.0:
                     top = _read(at_c, i, k, code_s, WIDE)
                     v = tl.where((top >= v) | (top != top), top, v)
                     _write(at_c, i, k, code_s, v, WIDE)
@@ -377,12 +351,12 @@ def step_rows(
 
 @triton.jit
 def step_one(
-    grad, param, low, a, b, c, coefs, sums, ratio, blocks, numel, RULE: tl.constexpr, BLOCK: tl.constexpr
+    grad, param, low, a, b, c, codes, coefs, sums, ratio, blocks, numel, RULE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Step one tensor. ``sums`` begins at its first block, and has ``blocks`` numbers of each kind."""
     for j in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
         i = (tl.zeros((BLOCK,), tl.int64) + j) * BLOCK + tl.arange(0, BLOCK)
-        _update(grad, param, low, a, b, c, i, i < numel, 0, 0, coefs, sums, j, blocks, ratio, RULE, False)
+        _update(grad, param, low, a, b, c, i, i < numel, 0, codes, coefs, sums, j, blocks, ratio, RULE, False)
 
 
 @triton.jit
@@ -400,7 +374,7 @@ def ratio_rows(rows, sent, coefs, found, sums, ratios, blocks, n, RULE: tl.const
                 rate = tl.load(c + 9)
                 norm = unit.to(tl.float64) * norm
                 update = other.to(tl.float64) * update
-                trusts = (tl.load(c + 10) != 0.0) & (norm != 0.0) & (update != 0.0)
+                trusts = (tl.load(c + 11) != 0.0) & (norm != 0.0) & (update != 0.0)
                 ratio = tl.where(trusts, rate * norm / tl.where(trusts, update, 1.0), rate)
             else:
                 kind = tl.load(c + 11).to(tl.int32)

@@ -52,8 +52,12 @@ class Plan:
         groups = range(1 + max(row.group for row in self.rows))
         self._groups = [[row for row in self.rows if row.group == group] for group in groups]
         with self._lane.guard():
-            self._ways: Tables | Singles = (Tables if wide else Singles)(rule, self.rows, block, self._lane)
+            self._ways = (Tables if wide else Singles)(rule.name, self.rows, block, self._lane)
             self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
+            # A norm of the caller's must overwrite neither what a check summed nor what a rule does.
+            room = {"lamb": 4, "novograd": 2}.get(rule.name, 0)
+            sums = torch.zeros(4 + room, self._ways.blocks, device=self.device)
+            self._checked, self._normed, self._sums = sums[:2], sums[2:4], sums[4:] if room else sums[:1]
         self._places = self._pointers()
         self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
         self._begins = True
@@ -106,7 +110,7 @@ class Plan:
             ]
             if len(records) != 10 * len(self._groups):
                 raise ValueError(f"options of {len(self._groups)} groups are needed, not of {len(hyper)}")
-        self._ways.send(grads, records)
+        self._ways.send(grads, records, hyper)
 
     def check(
         self,
@@ -130,16 +134,17 @@ class Plan:
         self._begins = False
         with self._lane.guard():
             self._send(grads, hyper)
-            self._ways.check(found_inf)
+            self._ways.sum(found_inf, self._checked, 2, 2.0, True)
+            self._ways.used()
             if norm is not None:
-                self._ways.checked_norm(self._or_one(inv_scale), norm)
+                self._finish(self._checked, inv_scale, norm, 2, 2.0)
 
     def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the L2 norm that the last check's pass summed, fp32, shape ``[]``; one launch, no read of gradients."""
         self._begin(inv_scale, out, anew=False)
         with self._lane.guard():
             out = torch.empty((), device=self.device) if out is None else out
-            self._ways.checked_norm(self._or_one(inv_scale), out)
+            self._finish(self._checked, inv_scale, out, 2, 2.0)
         return out
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
@@ -157,7 +162,9 @@ class Plan:
         with self._lane.guard():
             out = torch.empty((), device=self.device)
             self._send(grads, None)
-            self._ways.norm(self._or_one(inv_scale), out, kind, sums, finish)
+            self._ways.sum(self._one, self._normed, sums, kind, False)
+            self._ways.used()
+            self._finish(self._normed, inv_scale, out, finish, kind)
         return out
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
@@ -168,7 +175,7 @@ class Plan:
         self._begin(norm, anew=False)
         with self._lane.guard():
             out = torch.empty((), device=self.device)
-            self._ways.clip(norm, out, float(limit), float(eps))
+            self._ways.launch("clip", 1, norm, out, float(limit), float(eps))
         return out
 
     def step(
@@ -195,10 +202,23 @@ class Plan:
         found_inf = self._zero if found_inf is None else found_inf
         with self._lane.guard():
             self._send(grads, hyper)
-            self._ways.step(hyper, found_inf, self._or_one(inv_scale), self._or_one(clip))
+            self._ways.numbers(found_inf, self._or_one(inv_scale), self._or_one(clip))
+            name = self.rule.name
+            if name == "lamb":
+                self._ways.step("lamb", found_inf, self._sums)
+            elif name == "novograd":
+                self._ways.sum(self._one, self._sums, 2, 2.0, False)
+            if name in ("lamb", "novograd"):
+                self._ways.ratios(found_inf, self._sums)
+            self._ways.step("lamb apply" if name == "lamb" else name, found_inf, self._sums)
+            self._ways.used()
 
     def _or_one(self, factor: torch.Tensor | None) -> torch.Tensor:
         return self._one if factor is None else factor
+
+    def _finish(self, of: torch.Tensor, inv_scale: torch.Tensor | None, out: torch.Tensor, kind: int, p: float) -> None:
+        blocks = (of[0], of[1], self._or_one(inv_scale), out, of.shape[1], p)
+        self._ways.launch("finish", 1, *blocks, KIND=kind, BLOCK=1024)
 
 
 def bytes_moved(plan: Plan, grads: Grads) -> int:

@@ -154,24 +154,24 @@ def numbers(rule: Rule, record: Sequence[int], lr: float, step: float, first: bo
     """
     _, wd, b1, b2, eps, _, lr_decay = struct.unpack("<7d", struct.pack("<7q", *record[:7]))
     flags = record[7]
-    c = [0.0] * 12
-    c[0] = -scale if flags & 1 else scale
-    c[1] = inside = 0.0 if flags & _DECOUPLED else wd
-    c[2], c[7], c[8], c[9] = wd - inside, eps, b1, lr
+    scale, inside = (-scale if flags & 1 else scale), (0.0 if flags & _DECOUPLED else wd)
+    outside, new, keep, weight, size, extra = wd - inside, 1.0 - b1, b2, 1.0 - b2, lr, 1.0 - lr * (wd - inside)
+    kind = bool(flags & _FLAGS["amsgrad"])
     if rule.name == "sgd":
-        c[1], c[2] = (0.0, wd) if flags & _AFTER else (wd, 0.0)
-        c[3], c[4] = (1.0, 0.0) if first else (1.0 - b2, b1)
-        c[5], c[6] = b1 if flags & 2 else 0.0, lr
+        outside = wd if flags & _AFTER else 0.0
+        inside, weight = wd - outside, (b1 if flags & 2 else 0.0)
+        new, keep = (1.0, 0.0) if first else (1.0 - b2, b1)
     elif rule.name == "adagrad":
-        c[2], c[6] = 1.0 - lr * (wd - inside), lr / (1.0 + (step - 1.0) * lr_decay)
+        outside, size = extra, lr / (1.0 + (step - 1.0) * lr_decay)
     else:
-        c1, c2 = (1.0 - b1**step, 1.0 - b2**step) if flags & 16 else (1.0, 1.0)
-        c[3], c[4], c[5] = 1.0 - b1 if flags & 32 else 1.0, b2, 1.0 - b2
+        c1, root = (1.0 - b1**step, (1.0 - b2**step) ** 0.5) if flags & 16 else (1.0, 1.0)
         if rule.name == "adam":
-            c[2], c[3], c[6], c[7] = 1.0 - lr * (wd - inside), 1.0 - b1, lr * c2**0.5 / c1, eps * c2**0.5
-        elif rule.name == "lamb":
-            c[6], c[7], c[10] = c2**0.5 / c1, eps * c2**0.5, float(bool(flags & _NVLAMB) or wd != 0.0)
+            outside, size, eps = extra, lr * root / c1, eps * root
         else:
-            c[6], c[10] = 1.0 / c1, c2**0.5
-            c[11] = (first and not flags & _INIT_ZERO) + 2.0 * bool(flags & _LARGEST) + 4.0 * (not flags & _DECOUPLED)
-    return c
+            new = new if flags & 32 else 1.0
+            if rule.name == "lamb":
+                size, eps, kind = root / c1, eps * root, bool(flags & _NVLAMB) or wd != 0.0
+            else:
+                kind = (first and not flags & _INIT_ZERO) + 2 * bool(flags & _LARGEST) + 4 * (not flags & _DECOUPLED)
+                size, extra = 1.0 / c1, root
+    return [scale, inside, outside, new, keep, weight, size, eps, b1, lr, extra, float(kind)]
