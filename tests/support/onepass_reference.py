@@ -87,6 +87,7 @@ class Plan:
         clip: torch.Tensor | None = None,
     ) -> None:
         Plan.calls.append("step")
+        self.launches += 1
         if found_inf is not None and bool(found_inf):
             return
         rule = {"sgd": self._sgd, "adam": self._adam}[self.rule.name]
@@ -154,7 +155,7 @@ def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     """Put the reference in the place of the kernels, on any device."""
     patched.setattr(onepass, "Plan", Plan)
     patched.setattr(onepass, "takes", takes)
-    patched.setattr(onepass, "refusal", lambda device: "")
+    patched.setattr(onepass, "refusal", lambda device, wide=None: "")
     Plan.calls = []
     return Plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from xamp import onepass
 from xamp.plans import forms
 
-__all__ = ["Grads", "Part", "Plans", "hyper_of", "launch_all"]
+__all__ = ["Grads", "Launch", "Part", "Plans", "hyper_of", "launch_all"]
 
 Param = tuple[torch.Tensor, "torch.Tensor | None"]
 Grads = Sequence["torch.Tensor | None"]
@@ -97,6 +97,10 @@ class Plans:
             self._bare = onepass.Plan(onepass.Rule("sgd"), [onepass.Row(m, low) for m, low in self._params[0]])
         return self._bare, grads
 
+    def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:
+        """Return the options to send with a check by ``plan``, so that the step need not; None where it cannot step."""
+        return None if plan is self._bare else hyper_of(optimizer)
+
     def without_state(self, optimizer: Optimizer, grads: Grads, plain: Grads) -> list[torch.Tensor]:
         """Return the parameters that have a gradient and no state: this is their first step."""
         found = zip(self._params, self.parts(optimizer), (grads, plain), strict=True)
@@ -117,19 +121,35 @@ def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
     ]
 
 
-def launch_all(launches: Sequence[Callable[[], None]]) -> None:
-    """Run ``launches``, each once.
+class Launch:
+    """One plan's part of a step."""
 
-    An interrupt may come in the middle of one, when its kernels are on their way. Nobody can tell, so that one counts as
-    done; the others run before the interrupt goes on.
+    def __init__(self, plan: onepass.Plan, *arguments: Any) -> None:
+        self._plan = plan
+        self._arguments = arguments
+        self._before: int | None = None  # launches of the plan when this began
+
+    def run(self) -> None:
+        """Step. After an interrupt run it again: it steps where nothing was launched, and counts as done else."""
+        if self._before is None or self._plan.launches in (0, self._before):
+            self._before = self._plan.launches
+            self._plan.step(*self._arguments)
+
+
+def launch_all(launches: Sequence[Launch]) -> None:
+    """Run ``launches``, each once. An interrupt is raised when all have run: a part of a step is none.
+
+    Nobody can tell of a kernel that was being launched when an interrupt came whether it is on its way. It counts as
+    launched, so that no step is taken twice.
     """
-    rest = iter(launches)
+    done = 0
     try:
-        for launch in rest:
-            launch()
+        for launch in launches:
+            launch.run()
+            done += 1
     except Exception:
         raise
     except BaseException:
-        for launch in rest:
-            launch()
+        for launch in launches[done:]:
+            launch.run()
         raise

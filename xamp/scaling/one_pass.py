@@ -7,7 +7,6 @@ the gradients move into the masters, and the step is the ordinary one.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,7 +45,7 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
         return "parameters are on several devices"
     if not all(map(onepass.takes, tensors)):
         return "a parameter is complex, sparse, in fp64 or not dense in memory"
-    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device)
+    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device, wide=True)
 
 
 class OnePass:
@@ -90,7 +89,7 @@ class OnePass:
         self._checked = None
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
         if found_inf is not None:
-            plan.check(own, found_inf, inverse, hyper=steps.hyper_of(optimizer))
+            plan.check(own, found_inf, inverse, hyper=self._plans.hyper_for(plan, optimizer))
             self._checked = plan
         gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse)
         waiting.hold(self._master_class)
@@ -159,13 +158,13 @@ class OnePass:
 
     def launches(
         self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None
-    ) -> list[Callable[[], None]]:
+    ) -> list[steps.Launch]:
         """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
         masters, others = self._plans.parts(optimizer)
         hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.plain]
         given = (masters, waiting.grads, waiting.inverse, waiting.clip), (others, plain, None, None)
         return [
-            functools.partial(part.plan.step, part.of(grads), hyper, found_inf, inverse, clip)
+            steps.Launch(part.plan, part.of(grads), hyper, found_inf, inverse, clip)
             for part, grads, inverse, clip in given
             if part.plan is not None
         ]

@@ -51,6 +51,7 @@ class OptimizerState:
         outcomes: what the steps did.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so ``found_inf_since_step`` is down.
+        why_not_one_pass: why steps are not taken in one pass; empty: they are, or nobody has looked.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         found_inf: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
         ``found_inf_since_step`` at once.
@@ -73,6 +74,7 @@ class OptimizerState:
         self.live_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
+        self.why_not_one_pass = ""
         self._warned_of_no_gradient = False
         self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
@@ -116,15 +118,15 @@ class OptimizerState:
             self._choose_one_pass()
 
     def _choose_one_pass(self) -> None:
-        """Find out whether steps are taken in one pass."""
+        """Find out whether steps are taken in one pass, now that the groups hold what they hold."""
         engine, gradients = self.engine, self.gradients
-        gradients.one_pass = None
-        if not engine.policy.master_weights or engine.saturates:
-            return
         why = refusal(self.optimizer, self.fused, gradients, engine.device)
-        if not why:
-            gradients.one_pass = OnePass(gradients, self.fused, self.outcomes.replays.capturing)
-        tell(self.optimizer, why)
+        if engine.saturates:
+            why = "the chip tells of an overflow by a flag"
+        gradients.one_pass = None if why else OnePass(gradients, self.fused, self.outcomes.replays.capturing)
+        if gradients.pairs:
+            tell(self.optimizer, why)
+        self.why_not_one_pass = why
 
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.
