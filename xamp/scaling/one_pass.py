@@ -38,7 +38,7 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
         return "torch's own kernels serve the host, where Triton only interprets"
     if not fused.skips_on_device:
         return "a group is not fused, so the host decides on its steps"
-    tensors = [tensor for pair in gradients.pairs for tensor in pair] + gradients.plain
+    tensors = [tensor for pair in gradients.pairs for tensor in pair] + gradients.direct
     if any(map(is_dtensor, tensors)) or gradients.in_shards:
         return "parameters are sharded"
     if any(tensor.device != device for tensor in tensors):
@@ -61,7 +61,7 @@ class OnePass:
         self._gradients = gradients
         self._fused = fused
         self._capturing = capturing
-        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.plain)
+        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct)
         self._checked: onepass.Plan | None = None  # by which the gradients that wait were checked
         self._master_class = parameter_class(gradients.materialize, gradients.release)
 
@@ -138,7 +138,7 @@ class OnePass:
             return None  # somebody steps, or scales, in a way of their own
         if any(has_gradient(master) for _, master in gradients.pairs):
             return None
-        plain = [param.grad for param in gradients.plain]
+        plain = [param.grad for param in gradients.direct]
         try:
             new = self._plans.without_state(optimizer, waiting.grads, plain)
             parts = self._plans.parts(optimizer)

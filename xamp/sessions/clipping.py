@@ -38,7 +38,7 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
     state = state_of(optimizer)
     if state is not None:
-        state.settle("master_params(optimizer)")
+        state.check_ready("master_params(optimizer)")
     return lent_params(optimizer)
 
 
@@ -106,7 +106,7 @@ def _clip_waiting(
     ``checked``: the optimizers, where a norm that is not finite is refused.
     """
     for state in states:
-        state.settle("master_params(optimizer)")
+        state.check_ready("master_params(optimizer)")
     norms = [state.gradients.waiting_norm(norm_type) for state in states]
     found = [norm for norm in norms if norm is not None]
     if len(found) < len(norms):
