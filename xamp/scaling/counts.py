@@ -75,6 +75,28 @@ class Counts(Stats):
     runs: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
+def run_after(
+    run: Any, overflowed: Any, had: Any, used: Iterable[int], scalers: Sequence[LossScaler]
+) -> tuple[Any, Any]:
+    """Return the overflows in a row after one more step, and whether they are a complete run.
+
+    The one rule of what counts: the host asks it with numbers, a captured graph with tensors on the device, since no
+    code of xamp runs at a replay. To count every step on the device would cost an eager one seven operators.
+
+    Args:
+        run: overflows in a row before the step, those alone that no smaller scale can cure.
+        overflowed: whether the step was skipped.
+        had: the loss scales with which it overflowed.
+        used: indices of those that scaled its losses.
+        scalers: all of the session.
+    """
+    for index in used:
+        if (rules := scalers[index].rules).falls:
+            overflowed = overflowed & (had[index] <= rules.floor)
+    run = (run + 1) * overflowed
+    return run, (run > 0) & (run % COLLAPSE_RUN == 0)
+
+
 class CollapseWatch:
     """Counts the overflows in a row of one optimizer that no smaller scale can cure: :attr:`run`."""
 
@@ -100,10 +122,9 @@ class CollapseWatch:
             used: indices of the scales that scaled the losses of that step.
         """
         had = self._scales if self._counts.moves_before_step else scales
-        stuck = all(had[i] <= rules.floor for i in used if (rules := self._counts.scalers[i].rules).falls)
-        self.run = self.run + 1 if stuck else 0
+        self.run, complete = run_after(self.run, True, had, used, self._counts.scalers)
         self._scales = scales
-        return self.run > 0 and self.run % COLLAPSE_RUN == 0
+        return bool(complete)
 
 
 class Replays:
@@ -142,14 +163,11 @@ class Replays:
         had = self._scales if self._session.moves_before_step else scales
         steps, skipped, run, complete = self._counts.unbind()
         overflowed = flag.ne(0)
-        stuck = overflowed.clone()
-        for index in self.used:
-            if (rules := self._session.scalers[index].rules).falls:
-                stuck &= had[index] <= rules.floor
+        now, ends = run_after(run, overflowed, had, self.used, self._session.scalers)
         steps.add_(1)
         skipped.add_(overflowed)
-        run.add_(1).mul_(stuck)
-        complete.add_(run.gt(0) & run.remainder(COLLAPSE_RUN).eq(0))
+        run.copy_(now)
+        complete.add_(ends)
         self._scales.copy_(scales)
 
     def read(self) -> tuple[int, int]:
