@@ -136,7 +136,7 @@ def _not_the_masters(base: Any) -> Callable[..., Any]:
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         if not self._xamp.gradients.pairs:
             inner(self, *args, **kwargs)
-        for param in self._xamp.gradients.plain:
+        for param in self._xamp.gradients.direct:
             param.grad = None
 
     return zero_grad

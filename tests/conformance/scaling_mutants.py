@@ -128,7 +128,7 @@ def _gradients_stay_ready(self: OptimizerState, outcome: Any) -> None:
 
 def _step_inside(self: OptimizerState, call: str) -> None:
     """Does not ask whether a block is open."""
-    self.gradients.settle(call)
+    self.gradients.check_ready(call)
 
 
 def _whatever_session(call: str, optimizers: Any) -> Any:

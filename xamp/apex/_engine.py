@@ -76,7 +76,7 @@ class ApexGradients(Gradients):
             self.drop_low_precision()
         super().enter(scaler)
 
-    def settle(self, call: str) -> None:
+    def check_ready(self, call: str) -> None:
         """Do nothing: a caller that reads gradients gets them as they are."""
 
 
@@ -128,7 +128,7 @@ class ApexState(OptimizerState):
         So momentum, weight decay and Adam's moments go on for a parameter that a backward leaves out.
         """
         keeps = self.engine.policy.master_weights and not (args or kwargs)
-        kept = [(p, p.grad) for p in self.gradients.plain if p.grad is not None] if keeps else []
+        kept = [(p, p.grad) for p in self.gradients.direct if p.grad is not None] if keeps else []
         super().zero_grad(base, args, kwargs)
         for param, grad in kept:
             param.grad = grad.detach_().zero_()
@@ -154,7 +154,7 @@ class ApexState(OptimizerState):
         given = any(value is not None for value in (*args, *kwargs.values()))
         if given and (skips or self.engine.policy.master_weights):
             raise RuntimeError(_CLOSURE)
-        result, mark = None if skips else NOT_STEPPED, self._mark()
+        result, first = None if skips else NOT_STEPPED, self._first_stepped()
         used, applied = self.gradients.used, self.engine.counts.applied
         try:
             if not skips:
@@ -163,7 +163,7 @@ class ApexState(OptimizerState):
             self._account(skips, values, used, applied)
             return result
         except BaseException as error:
-            if self.has_stepped(mark, result, error):
+            if self.has_stepped(first, result, error):
                 self._account(skips, values, used, applied)
             raise
 

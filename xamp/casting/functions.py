@@ -30,12 +30,12 @@ needs.marks = True
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call(kind: str, autocast_off: bool, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call ``function`` with its arguments cast as ``kind`` says, if autocast is on for one of its tensors.
 
     Args:
         kind: ``"half"``, ``"float"`` or ``"promote"``.
-        plain: whether ``function`` runs with autocast off, so that autocast's own list does not undo the choice.
+        autocast_off: whether ``function`` runs with autocast off, so that autocast's own list does not undo the choice.
         function: the function to call.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -50,7 +50,7 @@ def call(kind: str, plain: bool, function: Callable[..., Any], args: Any, kwargs
     elif kind == PROMOTE:
         dtype = _widest(tensors, device)
     args, kwargs = cast_floats(args, dtype, device), cast_floats(kwargs, dtype, device)
-    if kind != FLOAT and not plain:
+    if kind != FLOAT and not autocast_off:
         return function(*args, **kwargs)
     with torch.autocast(device, enabled=False):
         return function(*args, **kwargs)
@@ -106,11 +106,11 @@ def promote_function(fn: _Function) -> _Function:
 def _decorated(kind: str, fn: Any) -> Any:
     if not callable(fn) or inspect.isclass(fn):
         raise PolicyError(f"{kind}_function({fn!r}): decorates functions. For a class, decorate its methods.")
-    plain, cast_and_call = is_torchs(fn), own_code(call)
+    autocast_off, cast_and_call = is_torchs(fn), own_code(call)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return cast_and_call(kind, plain, fn, args, kwargs)
+        return cast_and_call(kind, autocast_off, fn, args, kwargs)
 
     return own_code(wrapper)
 

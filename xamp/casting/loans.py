@@ -102,7 +102,7 @@ def _stay(value: Any) -> Any:
 def _is_as_it_was(each: Copied) -> bool:
     """Return whether nothing was written into a copy."""
     new, form, before = each.new, each.form, each.items
-    if form.plain:
+    if form.items_only:
         return _holds_the_same(new, before)
     if form.in_dict is not None:
         return _holds_the_same(values_in_dict(new), each.attributes)

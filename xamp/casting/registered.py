@@ -68,7 +68,7 @@ class _Replacement:
     Attributes:
         kind: how it is cast in regions (half, float or promote); registering it again may change this.
         function: the original function.
-        plain: see :func:`xamp.casting.functions.call`.
+        autocast_off: see :func:`xamp.casting.functions.call`.
         wrapper: the wrapper that replaces it.
         earlier: the record of the wrapper that was in this place already, because the function was registered before,
             or because this holder imported the wrapper by name; None if there was none.
@@ -86,7 +86,7 @@ class _Replacement:
         self.earlier = _record_of(raw)
         self.kind = kind
         self.function: Any = raw if self.earlier is None else self.earlier.function
-        self.plain = is_torchs(self.function, holder)
+        self.autocast_off = is_torchs(self.function, holder)
         self.wrapper: Any = None
         # The entry of the holder itself; an inherited one does not count.
         self._before = getattr(holder, "__dict__", {}).get(name, _ABSENT)
@@ -158,7 +158,7 @@ def _check_replaceable(request: str, name: str, record: _Replacement) -> None:
         raise PolicyError(
             f"{request}: this is a class. Register its method: {request.partition('(')[0]}({name}, 'forward')."
         )
-    if record.plain and name.endswith("_") and not name.endswith("__"):
+    if record.autocast_off and name.endswith("_") and not name.endswith("__"):
         raise PolicyError(
             f"{request}: it writes into its argument, and would write into a cast copy of that. Register and call "
             f"{name.rstrip('_')!r}."
@@ -180,13 +180,13 @@ def _unregister_all() -> None:
 
 def _function_wrapper(record: _Replacement) -> Callable[..., Any]:
     """Return a wrapper that is a function, and so binds as a method as the original did."""
-    function, plain, cast_and_call = record.function, record.plain, own_code(call)
+    function, autocast_off, cast_and_call = record.function, record.autocast_off, own_code(call)
 
     @functools.wraps(function)
     def registered(*args: Any, **kwargs: Any) -> Any:
         if active.current() is None:
             return function(*args, **kwargs)
-        return cast_and_call(record.kind, plain, function, args, kwargs)
+        return cast_and_call(record.kind, autocast_off, function, args, kwargs)
 
     setattr(registered, _RECORD, record)
     return own_code(registered)
@@ -203,7 +203,7 @@ class _CallableWrapper:
         record = self._xamp_registered
         if active.current() is None:
             return self._function(*args, **kwargs)
-        return call(record.kind, record.plain, self._function, args, kwargs)
+        return call(record.kind, record.autocast_off, self._function, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_function", "_xamp_registered"):  # asked for while a copy is being made

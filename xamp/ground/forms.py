@@ -32,7 +32,7 @@ class Form:
         base: the type of Python's that has the items; ``object`` for ``"object"``.
         fields: the names of a dataclass's fields.
         slots: names of attributes that are in no ``__dict__``, the ``default_factory`` of a ``defaultdict`` too.
-        plain: there are items only.
+        items_only: there are items only.
         copied_by: the class's own ``__copy__``; None if it has none.
         make: of a list or tuple whose values are nothing but their items: makes one of its items; else None.
         in_dict: the names of the fields, of a dataclass whose values are in ``__dict__`` and whose copies are made as
@@ -47,7 +47,7 @@ class Form:
     base: Any
     fields: tuple[str, ...]
     slots: tuple[str, ...]
-    plain: bool
+    items_only: bool
     copied_by: Callable[[Any], Any] | None
     make: Callable[[list[Any]], Any] | None
     in_dict: frozenset[str] | None
@@ -97,10 +97,10 @@ def _form(kind: type) -> Form:
                 if isinstance(member, types.MemberDescriptorType)
             )
         ),
-        plain=kind in (list, tuple, dict) or name == "struct",
+        items_only=kind in (list, tuple, dict) or name == "struct",
         copied_by=own if is_own else None,
         make=kind if kind in (list, tuple) else getattr(kind, "_make", None) if simple else None,
-        in_dict=frozenset(fields) if name == "object" and fields and _is_plain_dataclass(kind, fields) else None,
+        in_dict=frozenset(fields) if name == "object" and fields and _is_ordinary_dataclass(kind, fields) else None,
         is_its_dict=issubclass(kind, dict) and _makes_itself_its_dict(kind),
         takes_fields=issubclass(kind, tuple) and "_fields" in vars(maker),
         has_dict=kind.__dictoffset__ != 0,
@@ -118,7 +118,7 @@ def _name_of(kind: type) -> str:
     return "object" if issubclass(kind, _WRAPPERS) or dataclasses.is_dataclass(kind) else ""
 
 
-def _is_plain_dataclass(kind: type, fields: tuple[str, ...]) -> bool:
+def _is_ordinary_dataclass(kind: type, fields: tuple[str, ...]) -> bool:
     own = [vars(each) for each in kind.__mro__ if each is not object]
     if any(name in each for each in own for name in ("__copy__", "__new__", "__slots__")):
         return False

@@ -1,4 +1,4 @@
-"""torch's operators on lists of tensors that a training step calls, each with a plain form for a device that lacks it.
+"""torch's operators on lists of tensors that a training step calls, or single operators on a device that lacks them.
 
 No device has all of them in every dtype: torch's CUDA kernel that unscales gradients has no bfloat16, and a vendor's
 device may have no operators on lists at all. Which are missing is not listed here. The device is asked when its backend
@@ -54,8 +54,8 @@ _is_compiling = torch.compiler.is_compiling
 def note(kernel: str, device_type: str, dtype: torch.dtype) -> None:
     """Keep that a device of a type lacks ``kernel``, an operator's name in torch, for ``dtype``.
 
-    From then on no device of that type is asked to run it: cards of one machine may differ, the plain form is right on
-    all of them, and a thread that trains meanwhile never sees a gap closed.
+    From then on no device of that type is asked to run it: cards of one machine may differ, single operators are right
+    on all of them, and a thread that trains meanwhile never sees a gap closed.
     """
     _missing[kernel, device_type] = _missing.get((kernel, device_type), frozenset()) | {dtype}
 

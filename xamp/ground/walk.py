@@ -149,7 +149,7 @@ class Walk:
         if changed or begun is not _OPEN:
             try:
                 new = self.ways.copy_of(value, form, items, attributes, None if begun is _OPEN else begun)
-                if self._notes and (form.base is not tuple or not form.plain):  # else nobody writes into it
+                if self._notes and (form.base is not tuple or not form.items_only):  # else nobody writes into it
                     self.made[COPIES].append(note_of_copy(value, new, form))
             except Exception:  # it is a class of somebody's that refuses
                 self._leave(value)

@@ -37,7 +37,7 @@ class Raw:
             form: of its type.
             stored: only what ``value`` itself stores: no field that is a descriptor, or that only the class has.
         """
-        if form.plain:
+        if form.items_only:
             return {}
         found = {}
         for name in () if stored else form.fields:
@@ -71,7 +71,7 @@ class Raw:
         """
         if form.name == "struct":
             return form.kind(items)
-        if form.plain and begun is None:
+        if form.items_only and begun is None:
             return tuple(items) if form.base is tuple else items
         if form.base is tuple:
             made: Any = tuple.__new__(form.kind, items)
@@ -148,7 +148,7 @@ class Traced(Raw):
         """Return the attributes of ``value`` as far as the compiler lists them."""
         kind = type(value)
         found: dict[str, Any] = {}
-        if form.plain or kind is collections.OrderedDict or kind is collections.defaultdict:
+        if form.items_only or kind is collections.OrderedDict or kind is collections.defaultdict:
             return found
         for name in (*form.fields, *form.slots):
             if hasattr(value, name):
@@ -166,7 +166,7 @@ class Traced(Raw):
         kind = type(value)
         if kind is tuple:
             return tuple(items)
-        if form.plain:
+        if form.items_only:
             return items if form.name != "struct" else kind(items)
         if kind is collections.OrderedDict:
             return collections.OrderedDict(items)

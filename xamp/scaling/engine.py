@@ -277,8 +277,8 @@ class Engine:
 
     def _hidden(self, state: OptimizerState) -> list[torch.Tensor]:
         """Return the gradients for the optimizer of ``state`` that FSDP keeps outside of any ``.grad``."""
-        others = (p for other in self.states if other is not state for p in other.gradients.plain)
-        return self._wrappers.hidden_gradients(state.gradients.plain, others)
+        others = (p for other in self.states if other is not state for p in other.gradients.direct)
+        return self._wrappers.hidden_gradients(state.gradients.direct, others)
 
     def _find_wrappers(self, states: Sequence[OptimizerState]) -> Sequence[DistributedDataParallel]:
         """Return the DDP objects that are new; compare the settings of the ranks where that was not done yet."""

@@ -121,7 +121,7 @@ class FusedChoice:
             if group.get("fused") is not True:
                 continue
             momentum = group["momentum"] if isinstance(group.get("momentum"), float | int) else None
-            for device, dtype in {(p.device, self._stepped(p)) for p in group["params"] if _is_plain(p)}:
+            for device, dtype in {(p.device, self._stepped(p)) for p in group["params"] if _is_ordinary(p)}:
                 if reason := _refusal(cls, device, dtype, None if momentum is None else momentum > 0):
                     raise UnsupportedPolicy(
                         f"initialize: {cls.__name__} was made with fused=True, which refuses to step on {device} "
@@ -184,7 +184,7 @@ class FusedChoice:
     def _move_counters(self, optimizer: Optimizer) -> None:
         """Put each counter ``state["step"]`` where fused kernels need it: on its parameter's device, in fp32.
 
-        A plain form that found them there would wait for each at every step.
+        An unfused implementation that found them there would wait for each at every step.
         """
         for param, state in optimizer.state.items():
             if isinstance(state, dict) and torch.is_tensor(given := state.get("step")):
@@ -231,12 +231,12 @@ class FusedChoice:
             return False
         cls: Any = self._class
         return all(
-            _is_plain(param) and is_right(cls, param.device, param.dtype if stepped is None else stepped(param))
+            _is_ordinary(param) and is_right(cls, param.device, param.dtype if stepped is None else stepped(param))
             for param in params
         )
 
 
-def _is_plain(param: torch.Tensor) -> bool:
+def _is_ordinary(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
     return type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
 
@@ -298,7 +298,7 @@ def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> 
 def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
     """Try the fused implementation of ``cls`` on ``device`` with parameters of ``dtype``; return whether it is right.
 
-    Right means: with ``found_inf`` raised no parameter moves, else the step equals the step of the plain form. The
+    Right means: with ``found_inf`` raised no parameter moves, else the step equals that of the unfused one. The
     trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
     fused SGD in half precision on a CPU is wrong in exactly these cases. The answer is kept for the process.
 
@@ -318,7 +318,7 @@ def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> 
 
 
 def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
-    """Return whether the fused implementation takes and skips the same steps as the plain one, to equal parameters."""
+    """Return whether the fused implementation takes and skips the same steps as the unfused one to equal weights."""
     start = torch.linspace(0.5, 1.5, 67, dtype=torch.float32, device="cpu").to(device, dtype)
 
     def run(fused: bool) -> torch.Tensor:

@@ -116,10 +116,10 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
-        plain: parameters that the optimizer steps directly, because they have no master.
+        direct: parameters that the optimizer steps directly, because they have no master.
         pairs: low-precision parameters and the masters that the optimizer steps in their place.
-        stepped: all tensors that the optimizer steps: ``plain`` and the masters.
-        in_parts: some of ``plain`` are DTensors, or local tensors of such, so this rank has parts of them.
+        stepped: all tensors that the optimizer steps: ``direct`` and the masters.
+        in_parts: some of ``direct`` are DTensors, or local tensors of such, so this rank has parts of them.
         count: how many parameters the groups hold.
         ready: gradients came through ``scale_loss`` since the last step, and nothing has dropped them.
         pending: what is known of gradients that are still scaled; None: there are none.
@@ -144,7 +144,7 @@ class Gradients:
         fused: FusedChoice,
         optimizer: weakref.ReferenceType[Optimizer],
     ) -> None:
-        self.plain: list[torch.Tensor] = []
+        self.direct: list[torch.Tensor] = []
         self.pairs: list[masters.Pair] = []
         self.stepped: list[torch.Tensor] = []
         self.ready = False
@@ -170,21 +170,21 @@ class Gradients:
         self._sentinel: moves.GradientSentinel | None = None  # None: no masters, or their parameters keep gradients
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
-        """Sort the parameters in an optimizer's ``groups`` into :attr:`plain` ones and masters of ``pairs``."""
+        """Sort the parameters in an optimizer's ``groups`` into :attr:`direct` ones and masters of ``pairs``."""
         param_of = {id(m): p for p, m in pairs}
-        self.plain, self.pairs = [], []
+        self.direct, self.pairs = [], []
         self._held = _all_in(groups)
         self.count = len(self._held)
         for param in self._held:
             low_precision = param_of.get(id(param))
             if low_precision is None:
-                self.plain.append(param)
+                self.direct.append(param)
             else:
                 self.pairs.append((low_precision, param))
-        self.stepped = [*self.plain, *(m for _, m in self.pairs)]
-        self.in_parts = any(map(is_part, self.plain))
+        self.stepped = [*self.direct, *(m for _, m in self.pairs)]
+        self.in_parts = any(map(is_part, self.direct))
         self._of_one_kind = len(set(map(unscale.kind, self.stepped))) <= 1
-        self._in_fp32 = all(p.dtype == torch.float32 for p in self.plain)
+        self._in_fp32 = all(p.dtype == torch.float32 for p in self.direct)
         own_rules = self.leaves_low_precision or self.sets_aside
         self._may_move_early = not own_rules and moves.is_worth_it(self.pairs)
         before = self._sentinel
@@ -205,7 +205,7 @@ class Gradients:
 
     def model_params(self) -> list[torch.Tensor]:
         """Return the parameters as the models and their wrappers know them: low-precision parameters, not masters."""
-        return [*self.plain, *(p for p, _ in self.pairs)]
+        return [*self.direct, *(p for p, _ in self.pairs)]
 
     def not_finite(self) -> list[torch.Tensor]:
         """Return the stepped tensors whose gradient holds inf or nan. Waits for the device."""
@@ -244,7 +244,7 @@ class Gradients:
                 moves.transfer(self.pairs, None)
             elif self._scales:  # a wrapper may yet reduce them
                 unscale.multiply_([g for p, _ in self.pairs for g in (p.grad,) if g is not None], scaler.scale)
-        existing = [g for p in self.plain for g in (p.grad,) if g is not None]
+        existing = [g for p in self.direct for g in (p.grad,) if g is not None]
         unreduced: list[torch.Tensor] = []
         if self.hidden is not None:
             unreduced = self._unreduced()
@@ -261,7 +261,7 @@ class Gradients:
             self.mixed = self._holds_counted
             self._entry = Entry(existing)
         else:
-            stash = [(p, p.grad.detach().clone()) for p in self.plain if p.grad is not None]  # memory may run out here
+            stash = [(p, p.grad.detach().clone()) for p in self.direct if p.grad is not None]  # memory may run out here
             self._entry = Entry(existing, stash, complete=False)
             unscale.zero_(existing)
             self._entry = Entry(existing, stash)
@@ -345,9 +345,9 @@ class Gradients:
                 self.used.update({index: owed.updates for index, owed in self.owed.items()})
         else:
             self.used.setdefault(scaler.index)
-        grads = [g for p in self.plain for g in (p.grad,) if g is not None]
+        grads = [g for p in self.direct for g in (p.grad,) if g is not None]
         if self._scales:
-            self._unscale(grads, scaler, found_inf, self.plain)
+            self._unscale(grads, scaler, found_inf, self.direct)
         moved = self._move_to_masters(scaler, found_inf, first) if self.pairs else False
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
@@ -469,7 +469,7 @@ class Gradients:
                 grad.copy_(old)
         elif not entry.complete and entry.was_multiplied():
             unscale.multiply_(entry.grads, scaler.inverse)
-        elif not entry.untouched([*(p.grad for p in self.plain if p.grad is not None), *self._unreduced()]):
+        elif not entry.untouched([*(p.grad for p in self.direct if p.grad is not None), *self._unreduced()]):
             self._drop()
         elif not entry.complete:
             return
@@ -517,7 +517,7 @@ class Gradients:
 
     # ---------------------------------------------------------------- before a step
 
-    def settle(self, call: str) -> None:
+    def check_ready(self, call: str) -> None:
         """Check the gradients before ``call`` reads or steps them; clear the masters' if the model's were cleared.
 
         Raises:

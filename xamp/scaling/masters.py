@@ -26,8 +26,6 @@ from xamp.policy import Policy
 
 __all__ = [
     "Pair",
-    "agree",
-    "agrees",
     "any_low_precision",
     "copy",
     "copy_back",
@@ -36,9 +34,11 @@ __all__ = [
     "forget_low_precision",
     "fp32_of",
     "has_fp32",
+    "is_equal",
     "is_low_precision",
     "load_masters",
     "master_of",
+    "note_equal",
     "overwrite",
     "reconcile",
     "replace_fp32",
@@ -61,7 +61,7 @@ copy: Callable[[Any, Any], None] = kernels.copy_
 
 
 @dataclasses.dataclass(eq=False)
-class _Lowered:
+class _Entry:
     """What belongs to a parameter or buffer that xamp cast to low precision.
 
     Attributes:
@@ -77,23 +77,23 @@ class _Lowered:
     is_unused: bool = True
 
 
-_lowered: Any = WeakIdKeyDictionary()  # tensor -> its _Lowered, until its session is closed
+_entries: Any = WeakIdKeyDictionary()  # tensor -> its _Entry, until its session is closed
 
 
 def master_of(param: torch.Tensor) -> nn.Parameter | None:
     """Return the fp32 master of a low-precision parameter; None where it has none."""
-    found: _Lowered | None = _lowered.get(param)
+    found: _Entry | None = _entries.get(param)
     return None if found is None else found.master
 
 
 def is_low_precision(tensor: torch.Tensor) -> bool:
     """Return whether xamp cast ``tensor`` to low precision, in a session that is not closed."""
-    return tensor in _lowered
+    return tensor in _entries
 
 
 def any_low_precision() -> bool:
     """Return whether xamp cast any tensor to low precision, in a session that is not closed."""
-    return bool(_lowered)
+    return bool(_entries)
 
 
 def set_low_precision(
@@ -109,12 +109,12 @@ def set_low_precision(
     global copy
     if ranks.is_dtensor(tensor):
         copy = ranks.copy
-    _lowered[tensor] = _Lowered(master, original, 0 if master is None else master._version)
+    _entries[tensor] = _Entry(master, original, 0 if master is None else master._version)
 
 
 def forget_low_precision(tensor: torch.Tensor) -> None:
     """Note that ``tensor`` is no longer in low precision."""
-    _lowered.pop(tensor, None)
+    _entries.pop(tensor, None)
 
 
 def ensure_master(param: nn.Parameter, policy: Policy) -> nn.Parameter | None:
@@ -136,7 +136,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
     A master that no backward has used yet first follows its parameter.
     """
-    found: _Lowered | None = _lowered.get(tensor)
+    found: _Entry | None = _entries.get(tensor)
     if found is None or found.master is None:
         return tensor if found is None else fp32_of(tensor)
     if found.is_unused:
@@ -146,7 +146,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 def has_fp32(buffer: torch.Tensor) -> bool:
     """Return whether the fp32 values of a low-precision buffer are kept; see :func:`set_low_precision`."""
-    return is_low_precision(buffer) and _lowered[buffer].original is not None
+    return is_low_precision(buffer) and _entries[buffer].original is not None
 
 
 def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
@@ -157,7 +157,7 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
     """
     if not has_fp32(buffer):
         return buffer.float()
-    original: torch.Tensor = _lowered[buffer].original
+    original: torch.Tensor = _entries[buffer].original
     same = original.to(buffer.device, buffer.dtype) == buffer
     if wait and original.device == buffer.device and bool(same.all()):
         return original
@@ -167,7 +167,7 @@ def fp32_of(buffer: torch.Tensor, *, wait: bool = True) -> torch.Tensor:
 def replace_fp32(buffer: torch.Tensor, values: torch.Tensor) -> None:
     """Make ``values`` the fp32 values of a low-precision buffer, before they are written into it; else do nothing."""
     if has_fp32(buffer) and values.shape == buffer.shape:
-        _lowered[buffer].original = unrounded(values, fp32_of(buffer)).clone()
+        _entries[buffer].original = unrounded(values, fp32_of(buffer)).clone()
 
 
 def unrounded(loaded: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -201,9 +201,9 @@ def copy_back(pairs: Sequence[Pair]) -> None:
 
 def write_changed(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters, but not where both agree: what was written since a load of both counts."""
-    changed = [pair for pair in pairs if not agrees(pair[0])]
+    changed = [pair for pair in pairs if not is_equal(pair[0])]
     copy_back(changed)
-    agree(param for param, _ in changed)
+    note_equal(param for param, _ in changed)
 
 
 @break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
@@ -213,16 +213,16 @@ def write_quietly(pairs: Iterable[Pair]) -> None:
         ranks.local(param).data.copy_(ranks.local(master.detach()))  # .data has a version counter of its own
 
 
-def agrees(param: torch.Tensor) -> bool:
+def is_equal(param: torch.Tensor) -> bool:
     """Return whether ``param`` has a master to which nothing was written since both were made equal."""
-    found: _Lowered | None = _lowered.get(param)
+    found: _Entry | None = _entries.get(param)
     return found is not None and found.master is not None and found.version == found.master._version
 
 
-def agree(params: Iterable[torch.Tensor]) -> None:
+def note_equal(params: Iterable[torch.Tensor]) -> None:
     """Note that ``params`` and their masters are equal now."""
     for param in params:
-        found: _Lowered | None = _lowered.get(param)
+        found: _Entry | None = _entries.get(param)
         if found is not None and found.master is not None:
             found.version = found.master._version
 
@@ -231,7 +231,7 @@ def use(pairs: Sequence[Pair]) -> None:
     """Let the masters follow their parameters a last time. From now on the masters hold the weights."""
     reconcile(pairs)
     for param, _ in pairs:
-        if (found := _lowered.get(param)) is not None:  # else its session was closed
+        if (found := _entries.get(param)) is not None:  # else its session was closed
             found.is_unused = False
 
 
@@ -244,19 +244,19 @@ def reconcile(pairs: Sequence[Pair]) -> None:
     initialization, a broadcast), and keeps its exact value wherever the parameter still is that value rounded.
     """
     for param, master in pairs:
-        if agrees(param):
+        if is_equal(param):
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         else:
             write_quietly(((param, master),))
-        agree([param])
+        note_equal([param])
 
 
 @torch.no_grad()
 def overwrite(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write a loaded value into the master of ``param``. The caller, or torch after the hook, writes the parameter."""
-    master: torch.Tensor = _lowered[param].master
+    master: torch.Tensor = _entries[param].master
     master.copy_(value)
-    agree([param])
+    note_equal([param])
 
 
 # ---------------------------------------------------------------- state dicts of models

@@ -163,8 +163,8 @@ def _zero_grad_of(base: Any) -> Callable[..., None]:
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         # In this order: the compiler cannot trace _is_profiling, and does not come to it.
-        plain = drops and not (args or kwargs or _is_compiling() or _is_profiling())
-        self._xamp.zero_grad(functools.partial(_drop_gradients if plain else own, self), args, kwargs)
+        only_drops = drops and not (args or kwargs or _is_compiling() or _is_profiling())
+        self._xamp.zero_grad(functools.partial(_drop_gradients if only_drops else own, self), args, kwargs)
 
     return zero_grad
 

@@ -165,7 +165,7 @@ class LossScaler:
             state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
         )
         self._use_usual_flag()
-        self._mark()
+        self._tell_exact()
         self._losses = len(state.scales)
         self._captures = state.captures
 
@@ -174,10 +174,10 @@ class LossScaler:
         if not self._is_in_graph and self._captures is not None:
             self._is_in_graph = self._captures()
             if self._is_in_graph:
-                self._mark()
+                self._tell_exact()
         return self._is_in_graph
 
-    def _mark(self) -> None:
+    def _tell_exact(self) -> None:
         """Say of the inverse whether it is a power of two. A graph is right for every scale that is set later."""
         kernels.mark_power_of_two(self._inverse, self.exact and not self._is_in_graph)
 
@@ -198,12 +198,12 @@ class LossScaler:
         self.changed()
         self.rules = rules
         self.exact = _is_power_of_two(self.host_scale) and rules.keeps_powers_of_two
-        self._mark()
+        self._tell_exact()
 
     def changed(self) -> None:
         """Forget what the host knew of the scale. Whoever writes to :attr:`scale` must call this."""
         self.exact = False
-        self._mark()
+        self._tell_exact()
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True

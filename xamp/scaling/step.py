@@ -228,8 +228,8 @@ class OptimizerState:
                 level=logging.WARNING,
             )
 
-    def settle(self, call: str) -> None:
-        """Raise a StateError where ``call`` may not read or step the gradients now: see :meth:`Gradients.settle`."""
+    def check_ready(self, call: str) -> None:
+        """Raise a StateError where ``call`` may not read or step the gradients now: see ``Gradients.check_ready``."""
         if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         optimizer: Any = self._optimizer()
@@ -238,7 +238,7 @@ class OptimizerState:
             count += len(group["params"])
         if count != self.gradients.count:
             self.notice_groups(call)
-        self.gradients.settle(call)
+        self.gradients.check_ready(call)
 
     # ---------------------------------------------------------------- the step
 
@@ -260,7 +260,7 @@ class OptimizerState:
         if (args or kwargs) and any(callable(value) for value in (*args, *kwargs.values())):
             name = type(self.optimizer).__name__
             args, kwargs = call_closure(self.gradients, args, kwargs, name=name, level=policy.level)
-        self.settle("optimizer.step()")
+        self.check_ready("optimizer.step()")
         self._refuse_stray()
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             return self._step_without_gradients(base, args, kwargs)
@@ -295,8 +295,8 @@ class OptimizerState:
             self.fresh = True
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        mark, applied, result = self._mark(), self.engine.counts.applied, NOT_STEPPED
-        if mark is None and not (args or kwargs):  # a closure would make gradients
+        first, applied, result = self._first_stepped(), self.engine.counts.applied, NOT_STEPPED
+        if first is None and not (args or kwargs):  # a closure would make gradients
             self._warn_of_no_gradient()
             if not self.gradients.in_shards:  # else other ranks have some
                 self.outcomes.last = None
@@ -306,24 +306,24 @@ class OptimizerState:
             self._finish(StepOutcome.APPLIED)
             return result
         except BaseException as error:
-            if self.has_stepped(mark, result, error) and self.engine.counts.applied == applied:
+            if self.has_stepped(first, result, error) and self.engine.counts.applied == applied:
                 self._finish(StepOutcome.APPLIED)
             raise
 
-    def _mark(self) -> tuple[torch.Tensor, int] | None:
+    def _first_stepped(self) -> tuple[torch.Tensor, int] | None:
         """Return the first tensor that a step will move, and its version: an exception may come before it or after."""
         for param in self.gradients.stepped:
             if param.grad is not None:
                 return param, param._version
         return None
 
-    def has_stepped(self, mark: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
+    def has_stepped(self, first: tuple[torch.Tensor, int] | None, result: Any, error: BaseException) -> bool:
         """Return whether the optimizer had stepped when ``error`` was raised; the caller then records the step.
 
-        Else it may have, half-way. So the model follows the masters before its next forward. ``mark`` is what
-        :meth:`_mark` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
+        Else it may have, half-way. So the model follows the masters before its next forward. ``first`` is what
+        :meth:`_first_stepped` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
         """
-        moved = mark is not None and mark[0]._version != mark[1]
+        moved = first is not None and first[0]._version != first[1]
         if result is not NOT_STEPPED or moved or _returned_from_step(error):
             return True
         self.master_versions.distrust()
@@ -333,7 +333,7 @@ class OptimizerState:
         self.engine.move_scales(self)
         values = self._memory.values.tolist()  # the one wait for the device
         result, outcome = NOT_STEPPED, StepOutcome.APPLIED
-        mark, used = self._mark(), self.gradients.used
+        first, used = self._first_stepped(), self.gradients.used
         try:
             if self._memory.overflowed(values, self.index):
                 result, outcome = None, StepOutcome.SKIPPED
@@ -346,7 +346,7 @@ class OptimizerState:
             self.outcomes.observe((used, clock()), values)
             return result
         except BaseException as error:
-            if self.has_stepped(mark, result, error) and self.outcomes.seen is not values:
+            if self.has_stepped(first, result, error) and self.outcomes.seen is not values:
                 self._finish(outcome)
                 self.outcomes.observe((used, clock()), values)
             raise
@@ -354,7 +354,7 @@ class OptimizerState:
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         optimizer: Any = self._optimizer()
         self.engine.move_scales(self)
-        mark, result, readable = self._mark(), NOT_STEPPED, None
+        first, result, readable = self._first_stepped(), NOT_STEPPED, None
         flag = self.found_inf_since_step.clone()  # now, for memory may run out after the step
         try:
             _lend_found_inf(optimizer, self.found_inf_since_step)
@@ -368,7 +368,7 @@ class OptimizerState:
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
-            if self.has_stepped(mark, result, error):
+            if self.has_stepped(first, result, error):
                 readable = self.outcomes.record(flag) if readable is None else readable
                 self._finish(flag)
                 for note, values in readable:
@@ -469,7 +469,7 @@ def call_closure(
     reached: list[torch.Tensor] = []
     hooks = [
         param.register_post_accumulate_grad_hook(reached.append)
-        for param in (*gradients.plain, *(low_precision for low_precision, _ in gradients.pairs))
+        for param in (*gradients.direct, *(low_precision for low_precision, _ in gradients.pairs))
         if param.requires_grad and param.is_leaf
     ]
     try:

@@ -186,7 +186,7 @@ class Weights:
         if not followers.graphs.exist or torch.compiler.is_compiling():
             return False
         changed = [pair for versions in self._versions() for pair in versions.pairs(changed=True)]
-        if all(masters.agrees(param) for param, _ in changed):  # a load writes into the model too
+        if all(masters.is_equal(param) for param, _ in changed):  # a load writes into the model too
             return False
         if not self._found_old:
             self._found_old = True

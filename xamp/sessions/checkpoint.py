@@ -108,13 +108,13 @@ def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
     """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
     targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
     kept = [(target, _copy(target)) for target in targets]
-    agreeing = [param for param, _ in writes if masters.agrees(param)]
+    agreeing = [param for param, _ in writes if masters.is_equal(param)]
 
     def write_back() -> None:
         with torch.no_grad():
             for target, value in kept:
                 target.copy_(value)  # of one dtype, so nothing is allocated on the device
-        masters.agree(agreeing)
+        masters.note_equal(agreeing)
 
     return write_back
 

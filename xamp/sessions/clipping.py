@@ -37,7 +37,7 @@ def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         raise StateError(f"master_params({type(optimizer).__name__}): must be given an optimizer.")
     state = state_of(optimizer)
     if state is not None:
-        state.settle("master_params(optimizer)")
+        state.check_ready("master_params(optimizer)")
     return lent_params(optimizer)
 
 

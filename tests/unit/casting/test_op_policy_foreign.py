@@ -12,7 +12,7 @@ from forked_python import python
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xamp.casting.ops.parts import operator
-from xamp.casting.ops.portable import PLAIN
+from xamp.casting.ops.portable import CALLS_NONE
 from xamp.survey.samples import samples
 
 WORKER = Path(__file__).resolve().parents[2] / "support" / "foreign_code.py"
@@ -39,13 +39,13 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("overload", PLAIN)
+@pytest.mark.parametrize("overload", CALLS_NONE)
 def test_an_operator_of_plain_calls_one_other_operator(overload: str) -> None:
     for sample in samples(overload):
         call = sample.call("cpu", torch.float32, grad=False)
         with Calls() as calls:
             operator(overload)(*call.args, **call.kwargs)
-        assert calls.found == [PLAIN[overload]]
+        assert calls.found == [CALLS_NONE[overload]]
 
 
 INSIDE = """

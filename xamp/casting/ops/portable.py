@@ -7,7 +7,7 @@ overload's own object takes 2 to 6 us more to find out what its arguments are.
 
 Anywhere else, an entry follows the device's own rule for the overload. If there is none, it passes the call on
 unchanged, to the keys below Autocast. The device's own list then still casts the operators that a composite operator
-calls inside. The operators of :data:`PLAIN` call none that it would cast, and are called with the Autocast key
+calls inside. The operators of :data:`CALLS_NONE` call none that it would cast, and are called with the Autocast key
 excluded too, which takes half the time.
 
 The compiler runs entries on fake tensors, and the mark of a region does not reach them there. They read the slot
@@ -51,7 +51,7 @@ from xamp.ground.torch_private import dispatch
 from xamp.ground.torch_private.autocast import get_autocast_dtype
 from xamp.ground.version import __version__
 
-__all__ = ["PLAIN", "SAME", "Portable", "additions", "install"]
+__all__ = ["CALLS_NONE", "SAME", "Portable", "additions", "install"]
 
 SAME = "same"
 """In a backend's ``op_rules``: the device needs no entry for this overload, whether or not it has registered one."""
@@ -59,7 +59,7 @@ SAME = "same"
 # For an overload without a dtype argument, the overload with one is called instead, as torch's entries do.
 _WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
-PLAIN = {
+CALLS_NONE = {
     "group_norm": "native_group_norm",
     "layer_norm": "native_layer_norm",
     "log_softmax.int": "_log_softmax",
@@ -94,7 +94,7 @@ def additions(device_type: str, op_rules: Mapping[str, str]) -> dict[str, str | 
     return found
 
 
-def _is_plain(inner: str, device_type: str) -> bool:
+def _has_own_kernel(inner: str, device_type: str) -> bool:
     """Whether a device has a kernel of its own for ``inner``, which else calls others, and no rule of its own."""
     kernels = dispatch.key_for_device(device_type)
     return dispatch.has_kernel_for_key(f"aten::{inner}", kernels) and not has_entry(inner, autocast_key(device_type))
@@ -119,11 +119,11 @@ def install(device_type: str, op_rules: Mapping[str, str]) -> None:
             return
         library = torch.library.Library("aten", "IMPL")
         key, missing = autocast_key(device_type), additions(device_type, op_rules)
-        plain = {name for name, inner in PLAIN.items() if _is_plain(inner, device_type)}
+        whole = {name for name, inner in CALLS_NONE.items() if _has_own_kernel(inner, device_type)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for overload, native in missing.items():
-                passes = overload in _CELLS or (native is None and overload not in plain)
+                passes = overload in _CELLS or (native is None and overload not in whole)
                 make = _passing_entry if passes else _entry
                 dispatch.put_kernel(library, overload, make(overload, native, device_type), key, passes)
         if missing:
@@ -208,8 +208,8 @@ def _target(overload: str) -> Callable[..., Any]:
 
 def _dtype_variant(overload: str) -> Callable[..., Any]:
     """Return a function that calls ``overload``, or its variant with a ``dtype`` argument if that is passed."""
-    plain, with_dtype = operator(overload), operator(_WITH_DTYPE[overload])
-    return lambda *args, **kwargs: (with_dtype if "dtype" in kwargs else plain)(*args, **kwargs)
+    alone, with_dtype = operator(overload), operator(_WITH_DTYPE[overload])
+    return lambda *args, **kwargs: (with_dtype if "dtype" in kwargs else alone)(*args, **kwargs)
 
 
 def _rule_caster(overload: str, kind: str, device_type: str) -> CastArguments:
