@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from xamp.apex._tensor_lists import Lists, floats, norms, number, raise_flag, store, whole_norm
+from xamp.apex import _tensor_lists
+from xamp.apex._tensor_lists import Lists, cut, floats, groups, joined, norms, number, pieces, raise_flag, store
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -28,11 +29,9 @@ __all__ = [
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any) -> None:
     """Write ``inputs * scale`` into the outputs. Lists: inputs, outputs, which may be one list."""
-    sources, targets = tensor_lists
-    if not len(sources):
-        return
-    raise_flag(noop_flag, sources)
-    store(targets, operators.foreach_mul(floats(sources), number(scale)))
+    raise_flag(noop_flag, tensor_lists[0])
+    for _, (sources, targets) in pieces(tensor_lists):
+        store(targets, operators.foreach_mul(floats(sources), number(scale)))
 
 
 def multi_tensor_axpby(
@@ -42,13 +41,11 @@ def multi_tensor_axpby(
 
     ``arg_to_check``: 0 and 1 look for inf and nan in x or in y, -1 in both.
     """
-    xs, ys, targets = tensor_lists
-    if not len(xs):
-        return
-    raise_flag(noop_flag, *((xs, ys) if arg_to_check == -1 else ((xs, ys)[arg_to_check],)))
-    sums = operators.foreach_mul(floats(xs), a)
-    operators.foreach_add_(sums, operators.foreach_mul(floats(ys), b))
-    store(targets, sums)
+    raise_flag(noop_flag, *(tensor_lists[:2] if arg_to_check == -1 else (tensor_lists[arg_to_check],)))
+    for _, (xs, ys, targets) in pieces(tensor_lists):
+        sums = operators.foreach_mul(floats(xs), a)
+        operators.foreach_add_(sums, operators.foreach_mul(floats(ys), b))
+        store(targets, sums)
 
 
 def multi_tensor_l2norm(
@@ -72,11 +69,8 @@ def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any, per_tensor: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write ``inputs * scale`` into the outputs, and return the norms of what was written. Lists: inputs, outputs."""
-    sources, targets = tensor_lists
-    raise_flag(noop_flag, sources)
-    scaled = list(operators.foreach_mul(floats(sources), number(scale)))
-    store(targets, scaled)
-    return _both(norms(scaled), 2.0, per_tensor)
+    raise_flag(noop_flag, tensor_lists[0])
+    return _both(_norms_times(tensor_lists, scale), 2.0, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
@@ -87,8 +81,7 @@ def multi_tensor_unscale_l2norm(
     per_tensor: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norms of ``inputs * inv_scale``; the inputs stay. ``inv_scale``: a tensor with one element."""
-    unscaled = list(operators.foreach_mul(floats(tensor_lists[0]), number(inv_scale)))
-    return _norms_of(noop_flag, [unscaled], 2.0, per_tensor)
+    return _flagged(noop_flag, _norms_times(tensor_lists[:1], inv_scale), 2.0, per_tensor)
 
 
 def multi_tensor_norm_out(
@@ -154,11 +147,30 @@ def update_scale_hysteresis(
 def _norms_of(
     flag: torch.Tensor, tensor_lists: Lists, order: float, per_tensor: bool | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    each = norms(tensor_lists[0], order)
+    return _flagged(flag, norms(tensor_lists[0], order), order, per_tensor)
+
+
+def _norms_times(lists: Lists, scale: Any) -> torch.Tensor:
+    """Return the norm of each tensor times ``scale``, which a second list, if there is one, gets."""
+    found = []
+    for _, group in groups(lists):
+        parts = []
+        for sources, *targets in cut(group):
+            scaled = operators.foreach_mul(floats(sources), number(scale))
+            parts.append(norms(scaled))
+            for written in targets:
+                store(written, scaled)
+        found.append(joined(parts))
+    return torch.cat(found) if found else norms([])
+
+
+def _flagged(
+    flag: torch.Tensor, each: torch.Tensor, order: float, per_tensor: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     whole, parts = _both(each, order, per_tensor)
     flag.masked_fill_(~torch.isfinite(whole).all().to(flag.device), 1)
     return whole, parts
 
 
 def _both(each: torch.Tensor, order: float, per_tensor: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return whole_norm(each, order), each if per_tensor else each.new_empty(0)
+    return _tensor_lists.whole_norm(each, order), each if per_tensor else each.new_empty(0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import floats, norms, whole_norm
+from xamp.apex._tensor_lists import floats, norms, pieces, whole_norm
 from xamp.apex.fp16_utils.fp16_optimizer import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
@@ -128,8 +128,19 @@ class FusedAdam(FusedOptimizer):
         outputs: list[torch.Tensor] | None,
         scale: Any,
     ) -> None:
+        moments = [self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq")]
+        rates = [-self._rate(group, param) for param in params]
+        for places, piece in pieces([grads, *moments, params, *([] if outputs is None else [outputs])]):
+            new = self._new_params(group, piece, scale, rates[places])
+            for targets in piece[3:]:
+                operators.foreach_copy_(targets, new)
+
+    def _new_params(
+        self, group: dict[str, Any], lists: Sequence[Sequence[torch.Tensor]], scale: Any, rates: list[float]
+    ) -> list[torch.Tensor]:
+        """Update both moments and return the new parameters in fp32."""
         beta1, beta2 = group["betas"]
-        first, second = (self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq"))
+        grads, first, second, params = lists[:4]
         old = floats(params)
         scaled = list(operators.foreach_div(floats(grads), scale))
         operators.foreach_mul_(first, beta1)
@@ -142,12 +153,9 @@ class FusedAdam(FusedOptimizer):
             denominators = list(operators.foreach_add(operators.foreach_sqrt(second), group["eps"]))
         update = list(operators.foreach_div(first, denominators))
         operators.foreach_add_(update, old, alpha=group["weight_decay"])
-        rates = [self._rate(group, param) for param in params]
-        operators.foreach_mul_(update, [-rate for rate in rates])
-        new = list(operators.foreach_add(old, update))
-        operators.foreach_copy_([param.detach() for param in params], new)
-        if outputs is not None:
-            operators.foreach_copy_([output.detach() for output in outputs], new)
+        operators.foreach_mul_(update, rates)
+        operators.foreach_add_(update, old)
+        return update
 
     def _rate(self, group: dict[str, Any], param: torch.Tensor) -> float:
         """Count the step of a parameter and return its step size."""
