@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from xamp.apex import _tensor_lists
-from xamp.apex._tensor_lists import Lists, cut, floats, groups, joined, norms, number, pieces, raise_flag, store
+from xamp.apex._tensor_lists import joined, limit_of, norms, number, raise_flag, split, whole_norm
+from xamp.ground.pieces import Lists, cut, floats, groups, store
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any) -> None:
     """Write ``inputs * scale`` into the outputs. Lists: inputs, outputs, which may be one list."""
     raise_flag(noop_flag, tensor_lists[0])
-    for _, (sources, targets) in pieces(tensor_lists):
+    for _, (sources, targets) in split(tensor_lists):
         store(targets, operators.foreach_mul(floats(sources), number(scale)))
 
 
@@ -42,7 +42,7 @@ def multi_tensor_axpby(
     ``arg_to_check``: 0 and 1 look for inf and nan in x or in y, -1 in both.
     """
     raise_flag(noop_flag, *(tensor_lists[:2] if arg_to_check == -1 else (tensor_lists[arg_to_check],)))
-    for _, (xs, ys, targets) in pieces(tensor_lists):
+    for _, (xs, ys, targets) in split(tensor_lists):
         sums = operators.foreach_mul(floats(xs), a)
         operators.foreach_add_(sums, operators.foreach_mul(floats(ys), b))
         store(targets, sums)
@@ -152,10 +152,10 @@ def _norms_of(
 
 def _norms_times(lists: Lists, scale: Any) -> torch.Tensor:
     """Return the norm of each tensor times ``scale``, which a second list, if there is one, gets."""
-    found = []
-    for _, group in groups(lists):
+    found, limit = [], limit_of(lists)
+    for _, group in groups(lists, limit):
         parts = []
-        for sources, *targets in cut(group):
+        for sources, *targets in cut(group, limit):
             scaled = operators.foreach_mul(floats(sources), number(scale))
             parts.append(norms(scaled))
             for written in targets:
@@ -173,4 +173,4 @@ def _flagged(
 
 
 def _both(each: torch.Tensor, order: float, per_tensor: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return _tensor_lists.whole_norm(each, order), each if per_tensor else each.new_empty(0)
+    return whole_norm(each, order), each if per_tensor else each.new_empty(0)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from xamp.apex import _updates as updates
-from xamp.apex._tensor_lists import Lists, cut, floats, groups, joined, norms, number, opened, pieces, store
+from xamp.apex._tensor_lists import joined, limit_of, norms, number, split
+from xamp.ground.pieces import Lists, cut, floats, groups, opened, store
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -61,12 +62,12 @@ def multi_tensor_lamb(
     """
     numbers = _numbers(lr, beta1, beta2, epsilon, weight_decay, grad_averaging)
     divisor = _divisor(global_grad_norm, max_grad_norm)
-    _lamb(tensor_lists, None, None, divisor, (step, bias_correction, mode, bool(use_nvlamb)), numbers)
+    _lamb(tensor_lists, None, None, divisor, (step, bias_correction, mode), use_nvlamb, numbers)
 
 
 def multi_tensor_lamb_mp(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     lr: torch.Tensor,
     beta1: float,
@@ -78,10 +79,10 @@ def multi_tensor_lamb_mp(
     grad_averaging: int,
     mode: int,
     global_grad_norm: torch.Tensor,
-    max_grad_norm: torch.Tensor,
+    max_grad_norm: Any,
     use_nvlamb: bool | None,
-    found_inf: torch.Tensor,
-    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor | None,
+    inv_scale: torch.Tensor | None,
 ) -> None:
     """Take a step of LAMB on scaled gradients, with learning rate, step and scale as tensors.
 
@@ -91,8 +92,7 @@ def multi_tensor_lamb_mp(
     """
     numbers = _numbers(lr, beta1, beta2, epsilon, weight_decay, grad_averaging)
     divisor = _divisor(global_grad_norm, max_grad_norm)
-    options = (step, bias_correction, mode, bool(use_nvlamb))
-    _lamb(tensor_lists, noop_flag, inv_scale, divisor, options, numbers)
+    _lamb(tensor_lists, noop_flag, inv_scale, divisor, (step, bias_correction, mode), use_nvlamb, numbers)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -110,7 +110,7 @@ def multi_tensor_lamb_stage1_cuda(
     """Compute the update of LAMB into the fifth list. ``step`` counts from 0; each tensor has a decay."""
     divisor, decays = _divisor(global_grad_norm, max_global_grad_norm), list(per_tensor_decay.unbind())
     numbers = _numbers(0.0, beta1, beta2, epsilon, 0.0, 1)
-    for places, piece in pieces(tensor_lists):
+    for places, piece in split(tensor_lists):
         grads, params, *kept, targets = piece
         moments = [opened(tensors) for tensors in kept]
         scaled = operators.foreach_div(floats(grads), divisor)
@@ -132,7 +132,7 @@ def multi_tensor_lamb_stage2_cuda(
 ) -> None:
     """Subtract the updates of stage 1, the second list, from the parameters, with LAMB's ratio of norms."""
     ratios = _ratios(per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay, bool(use_nvlamb))
-    for places, (params, update) in pieces(tensor_lists):
+    for places, (params, update) in split(tensor_lists):
         new = opened(params)
         operators.foreach_add_(new, operators.foreach_mul(floats(update), ratios[places]), alpha=-1.0)
         store(params, new)
@@ -153,34 +153,41 @@ def _lamb(
     skip: torch.Tensor | None,
     inv_scale: torch.Tensor | None,
     divisor: torch.Tensor,
-    options: tuple[Any, int, int, bool],
+    options: tuple[Any, int, int],
+    use_nvlamb: bool | None,
     numbers: dict[str, Any],
 ) -> None:
     """Step parameters and moments, and write the new parameters into the lists behind them."""
-    *update_options, use_nvlamb = options
 
     def update_of(piece: Lists, moments: Lists) -> list[torch.Tensor]:
         grads, params = map(floats, piece[:2])
         if inv_scale is not None:
             grads = list(operators.foreach_mul(grads, number(inv_scale)))
-        return _update([operators.foreach_div(grads, divisor), params, *moments], *update_options, numbers)
+        grads = list(operators.foreach_div(grads, divisor))
+        return _update([grads, params, *moments], *options, numbers)
 
-    for _, group in groups(lists):
-        parts = list(cut(group))
-        sizes, changes = norms(group[1]), []
-        # The update of a large tensor is computed twice: for its norm first. It would take as much memory as the tensor.
-        for part in parts if len(parts) > 1 else ():
-            changes.append(norms(update_of(part, [opened(tensors, True) for tensors in part[2:4]])))
+    def norms_of(piece: Lists) -> torch.Tensor:
+        return norms(update_of(piece, [opened(tensors, apart=True) for tensors in piece[2:4]]))
+
+    def step_piece(piece: Lists, sizes: torch.Tensor, changes: torch.Tensor | None) -> None:
+        moments = [opened(tensors, skip is not None) for tensors in piece[2:4]]
+        update = update_of(piece, moments)
+        changes = norms(update) if changes is None else changes
+        ratios = _ratios(sizes, changes, numbers["lr"], numbers["weight_decay"], bool(use_nvlamb))
+        operators.foreach_mul_(update, ratios)
+        new = opened(piece[1], skip is not None)
+        operators.foreach_add_(new, update, alpha=-1.0)
+        for targets, values in zip(piece[1:], (new, *moments, *[new] * len(piece[4:])), strict=True):
+            store(targets, values, skip)
+
+    limit, is_scaled = limit_of(lists), bool(use_nvlamb) or numbers["weight_decay"] != 0.0
+    for _, group in groups(lists, limit):
+        parts = list(cut(group, limit))
+        # The update of a large tensor is computed twice, first for its norm: kept, it would be as large as the tensor.
+        changes = joined([norms_of(part) for part in parts]) if len(parts) > 1 and is_scaled else None
+        sizes = norms(group[1])
         for part in parts:
-            moments = [opened(tensors, skip is not None) for tensors in part[2:4]]
-            update = update_of(part, moments)
-            changed = joined(changes) if changes else norms(update)
-            operators.foreach_mul_(update, _ratios(sizes, changed, numbers["lr"], numbers["weight_decay"], use_nvlamb))
-            new = opened(part[1], skip is not None)
-            operators.foreach_add_(new, update, alpha=-1.0)
-            written = (part[1], *part[2:4], *part[4:])
-            for targets, values in zip(written, (new, *moments, *[new] * len(part[4:])), strict=True):
-                store(targets, values, skip)
+            step_piece(part, sizes, changes)
 
 
 def _update(lists: Lists, step: Any, corrects: int, mode: int, numbers: dict[str, Any]) -> list[torch.Tensor]:

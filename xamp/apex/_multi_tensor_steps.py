@@ -15,7 +15,9 @@ import torch
 
 from xamp.apex import _updates as updates
 from xamp.apex._multi_tensor import multi_tensor_norm_out
-from xamp.apex._tensor_lists import Lists, groups, number, step_pieces
+from xamp.apex._tensor_lists import limit_of, number
+from xamp.ground import pieces
+from xamp.ground.pieces import Lists
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -51,10 +53,10 @@ def multi_tensor_sgd(
     lists = [grads, params, *([momenta] if momentum != 0.0 else [])]
     if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
         rule = functools.partial(updates.fused_sgd_, skip=noop_flag, numbers=numbers)
-        step_pieces(rule, lists, copies, noop_flag, obeys=True)
+        pieces.apply(rule, lists, limit_of(lists), copies, noop_flag, obeys=True)
     else:
         rule = functools.partial(updates.sgd_, scale=scale, decay_last=wd_after_momentum, numbers=numbers)
-        step_pieces(rule, lists, copies, noop_flag)
+        pieces.apply(rule, lists, limit_of(lists), copies, noop_flag)
 
 
 def multi_tensor_adam(
@@ -96,31 +98,19 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Take a step of Adam with learning rate, step and ``inv_scale``, which gradients are multiplied by, as tensors.
 
-    Unlike in Apex the flag and ``inv_scale`` may be None, which saves the time for them.
+    Unlike in Apex the flag and ``inv_scale`` may be None. Lists behind the moments get the new parameters.
     """
     numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": epsilon, "weight_decay": weight_decay}
-    _adam(tensor_lists, (), noop_flag, inv_scale, (step, mode, bias_correction), numbers)
+    lists, copies = tensor_lists[:4], tensor_lists[4:]
+    _adam(lists, copies, noop_flag, inv_scale, (step, mode, bias_correction), numbers)
 
 
 def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: torch.Tensor | None,
-    tensor_lists: Lists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor | None,
+    chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: Lists, *arguments: Any
 ) -> None:
     """Do as :func:`multi_tensor_adam_capturable`, on masters, the fifth list, which are then written to the second."""
     grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
-    numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": epsilon, "weight_decay": weight_decay}
-    lists = [grads, masters, exp_avgs, exp_avg_sqs]
-    _adam(lists, [params], noop_flag, inv_scale, (step, mode, bias_correction), numbers)
+    multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs, params], *arguments)
 
 
 def _adam(
@@ -148,7 +138,8 @@ def _adam(
         else:
             updates.adam_(piece, *options, numbers)
 
-    step_pieces(rule, lists if inv_scale is None else [*lists, lists[0]], copies, skip, is_fused)
+    lists = lists if inv_scale is None else [*lists, lists[0]]
+    pieces.apply(rule, lists, limit_of(lists), copies, skip, is_fused)
 
 
 def multi_tensor_adagrad(
@@ -162,7 +153,8 @@ def multi_tensor_adagrad(
 ) -> None:
     """Take a step of Adagrad. Lists: gradients, parameters, sums of squares. ``mode``: :func:`multi_tensor_adam`."""
     numbers = {"lr": lr, "eps": epsilon, "weight_decay": weight_decay}
-    step_pieces(functools.partial(updates.adagrad_, mode=mode, numbers=numbers), tensor_lists)
+    rule = functools.partial(updates.adagrad_, mode=mode, numbers=numbers)
+    pieces.apply(rule, tensor_lists, limit_of(tensor_lists))
 
 
 def multi_tensor_novograd(
@@ -207,6 +199,7 @@ def multi_tensor_novograd(
     correction = 1.0 - beta1**step if bias_correction else 1.0
     norm_correction = (1.0 - beta2**step) ** 0.5 if bias_correction else 1.0
     divisors = list((grad_norms / norm_correction + epsilon).unbind())
-    for places, group in groups(tensor_lists):
-        options = {"divisors": divisors[places], "correction": correction, "mode": mode, "numbers": numbers}
-        step_pieces(functools.partial(updates.novograd_, **options), group)
+    rule = functools.partial(updates.novograd_, correction=correction, mode=mode, numbers=numbers)
+    limit = limit_of(tensor_lists)
+    for places, group in pieces.groups(tensor_lists, limit):
+        pieces.apply(functools.partial(rule, divisors=divisors[places]), group, limit)

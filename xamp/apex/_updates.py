@@ -1,8 +1,8 @@
 """The update rules of Apex's optimizers: functions of lists, gradients first, in fp32, that write into the others.
 
 Numbers have the names that torch's fused kernels give them. The order of operations is that of torch.optim where torch
-has the rule, so fp32 steps equal those bit for bit. Where a device has torch's fused kernel of a rule, that steps in one
-pass and without temporaries. A CPU has them too, and they round differently: there the rules' own order stays.
+has the rule, so fp32 steps equal those bit for bit. Where a device has torch's fused kernel of a rule, that steps in
+one pass and without temporaries. A CPU has them too, and they round differently: there the rules' own order stays.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from xamp.apex._tensor_lists import Lists, number
+from xamp.apex._tensor_lists import number
 from xamp.ground import kernels
+from xamp.ground.pieces import Lists
 from xamp.ground.torch_private import operators
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -23,6 +24,8 @@ from xamp.scaling.fused import is_right
 __all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "sgd_"]
 
 Numbers = Mapping[str, Any]
+
+_KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_fused(cls: type[torch.optim.Optimizer], lists: Lists) -> bool:
@@ -33,7 +36,7 @@ def has_fused(cls: type[torch.optim.Optimizer], lists: Lists) -> bool:
     if not len(lists[0]) or (device := lists[0][0].device).type == HOST:
         return False
     for row in zip(*lists, strict=True):
-        if any(type(t.detach()) is not torch.Tensor or t.device != device for t in row):
+        if any(type(t.detach()) is not torch.Tensor or t.device != device or t.dtype not in _KNOWN for t in row):
             return False
         # torch gives a new tensor the strides of a tensor without gaps.
         strides = row[0].stride() if row[0].is_contiguous() else torch.empty_like(row[0], device="meta").stride()

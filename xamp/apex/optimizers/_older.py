@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import floats, norms, pieces, whole_norm
+from xamp.apex._tensor_lists import norms, split, whole_norm
 from xamp.apex.fp16_utils.fp16_optimizer import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
 from xamp.errors import CheckpointError
 from xamp.ground.log import say
+from xamp.ground.pieces import floats
 from xamp.ground.torch_private import operators
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedSGD"]
@@ -130,7 +131,7 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         moments = [self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq")]
         rates = [-self._rate(group, param) for param in params]
-        for places, piece in pieces([grads, *moments, params, *([] if outputs is None else [outputs])]):
+        for places, piece in split([grads, *moments, params, *([] if outputs is None else [outputs])]):
             new = self._new_params(group, piece, scale, rates[places])
             for targets in piece[3:]:
                 operators.foreach_copy_(targets, new)
@@ -321,11 +322,7 @@ class FP16_Optimizer(ShowsInner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale, masters and the state of the optimizer."""
-        state: dict[str, Any] = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-        }
+        state = {key: getattr(self, key) for key in ("dynamic_loss_scale", "cur_scale", "cur_iter")}
         if self.dynamic_loss_scale:
             for key in ("last_overflow_iter", "scale_factor", "scale_window"):
                 state[key] = getattr(self, key)
@@ -350,14 +347,7 @@ class FP16_Optimizer(ShowsInner):
                 f"has {own}. Make it from the same model and groups."
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for key in (
-            "dynamic_loss_scale",
-            "cur_scale",
-            "cur_iter",
-            "last_overflow_iter",
-            "scale_factor",
-            "scale_window",
-        ):
+        for key in (*keys[:3], "last_overflow_iter", "scale_factor", "scale_window"):
             setattr(self, key, state_dict.get(key, getattr(self, key)))
         with torch.no_grad():
             for group, found, params in zip(self.fp32_groups, state_dict["fp32_groups"], self.fp16_groups, strict=True):
