@@ -148,19 +148,21 @@ def test_fused_kernels_take_the_steps_of_a_loop_in_fp64(name: str, options: dict
 class _Names(torch.overrides.TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.seen: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(getattr(func, "__name__", ""))
+        self.seen.append(getattr(func, "__name__", ""))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.usefixtures("fused")
-def test_fused_kernels_make_no_temporaries_in_fp32() -> None:
+def test_a_fused_kernel_steps_everything_at_once_in_fp32() -> None:
     for name in ("FusedAdam", "capturable", "momentum", "Nesterov"):
         params = [nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES["many"]]
-        peak = _peak(CASES[name][0](params), params)
+        with _Names() as names:
+            peak = _peak(CASES[name][0](params), params)
         assert peak <= CASES[name][1] * sum(param.numel() for param in params) + 2**13, name
+        assert sum("_fused_" in called for called in names.seen) == 2, name  # steps, each with one kernel
 
 
 @pytest.mark.usefixtures("fused")

@@ -32,6 +32,11 @@ def test_groups_and_parts_have_every_element_once_and_keep_the_limit(limit: int)
         assert all(torch.equal(-a, b) for a, b in zip(old, new, strict=True))
 
 
+def test_groups_are_as_few_as_their_order_allows() -> None:
+    found = [(places.start, places.stop) for places, _ in pieces.groups(_lists(), 9)]
+    assert found == [(0, 3), (3, 4), (4, 6)]
+
+
 def test_no_lists_no_pieces() -> None:
     assert list(pieces.groups([[], []], 5)) == []
     pieces.apply(lambda lists: pytest.fail("nothing is to do"), [[], []], 5)
