@@ -17,7 +17,7 @@ from benchmarks import bounds
 from benchmarks.report import Figure
 from benchmarks.timing import compare
 from xamp.apex import optimizers
-from xamp.apex._tensor_lists import limit_of
+from xamp.apex._multi_tensor import limit_of
 from xamp.ground.torch_private.modes import TorchDispatchMode, tree_iter
 from xamp.registry.registry import HOST
 from xamp.testing.measure import Storages
@@ -84,7 +84,8 @@ def _beyond(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> int
         storages.lap()
         before = storages.lap()
         optimizer.step()
-        return storages.lap() - before
+        peak: int = storages.lap() - before
+    return peak
 
 
 def _timed(name: str, optimizer: Any, dtype: torch.dtype, device: torch.device, rounds: int) -> Figure:

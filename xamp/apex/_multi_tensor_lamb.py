@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from xamp.apex import _updates as updates
-from xamp.apex._tensor_lists import joined, limit_of, norms, number, split
-from xamp.ground.pieces import Lists, cut, floats, groups, opened, store
+from xamp.apex._multi_tensor import joined, limit_of, norms, number, split
+from xamp.ground.pieces import Lists, Piece, cut, floats, groups, opened, store
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -113,7 +113,7 @@ def multi_tensor_lamb_stage1_cuda(
     for places, piece in split(tensor_lists):
         grads, params, *kept, targets = piece
         moments = [opened(tensors) for tensors in kept]
-        scaled = operators.foreach_div(floats(grads), divisor)
+        scaled = list(operators.foreach_div(floats(grads), divisor))
         found = updates.moments_([scaled, *moments], step + 1, 1, numbers)
         operators.foreach_add_(found, operators.foreach_mul(floats(params), decays[places]))
         for written, values in zip((*kept, targets), (*moments, found), strict=True):
@@ -159,17 +159,17 @@ def _lamb(
 ) -> None:
     """Step parameters and moments, and write the new parameters into the lists behind them."""
 
-    def update_of(piece: Lists, moments: Lists) -> list[torch.Tensor]:
+    def update_of(piece: Piece, moments: Piece) -> list[torch.Tensor]:
         grads, params = map(floats, piece[:2])
         if inv_scale is not None:
             grads = list(operators.foreach_mul(grads, number(inv_scale)))
         grads = list(operators.foreach_div(grads, divisor))
         return _update([grads, params, *moments], *options, numbers)
 
-    def norms_of(piece: Lists) -> torch.Tensor:
+    def norms_of(piece: Piece) -> torch.Tensor:
         return norms(update_of(piece, [opened(tensors, apart=True) for tensors in piece[2:4]]))
 
-    def step_piece(piece: Lists, sizes: torch.Tensor, changes: torch.Tensor | None) -> None:
+    def step_piece(piece: Piece, sizes: torch.Tensor, changes: torch.Tensor | None) -> None:
         moments = [opened(tensors, skip is not None) for tensors in piece[2:4]]
         update = update_of(piece, moments)
         changes = norms(update) if changes is None else changes
@@ -190,11 +190,11 @@ def _lamb(
             step_piece(part, sizes, changes)
 
 
-def _update(lists: Lists, step: Any, corrects: int, mode: int, numbers: dict[str, Any]) -> list[torch.Tensor]:
+def _update(lists: Piece, step: Any, corrects: int, mode: int, numbers: dict[str, Any]) -> list[torch.Tensor]:
     grads, params, *moments = lists
     decay = numbers["weight_decay"]
     if mode == 0 and decay != 0.0:
-        grads = operators.foreach_add(grads, params, alpha=decay)
+        grads = list(operators.foreach_add(grads, params, alpha=decay))
     update = updates.moments_([grads, *moments], step, corrects, numbers)
     if mode != 0 and decay != 0.0:
         operators.foreach_add_(update, params, alpha=decay)

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from xamp.apex import _updates as updates
-from xamp.apex._multi_tensor import multi_tensor_norm_out
-from xamp.apex._tensor_lists import limit_of, number
+from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number
 from xamp.ground import pieces
-from xamp.ground.pieces import Lists
+from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -124,7 +123,7 @@ def _adam(
 ) -> None:
     is_fused = updates.has_fused(torch.optim.AdamW if options[1] else torch.optim.Adam, lists)
 
-    def rule(piece: Lists) -> None:
+    def rule(piece: Piece) -> None:
         if inv_scale is not None:  # what is written into the fifth list gets into the gradients
             *states, grads = piece[1:]
             factor = number(inv_scale)
@@ -132,7 +131,7 @@ def _adam(
             operators.foreach_mul_(grads, factor)
             piece = [grads, *states]
         if divisor is not None:
-            piece = [operators.foreach_div(piece[0], divisor), *piece[1:]]
+            piece = [list(operators.foreach_div(piece[0], divisor)), *piece[1:]]
         if is_fused:
             updates.fused_adam_(piece, *options, skip, numbers)
         else:

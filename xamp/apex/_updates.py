@@ -1,8 +1,8 @@
-"""The update rules of Apex's optimizers: functions of lists, gradients first, in fp32, that write into the others.
+"""Update rules of optimizers: functions of lists of tensors, gradients first, in fp32, that write into the others.
 
 Numbers have the names that torch's fused kernels give them. The order of operations is that of torch.optim where torch
-has the rule, so fp32 steps equal those bit for bit. Where a device has torch's fused kernel of a rule, that steps in
-one pass and without temporaries. A CPU has them too, and they round differently: there the rules' own order stays.
+has the rule, so fp32 steps equal those bit for bit. torch's fused kernels step in one pass and without temporaries, and
+round differently.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from xamp.apex._tensor_lists import number
+from xamp.apex._multi_tensor import number
 from xamp.ground import kernels
-from xamp.ground.pieces import Lists
+from xamp.ground.pieces import Piece
 from xamp.ground.torch_private import operators
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -28,10 +28,11 @@ Numbers = Mapping[str, Any]
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def has_fused(cls: type[torch.optim.Optimizer], lists: Lists) -> bool:
-    """Return whether torch's fused kernel for ``cls`` can step ``lists``.
+def has_fused(cls: Any, lists: Lists) -> bool:
+    """Return whether torch's fused kernel for ``cls``, a class of torch.optim, can step ``lists``.
 
-    The kernel takes tensors whose elements are in one order, without gaps.
+    That takes tensors whose elements are in one order, without gaps. A CPU has such kernels too; there the steps stay
+    those of torch's plain optimizers, bit for bit.
     """
     if not len(lists[0]) or (device := lists[0][0].device).type == HOST:
         return False
@@ -48,7 +49,7 @@ def has_fused(cls: type[torch.optim.Optimizer], lists: Lists) -> bool:
         return False
 
 
-def sgd_(lists: Lists, scale: float, decay_last: bool, numbers: Numbers) -> None:
+def sgd_(lists: Piece, scale: float, decay_last: bool, numbers: Numbers) -> None:
     """Step parameters and, where there are any, momenta. ``scale`` multiplies the gradients first.
 
     ``decay_last``: add the decay to the update, not to the gradient.
@@ -56,29 +57,29 @@ def sgd_(lists: Lists, scale: float, decay_last: bool, numbers: Numbers) -> None
     step, params, *momenta = lists
     decay = numbers["weight_decay"]
     if scale != 1.0:
-        step = operators.foreach_mul(step, scale)
+        step = list(operators.foreach_mul(step, scale))
     if decay != 0.0 and not decay_last:
-        step = operators.foreach_add(step, params, alpha=decay)
+        step = list(operators.foreach_add(step, params, alpha=decay))
     for moving in momenta:
         if numbers["is_first_step"]:
             kernels.copy_(moving, step)
         else:
             operators.foreach_mul_(moving, numbers["momentum"])
             operators.foreach_add_(moving, step, alpha=1.0 - numbers["dampening"])
-        step = operators.foreach_add(step, moving, alpha=numbers["momentum"]) if numbers["nesterov"] else moving
+        step = list(operators.foreach_add(step, moving, alpha=numbers["momentum"])) if numbers["nesterov"] else moving
     if decay != 0.0 and decay_last:
-        step = operators.foreach_add(step, params, alpha=decay)
+        step = list(operators.foreach_add(step, params, alpha=decay))
     operators.foreach_add_(params, step, alpha=-numbers["lr"])
 
 
-def fused_sgd_(lists: Lists, skip: torch.Tensor | None, numbers: Numbers) -> None:
+def fused_sgd_(lists: Piece, skip: torch.Tensor | None, numbers: Numbers) -> None:
     """Do as :func:`sgd_`, at the scale 1; nothing where ``skip`` is not zero."""
     grads, params, *momenta = lists
     kernel: Any = operators.fused_sgd_
     kernel(params, grads, *(momenta or [[]]), **numbers, maximize=False, found_inf=_found_inf(skip))
 
 
-def adam_(lists: Lists, step: Any, mode: int, corrects: int, numbers: Numbers) -> None:
+def adam_(lists: Piece, step: Any, mode: int, corrects: int, numbers: Numbers) -> None:
     """Step parameters, first and second moments. The learning rate and ``step`` may be tensors.
 
     ``mode`` 0 adds the weight decay to the gradient; 1 decays the parameter itself. ``corrects``: the moments' bias.
@@ -86,7 +87,7 @@ def adam_(lists: Lists, step: Any, mode: int, corrects: int, numbers: Numbers) -
     grads, params, exp_avgs, exp_avg_sqs = lists
     beta1, beta2, decay, rate = (numbers[name] for name in ("beta1", "beta2", "weight_decay", "lr"))
     if mode == 0 and decay != 0.0:
-        grads = operators.foreach_add(grads, params, alpha=decay)
+        grads = list(operators.foreach_add(grads, params, alpha=decay))
     if mode != 0 and decay != 0.0:
         operators.foreach_mul_(params, 1.0 - rate * decay)
     operators.foreach_lerp_(exp_avgs, grads, 1.0 - beta1)
@@ -106,7 +107,7 @@ def adam_(lists: Lists, step: Any, mode: int, corrects: int, numbers: Numbers) -
         operators.foreach_addcdiv_(params, exp_avgs, denominators, value=-rate)
 
 
-def fused_adam_(lists: Lists, step: Any, mode: int, corrects: int, skip: torch.Tensor | None, numbers: Numbers) -> None:
+def fused_adam_(lists: Piece, step: Any, mode: int, corrects: int, skip: torch.Tensor | None, numbers: Numbers) -> None:
     """Do as :func:`adam_`; nothing where ``skip`` is not zero."""
     grads, params, *moments = lists
     taken = number(step) if corrects else math.inf  # a beta to the power of inf is 0
@@ -120,7 +121,7 @@ def _found_inf(skip: torch.Tensor | None) -> torch.Tensor | None:
     return None if skip is None else skip.reshape(()).ne(0).float()
 
 
-def moments_(lists: Lists, step: Any, corrects: int, numbers: Numbers) -> list[torch.Tensor]:
+def moments_(lists: Piece, step: Any, corrects: int, numbers: Numbers) -> list[torch.Tensor]:
     """Step first and second moments, and return ``m / (sqrt(v) + eps)``, where asked for with the bias corrected.
 
     ``numbers["beta3"]`` is what a gradient is weighed by in the first moment.
@@ -131,8 +132,8 @@ def moments_(lists: Lists, step: Any, corrects: int, numbers: Numbers) -> list[t
     operators.foreach_mul_(exp_avg_sqs, numbers["beta2"])
     operators.foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - numbers["beta2"])
     if corrects:
-        exp_avgs = operators.foreach_div(exp_avgs, _correction(numbers["beta1"], step))
-        exp_avg_sqs = operators.foreach_div(exp_avg_sqs, _correction(numbers["beta2"], step))
+        exp_avgs = list(operators.foreach_div(exp_avgs, _correction(numbers["beta1"], step)))
+        exp_avg_sqs = list(operators.foreach_div(exp_avg_sqs, _correction(numbers["beta2"], step)))
     denominators = operators.foreach_sqrt(exp_avg_sqs)
     operators.foreach_add_(denominators, numbers["eps"])
     return list(operators.foreach_div(exp_avgs, denominators))
@@ -145,12 +146,12 @@ def _correction(beta: float, step: Any) -> Any:
     return 1.0 - beta**step
 
 
-def adagrad_(lists: Lists, mode: int, numbers: Numbers) -> None:
+def adagrad_(lists: Piece, mode: int, numbers: Numbers) -> None:
     """Step parameters and sums of squares. ``mode``: see :func:`adam_`."""
     grads, params, sums = lists
     rate, decay = numbers["lr"], numbers["weight_decay"]
     if mode == 0 and decay != 0.0:
-        grads = operators.foreach_add(grads, params, alpha=decay)
+        grads = list(operators.foreach_add(grads, params, alpha=decay))
     operators.foreach_addcmul_(sums, grads, grads)
     denominators = operators.foreach_sqrt(sums)
     operators.foreach_add_(denominators, numbers["eps"])
@@ -159,7 +160,7 @@ def adagrad_(lists: Lists, mode: int, numbers: Numbers) -> None:
     operators.foreach_addcdiv_(params, grads, denominators, value=-rate)
 
 
-def novograd_(lists: Lists, divisors: list[torch.Tensor], correction: float, mode: int, numbers: Numbers) -> None:
+def novograd_(lists: Piece, divisors: list[torch.Tensor], correction: float, mode: int, numbers: Numbers) -> None:
     """Step parameters and first moments.
 
     ``divisors``: for each tensor, of its gradient in ``mode`` 0, and of its update in mode 1; the decay is added then.
@@ -167,7 +168,7 @@ def novograd_(lists: Lists, divisors: list[torch.Tensor], correction: float, mod
     grads, params, exp_avgs = lists
     decay = numbers["weight_decay"]
     if mode == 0:
-        grads = operators.foreach_div(grads, divisors)
+        grads = list(operators.foreach_div(grads, divisors))
         operators.foreach_add_(grads, params, alpha=decay)
     operators.foreach_mul_(exp_avgs, numbers["beta1"])
     operators.foreach_add_(exp_avgs, grads, alpha=numbers["beta3"])

@@ -13,14 +13,15 @@ import torch
 
 from xamp.ground import kernels
 
-__all__ = ["Lists", "apply", "cut", "floats", "groups", "opened", "store"]
+__all__ = ["Lists", "Piece", "apply", "cut", "floats", "groups", "opened", "store"]
 
 Lists = Sequence[Sequence[torch.Tensor]]
+Piece = list[list[torch.Tensor]]
 
 _LOWER = (torch.float16, torch.bfloat16)
 
 
-def groups(lists: Lists, limit: int) -> Iterator[tuple[slice, list[list[torch.Tensor]]]]:
+def groups(lists: Lists, limit: int) -> Iterator[tuple[slice, Piece]]:
     """Yield the lists, detached, in groups of whole tensors, and which tensors of the lists they are.
 
     Args:
@@ -37,7 +38,7 @@ def groups(lists: Lists, limit: int) -> Iterator[tuple[slice, list[list[torch.Te
         total += sizes[place] if place < len(sizes) else 0
 
 
-def cut(group: Lists, limit: int) -> Iterator[Lists]:
+def cut(group: Piece, limit: int) -> Iterator[Piece]:
     """Yield a group in pieces: itself, or views of the parts of its only tensor, if that has more elements.
 
     A tensor of another class, such as a shard, stays whole, and so does one in a format of its device's own.
@@ -60,7 +61,7 @@ def cut(group: Lists, limit: int) -> Iterator[Lists]:
 
 
 def apply(
-    rule: Callable[[Lists], object],
+    rule: Callable[[Piece], object],
     lists: Lists,
     limit: int,
     copies: Lists = (),
@@ -78,7 +79,7 @@ def apply(
         obeys: the rule makes no temporaries, and writes nothing where ``skip`` is not zero.
     """
 
-    def step(piece: Lists) -> None:
+    def step(piece: Piece) -> None:
         work = [opened(tensors, skip is not None and not obeys) for tensors in piece[1 : len(lists)]]
         rule([floats(piece[0]), *work])
         for targets, values in zip(piece[1:], [*work, *work[:1] * len(copies)], strict=True):

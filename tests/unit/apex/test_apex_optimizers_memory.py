@@ -11,7 +11,7 @@ import torch
 from apex_oracles import ORACLES, make_case, trained
 from torch import nn
 
-from xamp.apex import _tensor_lists, _updates, amp, optimizers
+from xamp.apex import _multi_tensor, _updates, amp, optimizers
 from xamp.apex.optimizers._older import FusedAdam as OlderAdam
 from xamp.testing.measure import Storages
 
@@ -67,7 +67,7 @@ def _peak(optimizer: Any, params: list[nn.Parameter]) -> int:
                 param.grad = torch.ones_like(param)
             storages.lap()
             optimizer.step()
-            peak = storages.lap()
+            peak: int = storages.lap()
     return peak
 
 
@@ -111,7 +111,7 @@ def test_pieces_change_no_bit(name: str, dtype: torch.dtype, monkeypatch: pytest
     whole = steps()
     # Norms on a CPU are summed in chunks of 2**14 elements, and torch's kernels take some elements at once: others
     # would be rounded differently.
-    monkeypatch.setattr(_tensor_lists, "PIECE_ON_HOST", 2**14 if "LAMB" in name.upper() else 128)
+    monkeypatch.setattr(_multi_tensor, "PIECE_ON_HOST", 2**14 if "LAMB" in name.upper() else 128)
     torch.testing.assert_close(steps(), whole, rtol=0, atol=0, equal_nan=True)
 
 

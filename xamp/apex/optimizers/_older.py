@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms, split, whole_norm
+from xamp.apex._multi_tensor import norms, split, whole_norm
 from xamp.apex.fp16_utils.fp16_optimizer import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
@@ -137,7 +137,7 @@ class FusedAdam(FusedOptimizer):
                 operators.foreach_copy_(targets, new)
 
     def _new_params(
-        self, group: dict[str, Any], lists: Sequence[Sequence[torch.Tensor]], scale: Any, rates: list[float]
+        self, group: dict[str, Any], lists: list[list[torch.Tensor]], scale: Any, rates: list[float]
     ) -> list[torch.Tensor]:
         """Update both moments and return the new parameters in fp32."""
         beta1, beta2 = group["betas"]
@@ -156,7 +156,7 @@ class FusedAdam(FusedOptimizer):
         operators.foreach_add_(update, old, alpha=group["weight_decay"])
         operators.foreach_mul_(update, rates)
         operators.foreach_add_(update, old)
-        return update
+        return list(update)
 
     def _rate(self, group: dict[str, Any], param: torch.Tensor) -> float:
         """Count the step of a parameter and return its step size."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -156,7 +156,8 @@ class FusedAdam(FusedOptimizer):
         rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in self._with_gradients(group):
-            lists, op = self._lists(params), amp_C.multi_tensor_adam_capturable
+            lists = self._lists(params)
+            op: Any = amp_C.multi_tensor_adam_capturable
             if self.master_weights:
                 lists.append([master_of[id(param)] for param in params])
                 op = amp_C.multi_tensor_adam_capturable_master

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -126,9 +126,14 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
             stepped = [master_of[id(param)] for param in params] if has_masters else params
             wide = torch.float32 if has_masters else params[0].dtype
             moments = [self._state_list(params, name, wide) for name in ("exp_avg", "exp_avg_sq")]
-            lists = [[param.grad for param in params], stepped, *moments, *([params] if has_masters else [])]
+            given: list[list[Any]] = [
+                [param.grad for param in params],
+                stepped,
+                *moments,
+                *([params] if has_masters else []),
+            ]
             rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=norm.device)
             limits = (norm, self.defaults["max_grad_norm"] * (1.0 if scale is None else scale), self.use_nvlamb)
             scaled = (skip, None if scale is None else scale.double().reciprocal().float())
             options = (*self._numbers(group, rate), self.adam_w_mode, *limits, *scaled)
-            multi_tensor_applier(amp_C.multi_tensor_lamb_mp, skip, lists, *options)
+            multi_tensor_applier(amp_C.multi_tensor_lamb_mp, skip, given, *options)

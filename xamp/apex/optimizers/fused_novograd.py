@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms
+from xamp.apex._multi_tensor import norms
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.errors import CheckpointError

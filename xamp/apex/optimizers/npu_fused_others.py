@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 
 __all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 
