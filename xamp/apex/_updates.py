@@ -15,7 +15,7 @@ import torch
 
 from xamp.apex._multi_tensor import number
 from xamp.ground import kernels
-from xamp.ground.pieces import Piece
+from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
