@@ -472,11 +472,11 @@ def call_closure(
     """
 
     def error(did: str) -> StateError:
-        plain = levels_where(lambda row: not row.manages_gradients)
+        unmanaged = levels_where(lambda row: not row.manages_gradients)
         return StateError(
             f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward "
             "without them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) "
-            f"works at {listed(plain, 'and')}."
+            f"works at {listed(unmanaged, 'and')}."
         )
 
     if not gradients.ready:
