@@ -15,6 +15,7 @@ import torch
 import xamp
 from benchmarks import (
     apex,
+    apex_optimizers,
     bandwidth,
     forward,
     imports,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, tuple[str, Run]] = {
     "bandwidth": ("Unscale and step: share of the copy bandwidth", lambda d, a: bandwidth.run(d, a.rounds)),
     "ops": ("Operators under the portable op policy, on a CPU", lambda d, a: ops.run()),
     "apex": ("Functions under xamp.apex's casts, on a CPU", lambda d, a: apex.run(a.rounds)),
+    "apex-optimizers": ("Steps of xamp.apex's optimizers", lambda d, a: apex_optimizers.run(d, a.rounds)),
     "syncs": ("Waits for the device in one step", lambda d, a: syncs.run(d)),
     "memory": ("Peak bytes a parameter, Adam", lambda d, a: memory.run(d)),
     "trace": ("A training step under xamp.trace over one without", lambda d, a: trace.run(d, a.rounds)),

@@ -32,6 +32,10 @@ APEX_LISTED_US = 0.5
 APEX_UNLISTED_US = 0.05
 """The same for a function on no list. It is not replaced, so the figure is only the noise of the measurement."""
 
+APEX_OPTIMIZER_BEYOND_BYTES = 2.25
+"""Bytes for each parameter that a step of ``xamp.apex``'s optimizers takes beyond what is held between steps, if there
+are as many parameters as 16 pieces of lists have: eight and a half temporaries of a piece, in fp32, with its norms."""
+
 OPS_OUTSIDE_RATIO = 1.02
 """Time of an operator outside autocast, or without an entry, in a process with the policy over one without it."""
 

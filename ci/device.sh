@@ -38,7 +38,7 @@ if [ -n "${XAMP_TORCH:-}" ] && [ "${XAMP_NO_VENV:-0}" != 1 ]; then
     "${PYTHON:-python3}" "$root/ci/devices.py" pins "$XAMP_TORCH" >"$pins"
     export XAMP_CONSTRAINTS=$pins
 fi
-use_env test
+use_env test,kernels
 if [ -n "${XAMP_REQUIREMENTS:-}" ]; then
     [ "${XAMP_NO_VENV:-0}" != 1 ] ||
         die "XAMP_NO_VENV=1 installs nothing: leave XAMP_REQUIREMENTS=$XAMP_REQUIREMENTS away, and install it yourself"

@@ -84,8 +84,10 @@ def pins(torch: str, path: Path | str = DATA, constraints: Path = PINS) -> str:
     instead = [pin for release in load(path).releases if release.torch == torch for pin in release.pins]
     changed = {pin.partition("==")[0]: pin for pin in (f"torch=={torch}", *instead)}
     lines = constraints.read_text(encoding="utf-8").splitlines()
+    if f"torch=={torch}" not in lines:
+        changed.setdefault("triton", "")  # each release of torch names the one that fits it
     kept = [line for line in lines if re.split(r"[=<>;\s]", line)[0] not in changed]
-    return "\n".join([*changed.values(), *kept]) + "\n"
+    return "\n".join([*filter(None, changed.values()), *kept]) + "\n"
 
 
 def _names(path: Path) -> str:

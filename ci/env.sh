@@ -85,7 +85,7 @@ import sys
 
 state, *pins = map(pathlib.Path, sys.argv[1:])
 kept = {}
-for name in ("torch", "torch-npu", "numpy", "scipy"):
+for name in ("torch", "torch-npu", "numpy", "scipy", "triton"):
     try:
         kept[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

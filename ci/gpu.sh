@@ -17,6 +17,6 @@ set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
-use_env test
+use_env test,kernels
 cd -- "$root"
 exec "$py" -m ci.gpu "$@"

@@ -41,7 +41,7 @@ lock() {
 [ $# -gt 0 ] || set -- ci ci-libraries ci-libraries-sample docs
 for name in "$@"; do
     case $name in
-    ci) lock ci torch,demo,dev,test ci ;;
+    ci) lock ci torch,demo,dev,test,kernels ci ;;
     ci-libraries) lock ci-libraries torch,libraries,test ci libraries ;;
     ci-libraries-sample) lock ci-libraries-sample torch,libraries-sample,test ci libraries ;;
     docs) resolve docs none --requirement ci/constraints/docs.txt ;;

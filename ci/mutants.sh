@@ -21,5 +21,5 @@ set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
-use_env test
+use_env test,kernels
 exec "$py" -m ci.mutants --workers "${XAMP_TEST_WORKERS:-2}" "$@"

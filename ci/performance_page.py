@@ -46,6 +46,7 @@ TITLES = {
     "bandwidth": "Unscale and step of large parameters: share of the copy bandwidth",
     "ops": "Operators under the portable op policy, on a CPU",
     "apex": "Functions under the casts of `xamp.apex`, on a CPU",
+    "apex-optimizers": "Steps of the optimizers of `xamp.apex`",
     "syncs": "Waits for the device in one step",
     "memory": "Peak bytes for each parameter, Adam",
     "trace": "A step under `xamp.trace`, over one without",

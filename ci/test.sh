@@ -18,7 +18,7 @@ set -euo pipefail
 # shellcheck source=ci/env.sh
 . "$(dirname -- "${BASH_SOURCE[0]}")/env.sh"
 
-use_env test
+use_env test,kernels
 # No plugin that happens to be installed takes part: a warning of one, as it starts, would be an error.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 plugins=(-p xdist -p hypothesispytest)

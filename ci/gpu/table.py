@@ -11,7 +11,18 @@ from ci.stages.stage import FILE, Stage, Step, pytest_step, python
 
 __all__ = ["Plan", "stages"]
 
-_BENCHMARKS = ("step", "models", "bandwidth", "syncs", "memory", "forward", "scaler", "trace", "portable")
+_BENCHMARKS = (
+    "step",
+    "models",
+    "bandwidth",
+    "syncs",
+    "memory",
+    "apex-optimizers",
+    "forward",
+    "scaler",
+    "trace",
+    "portable",
+)
 _ON_THE_HOST = ("import", "instructions", "apex", "ops")
 _OTHER_ROOMS = ("--ignore=tests/libraries", "--ignore=tests/packaging", "--ignore=tests/emulated")
 

@@ -28,7 +28,7 @@ __all__ = ["FOLDER", "Environment", "NotMade", "folder", "make"]
 FOLDER = "XAMP_VERSIONS"
 _KEY = "xamp-key"
 """In an environment: the file that has the hash of what went in; empty while it is being made."""
-_EXTRAS = ("demo", "project-tests")
+_EXTRAS = ("demo", "project-tests", "kernels")
 _VERSIONS = """
 import importlib.metadata, sys
 print("{}.{}".format(*sys.version_info[:2]), importlib.metadata.version("torch").partition("+")[0])

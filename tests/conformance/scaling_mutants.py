@@ -76,7 +76,7 @@ def _moves_with_each_backward(self: Engine, states: Any, scaler: LossScaler, *re
 
 def _goes_on_counting(self: CollapseWatch, scales: Any) -> None:
     """A clean step does not end a run of overflows."""
-    self._scales = scales
+    self.scales = scales
 
 
 def _never_checks_a_static_scale(_: object, dynamic: bool, static_scale: float) -> bool:

@@ -7,13 +7,13 @@ it. Apex's LAMB leaves its update in the gradients; these functions leave gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from xamp.apex._multi_tensor_steps import moments_update
-from xamp.apex._tensor_lists import Lists, floats, norms, number, store
+from xamp.apex import _updates as updates
+from xamp.apex._multi_tensor import joined, limit_of, norms, number, split
+from xamp.ground.pieces import Lists, Piece, cut, floats, groups, opened, store
 from xamp.ground.torch_private import operators
 
 __all__ = [
@@ -60,20 +60,14 @@ def multi_tensor_lamb(
         max_grad_norm: gradients are divided by ``global_grad_norm / max_grad_norm`` where that is above 1.
         use_nvlamb: scale the update by ``norm of parameter / norm of update`` also where ``weight_decay`` is 0.
     """
-    grads, params, *moments = tensor_lists
-    if not len(grads):
-        return
-    beta3 = 1.0 - beta1 if grad_averaging else 1.0
-    scaled = _clipped(floats(grads), global_grad_norm, max_grad_norm)
-    options = ((beta1, beta2), beta3, epsilon, step, bias_correction, weight_decay, mode)
-    update = _lamb_update(scaled, params, moments, None, *options)
-    new = _lamb_apply(params, update, lr, weight_decay, bool(use_nvlamb))
-    store(params, new)
+    numbers = _numbers(lr, beta1, beta2, epsilon, weight_decay, grad_averaging)
+    divisor = _divisor(global_grad_norm, max_grad_norm)
+    _lamb(tensor_lists, None, None, divisor, (step, bias_correction, mode), use_nvlamb, numbers)
 
 
 def multi_tensor_lamb_mp(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     lr: torch.Tensor,
     beta1: float,
@@ -85,10 +79,10 @@ def multi_tensor_lamb_mp(
     grad_averaging: int,
     mode: int,
     global_grad_norm: torch.Tensor,
-    max_grad_norm: torch.Tensor,
+    max_grad_norm: Any,
     use_nvlamb: bool | None,
-    found_inf: torch.Tensor,
-    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor | None,
+    inv_scale: torch.Tensor | None,
 ) -> None:
     """Take a step of LAMB on scaled gradients, with learning rate, step and scale as tensors.
 
@@ -96,17 +90,9 @@ def multi_tensor_lamb_mp(
     the parameters to write. As in Apex, gradients are multiplied by ``inv_scale`` and clipped by the ratio of
     ``global_grad_norm`` and ``max_grad_norm``, both of scaled gradients. Other arguments: :func:`multi_tensor_lamb`.
     """
-    grads, params, exp_avgs, exp_avg_sqs, *copies = tensor_lists
-    if not len(grads):
-        return
-    beta3 = 1.0 - beta1 if grad_averaging else 1.0
-    unscaled = operators.foreach_mul(floats(grads), number(inv_scale))
-    scaled = _clipped(unscaled, global_grad_norm, max_grad_norm)
-    options = ((beta1, beta2), beta3, epsilon, step, bias_correction, weight_decay, mode)
-    update = _lamb_update(scaled, params, [exp_avgs, exp_avg_sqs], noop_flag, *options)
-    new = _lamb_apply(params, update, lr, weight_decay, bool(use_nvlamb))
-    for targets in (params, *copies):
-        store(targets, new, noop_flag)
+    numbers = _numbers(lr, beta1, beta2, epsilon, weight_decay, grad_averaging)
+    divisor = _divisor(global_grad_norm, max_grad_norm)
+    _lamb(tensor_lists, noop_flag, inv_scale, divisor, (step, bias_correction, mode), use_nvlamb, numbers)
 
 
 def multi_tensor_lamb_stage1_cuda(
@@ -122,12 +108,16 @@ def multi_tensor_lamb_stage1_cuda(
     max_global_grad_norm: float,
 ) -> None:
     """Compute the update of LAMB into the fifth list. ``step`` counts from 0; each tensor has a decay."""
-    grads, params, exp_avgs, exp_avg_sqs, updates = tensor_lists
-    scaled = _clipped(floats(grads), global_grad_norm, max_global_grad_norm)
-    betas = (beta1, beta2)
-    update = moments_update(scaled, exp_avgs, exp_avg_sqs, None, betas, 1.0 - beta1, epsilon, step + 1, 1)
-    operators.foreach_add_(update, operators.foreach_mul(floats(params), list(per_tensor_decay.unbind())))
-    store(updates, update)
+    divisor, decays = _divisor(global_grad_norm, max_global_grad_norm), list(per_tensor_decay.unbind())
+    numbers = _numbers(0.0, beta1, beta2, epsilon, 0.0, 1)
+    for places, piece in split(tensor_lists):
+        grads, params, *kept, targets = piece
+        moments = [opened(tensors) for tensors in kept]
+        scaled = list(operators.foreach_div(floats(grads), divisor))
+        found = updates.moments_([scaled, *moments], step + 1, 1, numbers)
+        operators.foreach_add_(found, operators.foreach_mul(floats(params), decays[places]))
+        for written, values in zip((*kept, targets), (*moments, found), strict=True):
+            store(written, values)
 
 
 def multi_tensor_lamb_stage2_cuda(
@@ -141,44 +131,74 @@ def multi_tensor_lamb_stage2_cuda(
     use_nvlamb: bool | None = None,
 ) -> None:
     """Subtract the updates of stage 1, the second list, from the parameters, with LAMB's ratio of norms."""
-    params, updates = tensor_lists
     ratios = _ratios(per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay, bool(use_nvlamb))
-    store(params, operators.foreach_sub(floats(params), operators.foreach_mul(floats(updates), ratios)))
+    for places, (params, update) in split(tensor_lists):
+        new = opened(params)
+        operators.foreach_add_(new, operators.foreach_mul(floats(update), ratios[places]), alpha=-1.0)
+        store(params, new)
 
 
-def _clipped(grads: Sequence[torch.Tensor], norm: torch.Tensor, limit: Any) -> list[torch.Tensor]:
+def _numbers(lr: Any, beta1: float, beta2: float, eps: float, decay: float, averages: int) -> dict[str, Any]:
+    found = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": decay}
+    return {**found, "beta3": 1.0 - beta1 if averages else 1.0}
+
+
+def _divisor(norm: torch.Tensor, limit: Any) -> torch.Tensor:
     norm, limit = number(norm).float(), number(limit)
-    return list(operators.foreach_div(list(grads), torch.where(norm > limit, norm / limit, torch.ones_like(norm))))
+    return torch.where(norm > limit, norm / limit, torch.ones_like(norm))
 
 
-def _lamb_update(
-    grads: list[torch.Tensor],
-    params: Sequence[torch.Tensor],
-    moments: Lists,
+def _lamb(
+    lists: Lists,
     skip: torch.Tensor | None,
-    betas: tuple[float, float],
-    beta3: float,
-    eps: float,
-    step: Any,
-    corrects: int,
-    decay: float,
-    mode: int,
-) -> list[torch.Tensor]:
-    old = floats(params)
+    inv_scale: torch.Tensor | None,
+    divisor: torch.Tensor,
+    options: tuple[Any, int, int],
+    use_nvlamb: bool | None,
+    numbers: dict[str, Any],
+) -> None:
+    """Step parameters and moments, and write the new parameters into the lists behind them."""
+
+    def update_of(piece: Piece, moments: Piece) -> list[torch.Tensor]:
+        grads, params = map(floats, piece[:2])
+        if inv_scale is not None:
+            grads = list(operators.foreach_mul(grads, number(inv_scale)))
+        grads = list(operators.foreach_div(grads, divisor))
+        return _update([grads, params, *moments], *options, numbers)
+
+    def norms_of(piece: Piece) -> torch.Tensor:
+        return norms(update_of(piece, [opened(tensors, apart=True) for tensors in piece[2:4]]))
+
+    def step_piece(piece: Piece, sizes: torch.Tensor, changes: torch.Tensor | None) -> None:
+        moments = [opened(tensors, skip is not None) for tensors in piece[2:4]]
+        update = update_of(piece, moments)
+        changes = norms(update) if changes is None else changes
+        ratios = _ratios(sizes, changes, numbers["lr"], numbers["weight_decay"], bool(use_nvlamb))
+        operators.foreach_mul_(update, ratios)
+        new = opened(piece[1], skip is not None)
+        operators.foreach_add_(new, update, alpha=-1.0)
+        for targets, values in zip(piece[1:], (new, *moments, *[new] * len(piece[4:])), strict=True):
+            store(targets, values, skip)
+
+    limit, is_scaled = limit_of(lists), bool(use_nvlamb) or numbers["weight_decay"] != 0.0
+    for _, group in groups(lists, limit):
+        parts = list(cut(group, limit))
+        # The update of a large tensor is computed twice, first for its norm: kept, it would be as large as the tensor.
+        changes = joined([norms_of(part) for part in parts]) if len(parts) > 1 and is_scaled else None
+        sizes = norms(group[1])
+        for part in parts:
+            step_piece(part, sizes, changes)
+
+
+def _update(lists: Piece, step: Any, corrects: int, mode: int, numbers: dict[str, Any]) -> list[torch.Tensor]:
+    grads, params, *moments = lists
+    decay = numbers["weight_decay"]
     if mode == 0 and decay != 0.0:
-        grads = list(operators.foreach_add(grads, old, alpha=decay))
-    update = moments_update(grads, moments[0], moments[1], skip, betas, beta3, eps, step, corrects)
+        grads = list(operators.foreach_add(grads, params, alpha=decay))
+    update = updates.moments_([grads, *moments], step, corrects, numbers)
     if mode != 0 and decay != 0.0:
-        operators.foreach_add_(update, old, alpha=decay)
+        operators.foreach_add_(update, params, alpha=decay)
     return update
-
-
-def _lamb_apply(
-    params: Sequence[torch.Tensor], update: list[torch.Tensor], lr: Any, decay: float, use_nvlamb: bool
-) -> list[torch.Tensor]:
-    """Return the new parameters, in fp32."""
-    ratios = _ratios(norms(params), norms(update), lr, decay, use_nvlamb)
-    return list(operators.foreach_sub(floats(params), operators.foreach_mul(update, ratios)))
 
 
 def _ratios(

@@ -8,17 +8,18 @@ function changes gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import torch
 
-from xamp.apex._multi_tensor import multi_tensor_norm_out
-from xamp.apex._tensor_lists import Lists, floats, number, store
+from xamp.apex import _updates as updates
+from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number
+from xamp.ground import pieces
+from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 
 __all__ = [
-    "moments_update",
     "multi_tensor_adagrad",
     "multi_tensor_adam",
     "multi_tensor_adam_capturable",
@@ -46,25 +47,15 @@ def multi_tensor_sgd(
     ``first_run``: the momenta hold nothing yet. ``scale``: the gradients are multiplied by this first.
     """
     grads, params, momenta, *copies = tensor_lists
-    if not len(grads):
-        return
-    old = floats(params)
-    step = list(operators.foreach_mul(floats(grads), scale))
-    if wd != 0.0 and not wd_after_momentum:
-        operators.foreach_add_(step, old, alpha=wd)
-    if momentum != 0.0:
-        if first_run:
-            moving = [s.clone() for s in step]
-        else:
-            moving = list(operators.foreach_mul(floats(momenta), momentum))
-            operators.foreach_add_(moving, step, alpha=1.0 - dampening)
-        store(momenta, moving, noop_flag)
-        step = list(operators.foreach_add(step, moving, alpha=momentum)) if nesterov else moving
-    if wd != 0.0 and wd_after_momentum:
-        step = list(operators.foreach_add(step, old, alpha=wd))
-    new = operators.foreach_add(old, step, alpha=-lr)
-    for targets in (params, *copies):
-        store(targets, new, noop_flag)
+    numbers = {"lr": lr, "weight_decay": wd, "momentum": momentum, "dampening": dampening}
+    numbers |= {"nesterov": nesterov, "is_first_step": first_run}
+    lists = [grads, params, *([momenta] if momentum != 0.0 else [])]
+    if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
+        rule = functools.partial(updates.fused_sgd_, skip=noop_flag, numbers=numbers)
+        pieces.apply(rule, lists, limit_of(lists), copies, noop_flag, obeys=True)
+    else:
+        rule = functools.partial(updates.sgd_, scale=scale, decay_last=wd_after_momentum, numbers=numbers)
+        pieces.apply(rule, lists, limit_of(lists), copies, noop_flag)
 
 
 def multi_tensor_adam(
@@ -79,28 +70,20 @@ def multi_tensor_adam(
     mode: int,
     bias_correction: int,
     weight_decay: float,
+    divisor: torch.Tensor | None = None,
 ) -> None:
     """Take a step of Adam. Lists: gradients, parameters, first moments, second moments.
 
-    ``mode`` 0 adds the weight decay to the gradient; 1 decays the parameter itself (AdamW).
+    ``mode`` 0 adds the weight decay to the gradient; 1 decays the parameter itself (AdamW). ``divisor``: not in Apex;
+    the gradients are divided by it first.
     """
-    _adam(
-        tensor_lists[:4],
-        tensor_lists[1:2],
-        None,
-        lr,
-        (beta1, beta2),
-        epsilon,
-        step,
-        mode,
-        bias_correction,
-        weight_decay,
-    )
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": epsilon, "weight_decay": weight_decay}
+    _adam(tensor_lists, (), None, None, (step, mode, bias_correction), numbers, divisor)
 
 
 def multi_tensor_adam_capturable(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     lr: torch.Tensor,
     beta1: float,
@@ -110,116 +93,52 @@ def multi_tensor_adam_capturable(
     mode: int,
     bias_correction: int,
     weight_decay: float,
-    inv_scale: torch.Tensor,
+    inv_scale: torch.Tensor | None,
 ) -> None:
-    """Take a step of Adam with learning rate, step and ``inv_scale``, which gradients are multiplied by, as tensors."""
-    lists = [_unscaled(tensor_lists[0], inv_scale, noop_flag), *tensor_lists[1:4]]
-    _adam(lists, tensor_lists[1:2], noop_flag, lr, (beta1, beta2), epsilon, step, mode, bias_correction, weight_decay)
+    """Take a step of Adam with learning rate, step and ``inv_scale``, which gradients are multiplied by, as tensors.
+
+    Unlike in Apex the flag and ``inv_scale`` may be None. Lists behind the moments get the new parameters.
+    """
+    numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": epsilon, "weight_decay": weight_decay}
+    lists, copies = tensor_lists[:4], tensor_lists[4:]
+    _adam(lists, copies, noop_flag, inv_scale, (step, mode, bias_correction), numbers)
 
 
 def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: Lists,
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
+    chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: Lists, *arguments: Any
 ) -> None:
     """Do as :func:`multi_tensor_adam_capturable`, on masters, the fifth list, which are then written to the second."""
     grads, params, exp_avgs, exp_avg_sqs, masters = tensor_lists
-    lists = [_unscaled(grads, inv_scale, noop_flag), masters, exp_avgs, exp_avg_sqs]
-    targets = [masters, params]
-    _adam(lists, targets, noop_flag, lr, (beta1, beta2), epsilon, step, mode, bias_correction, weight_decay)
-
-
-def _unscaled(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, skip: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the gradients times ``inv_scale`` in fp32, and write them back."""
-    if not len(grads):
-        return []
-    unscaled = list(operators.foreach_mul(floats(grads), number(inv_scale)))
-    store(grads, unscaled, skip)
-    return unscaled
+    multi_tensor_adam_capturable(chunk_size, noop_flag, [grads, masters, exp_avgs, exp_avg_sqs, params], *arguments)
 
 
 def _adam(
     lists: Lists,
-    targets: Lists,
+    copies: Lists,
     skip: torch.Tensor | None,
-    lr: Any,
-    betas: tuple[float, float],
-    eps: float,
-    step: Any,
-    mode: int,
-    corrects: int,
-    decay: float,
+    inv_scale: torch.Tensor | None,
+    options: tuple[Any, int, int],
+    numbers: dict[str, Any],
+    divisor: torch.Tensor | None = None,
 ) -> None:
-    grads, params, exp_avgs, exp_avg_sqs = lists
-    if not len(grads):
-        return
-    # The order of operations is that of torch.optim's Adam and AdamW, so that fp32 steps equal theirs bit for bit.
-    old, used = floats(params), floats(grads)
-    rate = number(lr)
-    if mode == 0 and decay != 0.0:
-        used = list(operators.foreach_add(used, old, alpha=decay))
-    if mode != 0 and decay != 0.0:
-        old = list(operators.foreach_mul(old, 1.0 - rate * decay))
-    first = list(operators.foreach_lerp(floats(exp_avgs), used, 1.0 - betas[0]))
-    second = list(operators.foreach_mul(floats(exp_avg_sqs), betas[1]))
-    operators.foreach_addcmul_(second, used, used, value=1.0 - betas[1])
-    store(exp_avgs, first, skip)
-    store(exp_avg_sqs, second, skip)
-    denominators = list(operators.foreach_sqrt(second))
-    if corrects:
-        rate = rate / _correction(betas[0], step)
-        operators.foreach_div_(denominators, _correction(betas[1], step) ** 0.5)
-    operators.foreach_add_(denominators, eps)
-    if isinstance(rate, torch.Tensor):
-        update = operators.foreach_mul(operators.foreach_div(first, denominators), rate)
-        new = operators.foreach_sub(old, update)
-    else:
-        new = operators.foreach_addcdiv(old, first, denominators, value=-rate)
-    for target in targets:
-        store(target, new, skip)
+    is_fused = updates.has_fused(torch.optim.AdamW if options[1] else torch.optim.Adam, lists)
 
+    def rule(piece: Piece) -> None:
+        if inv_scale is not None:  # what is written into the fifth list gets into the gradients
+            *states, grads = piece[1:]
+            factor = number(inv_scale)
+            factor = factor if skip is None else torch.where(skip.reshape(()) != 0, torch.ones_like(factor), factor)
+            operators.foreach_mul_(grads, factor)
+            piece = [grads, *states]
+        if divisor is not None:
+            piece = [list(operators.foreach_div(piece[0], divisor)), *piece[1:]]
+        if is_fused:
+            updates.fused_adam_(piece, *options, skip, numbers)
+        else:
+            updates.adam_(piece, *options, numbers)
 
-def moments_update(
-    grads: list[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    skip: torch.Tensor | None,
-    betas: tuple[float, float],
-    beta3: float,
-    eps: float,
-    step: Any,
-    corrects: int,
-) -> list[torch.Tensor]:
-    """Update both moments and return ``m / (sqrt(v) + eps)``, with bias correction where it is asked for."""
-    beta1, beta2 = betas
-    first = list(operators.foreach_mul(floats(exp_avgs), beta1))
-    operators.foreach_add_(first, grads, alpha=beta3)
-    second = list(operators.foreach_mul(floats(exp_avg_sqs), beta2))
-    operators.foreach_addcmul_(second, grads, grads, value=1.0 - beta2)
-    store(exp_avgs, first, skip)
-    store(exp_avg_sqs, second, skip)
-    if corrects:
-        first = list(operators.foreach_div(first, _correction(beta1, step)))
-        second = list(operators.foreach_div(second, _correction(beta2, step)))
-    denominators = list(operators.foreach_sqrt(second))
-    operators.foreach_add_(denominators, eps)
-    return list(operators.foreach_div(first, denominators))
-
-
-def _correction(beta: float, step: Any) -> Any:
-    """Return ``1 - beta**step``; as a tensor where ``step`` is one."""
-    if isinstance(step, torch.Tensor):
-        return (1.0 - torch.pow(beta, number(step).double())).float()
-    return 1.0 - beta**step
+    lists = lists if inv_scale is None else [*lists, lists[0]]
+    pieces.apply(rule, lists, limit_of(lists), copies, skip, is_fused)
 
 
 def multi_tensor_adagrad(
@@ -232,19 +151,9 @@ def multi_tensor_adagrad(
     weight_decay: float,
 ) -> None:
     """Take a step of Adagrad. Lists: gradients, parameters, sums of squares. ``mode``: :func:`multi_tensor_adam`."""
-    grads, params, sums = tensor_lists
-    if not len(grads):
-        return
-    old, used = floats(params), list(floats(grads))
-    if mode == 0 and weight_decay != 0.0:
-        used = list(operators.foreach_add(used, old, alpha=weight_decay))
-    total = operators.foreach_addcmul(floats(sums), used, used)
-    store(sums, total)
-    denominators = operators.foreach_sqrt(total)
-    operators.foreach_add_(denominators, epsilon)
-    if mode != 0 and weight_decay != 0.0:
-        old = list(operators.foreach_mul(old, 1.0 - lr * weight_decay))
-    store(params, operators.foreach_addcdiv(old, used, denominators, value=-lr))
+    numbers = {"lr": lr, "eps": epsilon, "weight_decay": weight_decay}
+    rule = functools.partial(updates.adagrad_, mode=mode, numbers=numbers)
+    pieces.apply(rule, tensor_lists, limit_of(tensor_lists))
 
 
 def multi_tensor_novograd(
@@ -281,23 +190,15 @@ def multi_tensor_novograd(
         mode: 0 puts norm and decay into the first moment, 1 applies them to the update.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
     """
-    grads, params, exp_avgs = tensor_lists
+    grads = tensor_lists[0]
     if not len(grads):
         return
     multi_tensor_norm_out(chunk_size, noop_flag, [grads], grad_norms, beta2, 1.0 - beta2, norm_type)
-    beta3 = 1.0 - beta1 if grad_averaging else 1.0
-    first_correction = 1.0 - beta1**step if bias_correction else 1.0
+    numbers = {"lr": lr, "beta1": beta1, "beta3": 1.0 - beta1 if grad_averaging else 1.0, "weight_decay": weight_decay}
+    correction = 1.0 - beta1**step if bias_correction else 1.0
     norm_correction = (1.0 - beta2**step) ** 0.5 if bias_correction else 1.0
-    denominators = list((grad_norms / norm_correction + epsilon).unbind())
-    old, used = floats(params), floats(grads)
-    first = list(operators.foreach_mul(floats(exp_avgs), beta1))
-    if mode == 0:
-        used = list(operators.foreach_div(used, denominators))
-        operators.foreach_add_(used, old, alpha=weight_decay)
-    operators.foreach_add_(first, used, alpha=beta3)
-    store(exp_avgs, first)
-    update = list(operators.foreach_div(first, first_correction))
-    if mode != 0:
-        update = list(operators.foreach_div(update, denominators))
-        operators.foreach_add_(update, old, alpha=weight_decay)
-    store(params, operators.foreach_add(old, update, alpha=-lr))
+    divisors = list((grad_norms / norm_correction + epsilon).unbind())
+    rule = functools.partial(updates.novograd_, correction=correction, mode=mode, numbers=numbers)
+    limit = limit_of(tensor_lists)
+    for places, group in pieces.groups(tensor_lists, limit):
+        pieces.apply(functools.partial(rule, divisors=divisors[places]), group, limit)

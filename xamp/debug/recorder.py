@@ -237,9 +237,8 @@ class Recorder:
 
 
 def _skipped(state: OptimizerState) -> Any:
-    if isinstance(state.outcomes.last, torch.Tensor):
-        return (state.outcomes.last != 0).float()
-    return float(state.outcomes.last is StepOutcome.SKIPPED)
+    last = state.outcomes.last  # on a device the step's own copy of its flag, 0.0 or 1.0: nothing is launched for it
+    return last if isinstance(last, torch.Tensor) else float(last is StepOutcome.SKIPPED)
 
 
 def _number(loss: Any) -> Any:

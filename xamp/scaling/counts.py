@@ -75,22 +75,50 @@ class Counts(Stats):
     runs: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
-class CollapseWatch:
-    """Counts the overflows in a row of one optimizer that no smaller scale can cure: :attr:`run`."""
+def run_after(
+    run: Any, overflowed: Any, had: Any, used: Iterable[int], scalers: Sequence[LossScaler]
+) -> tuple[Any, Any]:
+    """Return the overflows in a row after one more step, and whether they are a complete run.
 
-    def __init__(self, counts: Counts, run: int) -> None:
+    The one rule of what counts: the host asks it with numbers, a captured graph with tensors on the device, since no
+    code of xamp runs at a replay. To count every step on the device would cost an eager one seven operators.
+
+    Args:
+        run: overflows in a row before the step, those alone that no smaller scale can cure.
+        overflowed: whether the step was skipped.
+        had: the loss scales with which it overflowed.
+        used: indices of those that scaled its losses.
+        scalers: all of the session.
+    """
+    for index in used:
+        if (rules := scalers[index].rules).falls:
+            overflowed = overflowed & (had[index] <= rules.floor)
+    run = (run + 1) * overflowed
+    return run, (run > 0) & (run % COLLAPSE_RUN == 0)
+
+
+class CollapseWatch:
+    """Counts the overflows in a row of one optimizer that no smaller scale can cure: :attr:`run`.
+
+    The numbers are the host's, or tensors on the device, which :class:`Replays` writes in place.
+    """
+
+    def __init__(self, counts: Counts, run: Any, scales: Any = None) -> None:
         self._counts = counts
-        self.resume(run)
+        self.run = run
+        self.scales: Any = scales if scales is not None else self._host_scales()  # after the last step
 
     def resume(self, run: int) -> None:
         """Start again after ``run`` overflows in a row, with the scales that the host set."""
-        self.run = run
-        self._scales: Sequence[float] = [scaler.host_scale for scaler in self._counts.scalers]  # after the last step
+        self.run, self.scales = run, self._host_scales()
+
+    def _host_scales(self) -> Sequence[float]:
+        return [scaler.host_scale for scaler in self._counts.scalers]
 
     def clean(self, scales: Sequence[float]) -> None:
         """Record a step that did not overflow."""
         self.run = 0
-        self._scales = scales
+        self.scales = scales
 
     def note_overflow(self, scales: Sequence[float], used: Iterable[int]) -> bool:
         """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
@@ -99,31 +127,38 @@ class CollapseWatch:
             scales: all loss scales at that step.
             used: indices of the scales that scaled the losses of that step.
         """
-        had = self._scales if self._counts.moves_before_step else scales
-        stuck = all(had[i] <= rules.floor for i in used if (rules := self._counts.scalers[i].rules).falls)
-        self.run = self.run + 1 if stuck else 0
-        self._scales = scales
-        return self.run > 0 and self.run % COLLAPSE_RUN == 0
+        self.run, complete = self.after(True, scales, used)
+        self.scales = scales
+        return bool(complete)
+
+    def after(self, overflowed: Any, scales: Any, used: Iterable[int]) -> tuple[Any, Any]:
+        """Return what :func:`run_after` returns of one more step, at which all loss scales were ``scales``."""
+        had = self.scales if self._counts.moves_before_step else scales
+        return run_after(self.run, overflowed, had, used, self._counts.scalers)
 
 
 class Replays:
-    """Counts the replays of one optimizer's captured steps.
+    """Counts one optimizer's steps on the device, from the first that is captured in a graph.
+
+    The run of overflows is the device's from then on: eager steps go into it too, by operators that only such an
+    optimizer pays for. The number of eager steps is the host's.
 
     Attributes:
+        possible: the device can capture a step.
         flag: the overflow flag of the step that was captured last, as the newest replay left it; None: none was.
         used: indices of the loss scales of that step.
     """
 
     def __init__(self, counts: Counts, memory: DeviceState) -> None:
-        self._session = counts
         self._captures = memory.captures
+        self.possible = memory.captures is not None
         self.flag: torch.Tensor | None = None
         self.used: Sequence[int] = ()
         self._told = 0
-        if memory.captures is not None:  # here, for a tensor that is made in a capture starts anew with each replay
+        if self.possible:  # here, for a tensor that is made in a capture starts anew with each replay
             device = memory.values.device
-            self._counts = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, run, complete runs
-            self._scales = torch.full_like(memory.scales, float("inf"))  # after the step before
+            self._numbers = torch.zeros(4, dtype=torch.int64, device=device)  # steps, skipped, complete runs, run
+            self._watch = CollapseWatch(counts, self._numbers[3], torch.full_like(memory.scales, float("inf")))
 
     def capturing(self) -> bool:
         """Return whether a graph is being captured now."""
@@ -139,33 +174,55 @@ class Replays:
             used: indices of those that scaled its losses.
         """
         self.flag, self.used = flag, tuple(used)
-        had = self._scales if self._session.moves_before_step else scales
-        steps, skipped, run, complete = self._counts.unbind()
-        overflowed = flag.ne(0)
-        stuck = overflowed.clone()
-        for index in self.used:
-            if (rules := self._session.scalers[index].rules).falls:
-                stuck &= had[index] <= rules.floor
-        steps.add_(1)
-        skipped.add_(overflowed)
-        run.add_(1).mul_(stuck)
-        complete.add_(run.gt(0) & run.remainder(COLLAPSE_RUN).eq(0))
-        self._scales.copy_(scales)
+        self._numbers[0].add_(1)
+        self._numbers[1].add_(flag.ne(0))
+        self.follow(flag, scales, self.used)
+
+    @torch.no_grad()
+    def follow(self, flag: torch.Tensor, scales: torch.Tensor, used: Iterable[int]) -> None:
+        """Let a step go into the run. The arguments are those of :meth:`count`."""
+        run, complete = self._watch.after(flag.ne(0), scales, used)
+        self._numbers[2].add_(complete)
+        self._watch.run.copy_(run)
+        self._watch.scales.copy_(scales)
 
     def read(self) -> tuple[int, int]:
         """Return how many replayed steps were applied and skipped. Waits for the device."""
         if self.flag is None:
             return 0, 0
-        steps, skipped = self._counts[:2].tolist()
+        steps, skipped = self._numbers[:2].tolist()
         return steps - skipped, skipped
 
     def newly_collapsed(self) -> bool:
         """Return whether a run of overflows that no smaller scale can cure is complete, and was not told yet."""
         if self.flag is None:
             return False
-        complete = int(self._counts[3])
-        before, self._told = self._told, complete
-        return complete > before
+        before, self._told = self._told, int(self._numbers[2])
+        return self._told > before
+
+    def overflow_run(self) -> int:
+        """Return what :meth:`Outcomes.overflow_run` returns, where a graph holds a step."""
+        complete, run = self._numbers[2:].tolist()
+        return COLLAPSE_RUN - 1 if complete > self._told else run
+
+    def resume(self, run: int, scales: torch.Tensor) -> None:
+        """Count from 0 again, after ``run`` overflows in a row with ``scales``."""
+        if self.flag is not None:
+            self._numbers.zero_()
+            self._watch.run.fill_(run)
+            self._watch.scales.copy_(scales)
+            self._told = 0
+
+    def kept(self) -> tuple[Any, ...]:
+        """Return what :meth:`resume` changes, for :meth:`put_back`."""
+        return () if self.flag is None else (self._told, self._numbers.clone(), self._watch.scales.clone())
+
+    def put_back(self, kept: tuple[Any, ...]) -> None:
+        """Undo :meth:`resume`."""
+        if kept:
+            self._told, numbers, scales = kept
+            self._numbers.copy_(numbers)
+            self._watch.scales.copy_(scales)
 
 
 class History:
@@ -260,9 +317,12 @@ class Outcomes:
     @keep_eager  # it may read the device, and is called where a step of torch's has broken the graph already
     def record(self, flag: torch.Tensor) -> Sequence[tuple[Any, Sequence[float]]]:
         """Record the device state of this step, in a graph on the device; return the records that became readable."""
-        if self.replays.capturing():
-            self.replays.count(flag, self._memory.scales, self._gradients.used)
-            return ()
+        if self.replays.possible:
+            if self.replays.capturing():
+                self.replays.count(flag, self._memory.scales, self._gradients.used)
+                return ()
+            if self.replays.flag is not None:
+                self.replays.follow(flag, self._memory.scales, self._gradients.used)
         return self._history.push((self._gradients.used, clock()))
 
     @keep_eager
@@ -284,6 +344,8 @@ class Outcomes:
             return
         self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
         collapsed = self._watch.note_overflow(scales, used)
+        if self.replays.flag is not None:
+            collapsed = self.replays.newly_collapsed()
         if counts.verbosity:
             self.tell_of_overflow(scales, used)
         if collapsed:
@@ -310,10 +372,15 @@ class Outcomes:
             self.last = known
         return known
 
-    def unobserved(self) -> Iterable[bool]:
-        """Yield, for each step that has not been counted yet, whether it overflowed. Waits for the device."""
+    def not_counted(self) -> Stats:
+        """Return the steps, replays among them, that the counts of the session do not hold. Waits for the device."""
+        found = Stats(*self.replays.read())
         for _, values in self._history.peek():
-            yield self._memory.overflowed(values, self._index)
+            if self._memory.overflowed(values, self._index):
+                found.skipped += 1
+            else:
+                found.applied += 1
+        return found
 
     def arrived(self) -> Sequence[Sequence[float]]:
         """Return the device state at each step that is not counted yet and can be read without waiting."""
@@ -337,6 +404,8 @@ class Outcomes:
 
         Of a run whose error has not been raised yet it returns the number with which the next overflow raises it.
         """
+        if self.replays.flag is not None:
+            return self.replays.overflow_run()
         watch, complete = copy.copy(self._watch), False
         for (used, _), values in self._history.peek():
             scales = self._memory.scales_in(values)
@@ -353,15 +422,17 @@ class Outcomes:
         self._history.forget()
         self.seen = None
         self._watch.resume(overflow_run)
+        self.replays.resume(overflow_run, self._memory.scales)
 
     def kept(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
-        return copy.copy(self._watch), self._history.waiting_records(), self.seen
+        return copy.copy(self._watch), self._history.waiting_records(), self.seen, self.replays.kept()
 
     def put_back(self, kept: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        watch, records, self.seen = kept
+        watch, records, self.seen, replays = kept
         self._watch = copy.copy(watch)
+        self.replays.put_back(replays)
         self._history.put_back(records)
 
     # ---------------------------------------------------------------- messages

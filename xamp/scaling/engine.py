@@ -151,10 +151,9 @@ class Engine:
         """Return the counts of applied and skipped steps. Waits for the device."""
         stats = Stats(self.counts.applied, self.counts.skipped)
         for state in self.states:
-            late = list(state.outcomes.unobserved())
-            applied, skipped = state.outcomes.replays.read()
-            stats.applied += applied + late.count(False)
-            stats.skipped += skipped + late.count(True)
+            more = state.outcomes.not_counted()
+            stats.applied += more.applied
+            stats.skipped += more.skipped
         return stats
 
     def judge_replays(self) -> None:

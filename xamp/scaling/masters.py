@@ -26,8 +26,6 @@ from xamp.policy import Policy
 
 __all__ = [
     "Pair",
-    "note_equal",
-    "is_equal",
     "any_low_precision",
     "copy",
     "copy_back",
@@ -36,9 +34,11 @@ __all__ = [
     "forget_low_precision",
     "fp32_of",
     "has_fp32",
+    "is_equal",
     "is_low_precision",
     "load_masters",
     "master_of",
+    "note_equal",
     "overwrite",
     "reconcile",
     "replace_fp32",
@@ -200,7 +200,7 @@ def copy_back(pairs: Sequence[Pair]) -> None:
 
 
 def write_changed(pairs: Iterable[Pair]) -> None:
-    """Write masters into parameters, but not where both agree: what was written since a load of both counts."""
+    """Write masters into parameters, but not where both are equal: what was written since a load of both counts."""
     changed = [pair for pair in pairs if not is_equal(pair[0])]
     copy_back(changed)
     note_equal(param for param, _ in changed)

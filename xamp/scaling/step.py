@@ -11,7 +11,7 @@ import functools
 import logging
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -248,7 +248,7 @@ class OptimizerState:
             )
 
     def check_ready(self, call: str) -> None:
-        """Raise a StateError where ``call`` may not read or step the gradients now; see :meth:`.Gradients.check_ready`."""
+        """Raise a StateError where ``call`` may not read or step the gradients now: see ``Gradients.check_ready``."""
         if self.scope is not None and self.is_open():
             raise StateError(f"{call}: inside `with xamp.scale_loss(...)` of this optimizer. Call it after the block.")
         optimizer: Any = self._optimizer()
@@ -356,8 +356,8 @@ class OptimizerState:
             self._finish(StepOutcome.APPLIED)
             return result
         except BaseException as error:
-            if self.has_stepped(first, result, error) and self.engine.counts.applied == applied:
-                self._finish(StepOutcome.APPLIED)
+            if self.engine.counts.applied == applied:
+                self._recover(error, first, result, StepOutcome.APPLIED, ())
             raise
 
     def _first_stepped(self) -> tuple[torch.Tensor, int] | None:
@@ -399,9 +399,7 @@ class OptimizerState:
             self.outcomes.observe((used, clock()), values)
             return result
         except BaseException as error:
-            if self.has_stepped(first, result, error) and self.outcomes.seen is not values:
-                self._finish(outcome)
-                self.outcomes.observe((used, clock()), values)
+            self._recover(error, first, result, outcome, (((used, clock()), values),))
             raise
 
     def _step_on_device(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -421,15 +419,31 @@ class OptimizerState:
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
-            if self.has_stepped(first, result, error):
-                readable = self.outcomes.record(flag) if readable is None else readable
-                self._finish(flag)
-                for note, values in readable:
-                    if self.outcomes.seen is not values:
-                        self.outcomes.observe(note, values)
+            self._recover(error, first, result, flag, readable)
             raise
 
     # ---------------------------------------------------------------- the end of a step
+
+    def _recover(
+        self,
+        error: BaseException,
+        first: tuple[torch.Tensor, int] | None,
+        result: Any,
+        outcome: Any,
+        records: Iterable[tuple[Any, Sequence[float]]] | None,
+    ) -> None:
+        """After ``error``: if the optimizer had stepped, do what is left of the step, else let the model follow.
+
+        ``first`` and ``result``: see :meth:`has_stepped`. ``outcome``: what the step did, as :meth:`_finish` takes it;
+        ``records``: what is to be observed then; None: the step is not recorded yet.
+        """
+        if not self.has_stepped(first, result, error):
+            return
+        records = self.outcomes.record(outcome) if records is None else records
+        self._finish(outcome)
+        for note, values in records:
+            if self.outcomes.seen is not values:
+                self.outcomes.observe(note, values)
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
         """End the step: write the masters into the model and lower ``found_inf_since_step``."""
@@ -493,6 +507,7 @@ class OptimizerState:
 
 # It counts, and a number that moves is compiled twice. What it calls is compiled.
 keep_eager(OptimizerState._finish, inner=False)
+keep_eager(OptimizerState._recover)
 
 
 # ---------------------------------------------------------------- the closure of a caller
@@ -511,11 +526,11 @@ def call_closure(
     """
 
     def error(did: str) -> StateError:
-        plain = levels_where(lambda row: not row.manages_gradients)
+        unmanaged = levels_where(lambda row: not row.manages_gradients)
         return StateError(
             f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward "
             "without them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) "
-            f"works at {listed(plain, 'and')}."
+            f"works at {listed(unmanaged, 'and')}."
         )
 
     if not gradients.ready:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from graph_recorder import GraphRecorder
+from late_history import LateHistory
 from torch import nn
 
 import xamp
@@ -129,6 +130,76 @@ def test_the_scale_stays_at_its_floor_and_collapse_is_told(recorder: GraphRecord
     with pytest.raises(LossScaleCollapsed, match="50 overflows in a row"):
         loop.told.stats  # noqa: B018
     assert repr(loop.told.stats) == "Stats(applied=3, skipped=200)"
+
+
+def captured(recorder: GraphRecorder, **options: Any) -> Training:
+    """Return a loop whose third step is captured; its scale is at its floor."""
+    loop = Training("O1", floor=2.0**10, **options)
+    for number in range(2):
+        loop.feed(number, False)
+        loop.step()
+    with recorder.capture():
+        loop.step()
+    return loop
+
+
+def overflow(loop: Training, step: Callable[[], None], times: int) -> None:
+    for number in range(times):
+        loop.feed(number, True)
+        step()
+
+
+def run_of(loop: Training) -> int:
+    found: int = xamp.state_dict(loop.optimizer)["optimizers"][0]["overflow_run"]
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_replays_and_eager_steps_are_one_run(
+    recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """50 overflows in a row raise, whoever ran the steps; a clean step of either starts again."""
+    if late:
+        monkeypatch.setattr("xamp.scaling.counts.History", LateHistory)
+    loop = captured(recorder)
+    overflow(loop, recorder.replay, 30)
+    overflow(loop, loop.step, 10)
+    loop.feed(0, False)
+    loop.step()
+    assert run_of(loop) == 0
+    overflow(loop, loop.step, 15)
+    overflow(loop, recorder.replay, 20)
+    assert run_of(loop) == 35
+    overflow(loop, loop.step, 14)
+    assert run_of(loop) == 49
+    loop.feed(0, True)
+    with pytest.raises(LossScaleCollapsed, match="50 overflows in a row"):
+        loop.step()
+    assert repr(loop.told.stats) == "Stats(applied=4, skipped=90)"  # and no second error
+
+
+def test_a_load_sets_the_run_of_replays(recorder: GraphRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on from the checkpoint; where the load fails, it is what it was."""
+    loop = captured(recorder)
+    overflow(loop, recorder.replay, 20)
+    state = xamp.state_dict(loop.optimizer)
+    overflow(loop, recorder.replay, 25)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(loop.engine.scalers[0]), "lower_own_flag", raising)
+        with pytest.raises(KeyboardInterrupt):
+            xamp.load_state_dict(state, loop.optimizer)
+    assert (run_of(loop), loop.told.stats.skipped) == (45, 45)
+    xamp.load_state_dict(state, loop.optimizer)
+    assert run_of(loop) == 20
+    overflow(loop, recorder.replay, 29)
+    assert loop.told.stats.skipped == 49  # those of the checkpoint and 29, and no error
+    overflow(loop, recorder.replay, 1)
+    with pytest.raises(LossScaleCollapsed):
+        loop.told.stats  # noqa: B018
+
+
+def raising(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("way", ["O1", "O2", "GradScaler"])

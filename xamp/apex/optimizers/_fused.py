@@ -55,6 +55,12 @@ class FusedOptimizer(Optimizer):
         """Return the gradients of parameters that have one."""
         return [param.grad for param in params if param.grad is not None]
 
+    @staticmethod
+    def _numbers(group: dict[str, Any], rate: Any) -> tuple[Any, ...]:
+        """Return what LAMB and NovoGrad take from a group, in the order of ``amp_C``."""
+        corrects, averages = (1 if group[key] else 0 for key in ("bias_correction", "grad_averaging"))
+        return (rate, *group["betas"], group["eps"], group["step"], corrects, group["weight_decay"], averages)
+
     def _state_list(
         self, params: Sequence[torch.Tensor], name: str, dtype: torch.dtype | None = None
     ) -> list[torch.Tensor]:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import floats, norms, whole_norm
+from xamp.apex._multi_tensor import norms, split, whole_norm
 from xamp.apex.fp16_utils.fp16_optimizer import ShowsInner
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.apex.optimizers.fused_sgd import FusedSGD as _FusedSGD
 from xamp.errors import CheckpointError
 from xamp.ground.log import say
+from xamp.ground.pieces import floats
 from xamp.ground.torch_private import operators
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedSGD"]
@@ -128,8 +129,19 @@ class FusedAdam(FusedOptimizer):
         outputs: list[torch.Tensor] | None,
         scale: Any,
     ) -> None:
+        moments = [self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq")]
+        rates = [-self._rate(group, param) for param in params]
+        for places, piece in split([grads, *moments, params, *([] if outputs is None else [outputs])]):
+            new = self._new_params(group, piece, scale, rates[places])
+            for targets in piece[3:]:
+                operators.foreach_copy_(targets, new)
+
+    def _new_params(
+        self, group: dict[str, Any], lists: list[list[torch.Tensor]], scale: Any, rates: list[float]
+    ) -> list[torch.Tensor]:
+        """Update both moments and return the new parameters in fp32."""
         beta1, beta2 = group["betas"]
-        first, second = (self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq"))
+        grads, first, second, params = lists[:4]
         old = floats(params)
         scaled = list(operators.foreach_div(floats(grads), scale))
         operators.foreach_mul_(first, beta1)
@@ -142,12 +154,9 @@ class FusedAdam(FusedOptimizer):
             denominators = list(operators.foreach_add(operators.foreach_sqrt(second), group["eps"]))
         update = list(operators.foreach_div(first, denominators))
         operators.foreach_add_(update, old, alpha=group["weight_decay"])
-        rates = [self._rate(group, param) for param in params]
-        operators.foreach_mul_(update, [-rate for rate in rates])
-        new = list(operators.foreach_add(old, update))
-        operators.foreach_copy_([param.detach() for param in params], new)
-        if outputs is not None:
-            operators.foreach_copy_([output.detach() for output in outputs], new)
+        operators.foreach_mul_(update, rates)
+        operators.foreach_add_(update, old)
+        return list(update)
 
     def _rate(self, group: dict[str, Any], param: torch.Tensor) -> float:
         """Count the step of a parameter and return its step size."""
@@ -313,11 +322,7 @@ class FP16_Optimizer(ShowsInner):
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale, masters and the state of the optimizer."""
-        state: dict[str, Any] = {
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "cur_scale": self.cur_scale,
-            "cur_iter": self.cur_iter,
-        }
+        state = {key: getattr(self, key) for key in ("dynamic_loss_scale", "cur_scale", "cur_iter")}
         if self.dynamic_loss_scale:
             for key in ("last_overflow_iter", "scale_factor", "scale_window"):
                 state[key] = getattr(self, key)
@@ -342,14 +347,7 @@ class FP16_Optimizer(ShowsInner):
                 f"has {own}. Make it from the same model and groups."
             )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for key in (
-            "dynamic_loss_scale",
-            "cur_scale",
-            "cur_iter",
-            "last_overflow_iter",
-            "scale_factor",
-            "scale_window",
-        ):
+        for key in (*keys[:3], "last_overflow_iter", "scale_factor", "scale_window"):
             setattr(self, key, state_dict.get(key, getattr(self, key)))
         with torch.no_grad():
             for group, found, params in zip(self.fp32_groups, state_dict["fp32_groups"], self.fp16_groups, strict=True):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import floats, norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
-from xamp.ground.torch_private import operators
 
 __all__ = ["FusedAdam"]
 
@@ -134,10 +133,7 @@ class FusedAdam(FusedOptimizer):
         options = (group["lr"], *self._options(group, group["step"]))
         clip = self._clip(group, self._grads([param for params in sorted_params for param in params]))
         for params in sorted_params:
-            lists = self._lists(params)
-            if clip is not None:
-                lists[0] = list(operators.foreach_div(floats(lists[0]), clip))
-            multi_tensor_applier(amp_C.multi_tensor_adam, None, lists, *options)
+            multi_tensor_applier(amp_C.multi_tensor_adam, None, self._lists(params), *options, clip)
 
     def _clip(self, group: dict[str, Any], grads: list[torch.Tensor]) -> torch.Tensor | None:
         """Return what the gradients of a group are divided by, at least 1; None where nothing limits them."""
@@ -149,19 +145,19 @@ class FusedAdam(FusedOptimizer):
 
     def _step_capturable(self, group: dict[str, Any], masters: list[Any], grad_scaler: Any) -> None:
         device = group["params"][0].device
-        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        inv_scale = torch.ones_like(found_inf)
+        skip, inv_scale, taken = None, None, 1
         if grad_scaler is not None:
-            found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+            skip = (grad_scaler._check_inf_per_device(self)[device].reshape(1) != 0).to(torch.int32)
             inv_scale = grad_scaler._get_scale_async().double().reciprocal().float().reshape(1)
-        skip = (found_inf != 0).to(torch.int32)
+            taken = 1 - skip
         if "step" not in group:
             group["step"] = torch.zeros(1, dtype=torch.int32, device=device)
-        group["step"] = torch.as_tensor(group["step"], device=device).reshape(1) + (skip != 1).to(torch.int32)
+        group["step"] = torch.as_tensor(group["step"], device=device).reshape(1) + taken
         rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in self._with_gradients(group):
-            lists, op = self._lists(params), amp_C.multi_tensor_adam_capturable
+            lists = self._lists(params)
+            op: Any = amp_C.multi_tensor_adam_capturable
             if self.master_weights:
                 lists.append([master_of[id(param)] for param in params])
                 op = amp_C.multi_tensor_adam_capturable_master

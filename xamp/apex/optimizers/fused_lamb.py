@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -85,19 +85,7 @@ class FusedLAMB(FusedOptimizer):
         group["step"] = int(group.get("step", 0)) + 1
         for params in lists:
             moments = [self._state_list(params, name) for name in ("exp_avg", "exp_avg_sq")]
-            multi_tensor_applier(
-                amp_C.multi_tensor_lamb,
-                None,
-                [[param.grad for param in params], params, *moments],
-                group["lr"],
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                1 if group["bias_correction"] else 0,
-                group["weight_decay"],
-                1 if group["grad_averaging"] else 0,
-                self.adam_w_mode,
-                norm.to(params[0].device),
-                self.defaults["max_grad_norm"],
-                self.use_nvlamb,
-            )
+            given: list[list[Any]] = [[param.grad for param in params], params, *moments]
+            limits = (norm.to(params[0].device), self.defaults["max_grad_norm"], self.use_nvlamb)
+            options = (*self._numbers(group, group["lr"]), self.adam_w_mode, *limits)
+            multi_tensor_applier(amp_C.multi_tensor_lamb, None, given, *options)

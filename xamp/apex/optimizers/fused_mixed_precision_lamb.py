@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -95,11 +95,9 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         grads = self._grads([param for lists in sorted_groups for params in lists for param in params])
         if not grads:
             return loss
-        device = grads[0].device
-        found_inf = torch.zeros(1, dtype=torch.float32, device=device)
-        scale = torch.ones_like(found_inf)
+        found_inf, scale = None, None
         if grad_scaler is not None:
-            found_inf = grad_scaler._check_inf_per_device(self)[device].reshape(1)
+            found_inf = grad_scaler._check_inf_per_device(self)[grads[0].device].reshape(1)
             scale = grad_scaler._get_scale_async().reshape(1)
         norm = whole_norm(norms(grads))
         for group, full, lists in zip(self.param_groups, self.param_groups_full_precision, sorted_groups, strict=True):
@@ -116,32 +114,26 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         masters: list[Any],
         lists: list[list[torch.Tensor]],
         norm: torch.Tensor,
-        found_inf: torch.Tensor,
-        scale: torch.Tensor,
+        found_inf: torch.Tensor | None,
+        scale: torch.Tensor | None,
     ) -> None:
-        skip = (found_inf != 0).to(torch.int32)
-        group["step"] = torch.as_tensor(group["step"], device=skip.device).reshape(1) + (skip != 1).to(torch.int32)
+        skip = None if found_inf is None else (found_inf != 0).to(torch.int32)
+        taken = 1 if skip is None else 1 - skip
+        group["step"] = torch.as_tensor(group["step"], device=norm.device).reshape(1) + taken
         master_of = dict(zip(map(id, group["params"]), masters, strict=True))
         for params in lists:
             has_masters = params[0].dtype == self.reduced_precision_dtype
             stepped = [master_of[id(param)] for param in params] if has_masters else params
             wide = torch.float32 if has_masters else params[0].dtype
             moments = [self._state_list(params, name, wide) for name in ("exp_avg", "exp_avg_sq")]
-            multi_tensor_applier(
-                amp_C.multi_tensor_lamb_mp,
-                skip,
-                [[param.grad for param in params], stepped, *moments, *([params] if has_masters else [])],
-                torch.as_tensor(group["lr"], dtype=torch.float32, device=skip.device),
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                1 if group["bias_correction"] else 0,
-                group["weight_decay"],
-                1 if group["grad_averaging"] else 0,
-                self.adam_w_mode,
-                norm,
-                self.defaults["max_grad_norm"] * scale,
-                self.use_nvlamb,
-                found_inf,
-                scale.double().reciprocal().float(),
-            )
+            given: list[list[Any]] = [
+                [param.grad for param in params],
+                stepped,
+                *moments,
+                *([params] if has_masters else []),
+            ]
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=norm.device)
+            limits = (norm, self.defaults["max_grad_norm"] * (1.0 if scale is None else scale), self.use_nvlamb)
+            scaled = (skip, None if scale is None else scale.double().reciprocal().float())
+            options = (*self._numbers(group, rate), self.adam_w_mode, *limits, *scaled)
+            multi_tensor_applier(amp_C.multi_tensor_lamb_mp, skip, given, *options)

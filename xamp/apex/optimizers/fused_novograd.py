@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._tensor_lists import norms
+from xamp.apex._multi_tensor import norms
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.errors import CheckpointError
@@ -123,21 +123,10 @@ class FusedNovoGrad(FusedOptimizer):
             kept[index] = used
 
     def _step_params(self, group: dict[str, Any], params: list[torch.Tensor], used: torch.Tensor) -> None:
-        multi_tensor_applier(
-            amp_C.multi_tensor_novograd,
-            torch.zeros(1, dtype=torch.int32, device=used.device),
-            [[param.grad for param in params], params, self._state_list(params, "exp_avg")],
-            used,
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["step"],
-            1 if group["bias_correction"] else 0,
-            group["weight_decay"],
-            1 if group["grad_averaging"] else 0,
-            self.moment_mode,
-            group["norm_type"],
-        )
+        lists = [[param.grad for param in params], params, self._state_list(params, "exp_avg")]
+        options = (*self._numbers(group, group["lr"]), self.moment_mode, group["norm_type"])
+        flag = torch.zeros(1, dtype=torch.int32, device=used.device)
+        multi_tensor_applier(amp_C.multi_tensor_novograd, flag, lists, used, *options)
 
     @staticmethod
     def _places(group: dict[str, Any]) -> dict[int, int]:

@@ -94,7 +94,7 @@ class FusedSGD(FusedOptimizer):
                     self.state[param].pop("momentum_buffer", None)  # torch's own SGD may have saved None
             momenta = self._state_list(params, "momentum_buffer")
         else:
-            momenta = [torch.empty_like(param) for param in params]
+            momenta = params  # not read
         multi_tensor_applier(
             amp_C.multi_tensor_sgd,
             None,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from xamp.apex._tensor_lists import norms, whole_norm
+from xamp.apex._multi_tensor import norms, whole_norm
 
 __all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 
@@ -184,17 +184,9 @@ class NpuFusedRMSpropTF(_PerParameter):
     ) -> None:
         _check(**{"learning rate": lr, "epsilon value": eps, "momentum value": momentum})
         _check(**{"weight_decay value": weight_decay, "alpha value": alpha})
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
-            "centered": centered,
-            "weight_decay": weight_decay,
-            "decoupled_decay": decoupled_decay,
-            "lr_in_momentum": lr_in_momentum,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "alpha": alpha, "eps": eps, "centered": centered}
+        options = {"decoupled_decay": decoupled_decay, "lr_in_momentum": lr_in_momentum}
+        super().__init__(params, {**defaults, "weight_decay": weight_decay, **options})
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         (square_avg,) = self._state_of(param, "square_avg")
@@ -244,16 +236,8 @@ class NpuFusedAdamP(_PerParameter):
         wd_ratio: float = 0.1,
         nesterov: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "delta": delta,
-            "wd_ratio": wd_ratio,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "delta": delta, "wd_ratio": wd_ratio, "nesterov": nesterov})
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         exp_avg, exp_avg_sq = self._state_of(param, "exp_avg", "exp_avg_sq")
@@ -350,17 +334,8 @@ class NpuFusedBertAdam(_PerParameter):
                 raise ValueError(f"Invalid {name} parameter: {value} - should be in [0.0, 1.0[")
         if e < 0.0:
             raise ValueError(f"Invalid epsilon value: {e} - should be >= 0.0")
-        defaults = {
-            "lr": lr,
-            "schedule": schedule,
-            "warmup": warmup,
-            "t_total": t_total,
-            "b1": b1,
-            "b2": b2,
-            "e": e,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
+        defaults = {"lr": lr, "schedule": schedule, "warmup": warmup, "t_total": t_total, "b1": b1, "b2": b2, "e": e}
+        defaults |= {"weight_decay": weight_decay, "max_grad_norm": max_grad_norm}
         self.max_grad_norm = max_grad_norm
         self._divisor: torch.Tensor | None = None
         super().__init__(params, defaults)

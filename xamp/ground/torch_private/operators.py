@@ -15,13 +15,11 @@ __all__ = [
     "flatten_dense_tensors",
     "foreach_add",
     "foreach_add_",
-    "foreach_addcdiv",
-    "foreach_addcmul",
+    "foreach_addcdiv_",
     "foreach_addcmul_",
     "foreach_copy_",
     "foreach_div",
     "foreach_div_",
-    "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul",
     "foreach_mul_",
@@ -40,13 +38,11 @@ amp_update_scale_ = torch._amp_update_scale_
 
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
-foreach_addcdiv = torch._foreach_addcdiv
-foreach_addcmul = torch._foreach_addcmul
+foreach_addcdiv_ = torch._foreach_addcdiv_
 foreach_addcmul_ = torch._foreach_addcmul_
 foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
 foreach_div_ = torch._foreach_div_
-foreach_lerp = torch._foreach_lerp
 foreach_lerp_ = torch._foreach_lerp_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
