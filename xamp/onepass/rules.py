@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Row", "Rule", "takes"]
+__all__ = ["CODES", "Row", "Rule", "is_like", "options_of", "takes"]
+
+CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""By dtype, its code in the tables of the kernels."""
+
+_SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5, torch.int64: 6}
 
 
 @dataclass(frozen=True)
@@ -64,4 +72,64 @@ def takes(tensor: torch.Tensor) -> bool:
     Views and unaligned tensors are taken, tensors with gaps or with elements that share memory are not. What the class
     of a subclass means (a shard, a wrapper) is for the caller to know.
     """
-    raise NotImplementedError
+    if tensor.layout is not torch.strided or tensor.dtype not in CODES:
+        return False
+    return tensor.is_contiguous() or is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a strided tensor fill its part of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` lie in the order of those of ``param``, on the same device."""
+    if tensor.shape != param.shape or tensor.device != param.device or not takes(tensor):
+        return False
+    if tensor.stride() == param.stride():
+        return True
+    pairs = zip(tensor.stride(), param.stride(), tensor.shape, strict=True)
+    return tensor.numel() < 2 or all(one == other for one, other, size in pairs if size > 1)
+
+
+def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[float], list[int]]:
+    """Return the options of a group as the kernels read them: fp64 numbers, then addresses and codes of tensors."""
+    beta1, beta2 = group.get("betas", (0.9, 0.999))
+    lr, count = group.get("lr", 1e-3), group.get("step", 0)
+    numbers = [
+        0.0 if _is_there(lr, device) else float(lr),
+        group.get("weight_decay", 0.0),
+        beta1,
+        beta2,
+        group.get("eps", 1e-8),
+        group.get("momentum", 0.0),
+        group.get("dampening", 0.0),
+        group.get("nesterov", False),
+        group.get("maximize", False),
+        group.get("amsgrad", False),
+        group.get("bias_correction", True),
+        group.get("grad_averaging", True),
+        group.get("lr_decay", 0.0),
+        group.get("norm_type", 2) == 0 or group.get("norm_type", 2) == math.inf,
+        group.get("init_zero", False),
+        group.get("first", False),
+        0.0 if _is_there(count, device) else float(count),
+    ]
+    return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
+
+
+def _is_there(value: Any, device: torch.device) -> bool:
+    """Whether the kernels read ``value`` where it lies; any other is a number for them."""
+    return isinstance(value, torch.Tensor) and value.device == device and value.dtype in _SCALARS
+
+
+def _place(value: Any, device: torch.device) -> tuple[int, int]:
+    return (value.data_ptr(), _SCALARS[value.dtype]) if _is_there(value, device) else (0, 0)
