@@ -100,7 +100,7 @@ def summed(x, KIND: tl.constexpr, ORDER):
     elif KIND == "inf":
         total = tl.max(tl.where(x != x, 0.0, size), 0) + tl.sum(tl.where(x != x, x, 0.0), 0)  # nan stays
     else:
-        total = tl.sum(tl.where(size == 0.0, 0.0, tl.exp2(tl.log2(size) * ORDER)), 0)
+        total = tl.sum(tl.where(size == 0.0, 0.0, tl.exp2(tl.log2(tl.where(size == 0.0, 1.0, size)) * ORDER)), 0)
     return total
 
 
@@ -120,7 +120,7 @@ def finished(total, KIND: tl.constexpr, ORDER):
     elif KIND == "inf":
         return total
     else:
-        return tl.where(total == 0.0, 0.0, tl.exp2(tl.log2(total) / ORDER))
+        return tl.where(total == 0.0, 0.0, tl.exp2(tl.log2(tl.where(total == 0.0, 1.0, total)) / ORDER))
 
 
 @triton.jit
@@ -176,8 +176,7 @@ def factors(
     if steps:
         group, c = options + tl.load(rows + t * ROW + GROUP) * OPTIONS, out + t * FACTORS
         numbers, at = group.to(tl.pointer_type(tl.float64)), tl.load(rows + t * ROW + STEP)
-        count = tl.load(numbers + COUNT)
-        first = tl.load(numbers + IS_FIRST) != 0.0
+        count, first = tl.load(numbers + COUNT), tl.load(numbers + IS_FIRST) != 0.0
         if at != 0:
             own = tl.load(at.to(tl.pointer_type(tl.float32))) + 1.0
             tl.store(at.to(tl.pointer_type(tl.float32)), own)
@@ -194,9 +193,9 @@ def factors(
         if CLIPPED:
             factor = factor * tl.load(clip).to(tl.float64)
         beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
-        decay, corrects = tl.load(numbers + DECAY), tl.load(numbers + CORRECTS) != 0.0
-        hat1 = tl.where(corrects, 1.0 / (1.0 - power(beta1, count)), 1.0)
-        hat2 = tl.where(corrects, 1.0 / (1.0 - power(beta2, count)), 1.0)
+        decay, corrects = tl.load(numbers + DECAY), (tl.load(numbers + CORRECTS) != 0.0) & (count > 0.0)
+        hat1 = 1.0 / tl.where(corrects, 1.0 - power(beta1, count), 1.0)
+        hat2 = 1.0 / tl.where(corrects, 1.0 - power(beta2, count), 1.0)
         keep1, add1 = beta1, tl.where(tl.load(numbers + AVERAGES) != 0.0, 1.0 - beta1, 1.0)
         push = tl.load(numbers + NESTEROV)
         if RULE == "sgd":

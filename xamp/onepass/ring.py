@@ -34,7 +34,7 @@ class PointerRing:
         host, there, _ = self._free()
         host[: len(words)] = torch.tensor(words, dtype=torch.int64)
         if there is not host:
-            there.copy_(host, non_blocking=True)
+            self._copy(there, host)
         self.used()
         return there
 
@@ -55,7 +55,11 @@ class PointerRing:
                 self._at = nearest
                 return self._slots[nearest]
         self._at += 1
-        host = torch.empty(self._length, dtype=torch.int64, pin_memory=self._queue is not None)
+        host = torch.empty(self._length, dtype=torch.int64, pin_memory=self._device.type != "cpu")
         there = host if self._queue is None else torch.empty_like(host, device=self._device)
         self._slots.insert(self._at, [host, there, None])
         return self._slots[self._at]
+
+    @staticmethod
+    def _copy(there: torch.Tensor, host: torch.Tensor) -> None:
+        there.copy_(host, non_blocking=True)
