@@ -80,6 +80,7 @@ def test_bf16_is_rounded_as_torch_rounds_it() -> None:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
     near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
     values = near.view(torch.float32)
+    values = values[~values.isinf()]  # a weight that is inf has no step: 0 * inf is nan
     low = torch.zeros(values.shape, dtype=torch.bfloat16)
     Plan(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
     right = values.to(torch.bfloat16)
