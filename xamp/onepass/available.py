@@ -5,48 +5,59 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
-__all__ = ["refusal"]
+__all__ = ["dtype_of_work", "refusal"]
 
 
-def refusal(device: torch.device | str, wide: bool | None = None) -> str:
+def refusal(device: torch.device | str) -> str:
     """Say in one line why the kernels cannot run on ``device``; the empty string where they can.
 
-    The first answer for a device takes a small step there, which compiles the kernels. On a CPU they run with
-    ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for tests.
-
-    Args:
-        device: of the tensors.
-        wide: ask about this form of a plan only, see :class:`~xamp.onepass.Plan`; None: either will do.
+    Triton is looked for, and imported only where the device could be one of its own; there a kernel is tried, once a
+    process. On a CPU they run with ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for
+    tests.
     """
     device = torch.device(device)
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
-    if interpreted != (device.type == "cpu"):
-        return "kernels run on a CPU with TRITON_INTERPRET=1 only, and there alone with it"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    forms = (True, False) if wide is None else (wide,)
-    reasons = [_trial(device, form) for form in forms]
-    return "" if "" in reasons else reasons[0]
+    if device.type == "cpu":
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return "" if interprets else "Triton has no kernels for a CPU, but for tests with TRITON_INTERPRET=1"
+    return _tried(device.type)
 
 
 @functools.cache
-def _trial(device: torch.device, wide: bool) -> str:
-    """Say why a step of one number fails; a plan of this form takes it, and the form is not asked about again."""
-    from xamp.onepass.plan import Plan
-    from xamp.onepass.rules import Row, Rule
-
+def _tried(device_type: str) -> str:
     try:
-        param = torch.ones(3, device=device)
-        plan = Plan(Rule("sgd"), [Row(param)], wide=wide, block=1024)
-        found = torch.zeros((), device=device)
-        grads = [torch.ones(3, device=device, dtype=torch.float16)]
-        plan.check(grads, found)
-        plan.step(grads, [{"lr": 0.25}], found)
-        if param.tolist() != [0.75] * 3 or float(found):
-            return f"a step of SGD from 1 by 0.25 gave {param.tolist()}"
-    except Exception as problem:  # a compiler, or a driver, has errors of its own
-        return f"{type(problem).__name__}: {str(problem).strip().partition(chr(10))[0]}"
-    return ""
+        import triton
+
+        own = triton.runtime.driver.active.get_active_torch_device().type
+        if own != device_type:
+            return f"Triton compiles for {own} here"
+        from xamp.onepass.plan import Plan
+        from xamp.onepass.rules import Row, Rule
+
+        param, grad = torch.ones(3, device=device_type), torch.ones(3, device=device_type)
+        Plan(Rule("sgd"), [Row(param)]).step([grad], [{"lr": 0.5}])
+        right = param.tolist() == [0.5] * 3
+    except Exception as error:  # whatever a compiler, a driver or a card raises
+        words = " ".join(str(error).split()) or type(error).__name__
+        return f"Triton does not compile for this device: {words[:200]}"
+    return "" if right else "a kernel of Triton's gives a wrong result here"
+
+
+def dtype_of_work(device: torch.device) -> Any:
+    """Return Triton's dtype in which a step computes: fp64, rounded once, where chips have it at half the rate of fp32.
+
+    These are versions 6.0 to 10.0 of data centres' chips. Others have a 32nd of the rate or less, and fp64 would take
+    longer than memory does: fp32 there, as torch's own fused kernels compute.
+    """
+    import triton.language as tl
+
+    if device.type == "cpu":
+        return tl.float64
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    version = ask(device) if ask is not None else (0, 0)
+    return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

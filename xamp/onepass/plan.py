@@ -1,22 +1,22 @@
-"""The plan of an optimizer's step: what it is given is checked here, and launched by ``tables`` or by ``singles``."""
+"""The plan of an optimizer's step: tables of pointers, built once, and the launches."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from xamp.onepass.ring import Lane
-from xamp.onepass.rules import CODES, Row, Rule, fault, layout, record
-from xamp.onepass.singles import Singles
-from xamp.onepass.tables import Tables
+from xamp.onepass.available import dtype_of_work
+from xamp.onepass.ring import PointerRing
+from xamp.onepass.rules import CODES, Row, Rule, is_like, options_of
 
-__all__ = ["Plan", "bytes_moved"]
+__all__ = ["Plan"]
 
-Grads = Sequence[torch.Tensor | None]
-Options = Sequence[Mapping[str, Any]]
+Grads = Sequence["torch.Tensor | None"]
 
 
 class Plan:
@@ -28,160 +28,117 @@ class Plan:
     Args:
         rule: what a step computes.
         rows: what it steps, with ``group`` as index into ``hyper``.
-        wide: False for compilers without pointers made of integers and without fp64 (Ascend's): each tensor has
-            launches of its own, and the host reads flag, counts and factors, and computes the corrections.
-        block: elements that a program takes, a power of two.
+        block: elements that a program takes, a power of two. With 1024 and 8 warps fp64 needs 79 registers a thread.
 
     Attributes:
-        launches: kernels and copies since the last :meth:`check` began, or since the last :meth:`step` began if none
-            came before it. SGD, Adam, Adagrad: at most 4 without, 6 with clipping, if the options given to the check
-            are still those of the step (5 and 7 else); LAMB and NovoGrad two more.
+        launches: kernels and copies since the last :meth:`check` began. SGD, Adam, Adagrad: at most 4 without, 6 with
+            clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more.
 
     Raises:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
     """
 
-    def __init__(self, rule: Rule, rows: Sequence[Row], *, wide: bool = True, block: int = 2048) -> None:
+    launches: int
+
+    def __init__(self, rule: Rule, rows: Sequence[Row], *, block: int = 1024) -> None:
+        self.rule, self.rows, self._block = rule, list(rows), block
+        self._check_rows(rows)
+        self.launches = 0
+        self.device = rows[0].param.device
+        self._places = _places(self.rows)
+        self._work = dtype_of_work(self.device)
+        self._groups = max(row.group for row in rows) + 1
+        self._sent: list[int] = []  # the words that :attr:`_given` holds
+        self._make_tables()
+
+    def _check_rows(self, rows: Sequence[Row]) -> None:
         if not rows:
-            raise ValueError("a plan needs a row")
-        self.rule, self.rows, self.device = rule, tuple(rows), rows[0].param.device
-        for j, row in enumerate(self.rows):
-            if why := fault(rule, row, self.device):
-                raise ValueError(f"row {j}: {why}")
-        self._lane = Lane(self.device)
-        groups = range(1 + max(row.group for row in self.rows))
-        self._groups = [[row for row in self.rows if row.group == group] for group in groups]
-        with self._lane.guard():
-            self._ways = (Tables if wide else Singles)(rule.name, self.rows, block, self._lane)
-            self._one, self._zero = torch.ones(1, device=self.device), torch.zeros(1, device=self.device)
-            # A norm of the caller's must overwrite neither what a check summed nor what a rule does.
-            room = {"lamb": 4, "novograd": 2}.get(rule.name, 0)
-            sums = torch.zeros(4 + room, self._ways.blocks, device=self.device)
-            self._checked, self._normed, self._sums = sums[:2], sums[2:4], sums[4:] if room else sums[:1]
-        self._places = self._pointers()
-        self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
-        self._begins = True
+            raise ValueError("Plan: no rows")
+        device = rows[0].param.device
+        for number, row in enumerate(rows):
+            if row.param.device != device:
+                raise ValueError(f"Plan: row {number} is on {row.param.device}, others are on {device}")
+            vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
+            for tensor in (row.param, *vectors, *([] if row.low is None else [row.low])):
+                if not is_like(tensor, row.param):
+                    raise ValueError(
+                        f"Plan: row {number} has a tensor {tensor.dtype}, strides {tensor.stride()} on {tensor.device} "
+                        f"beside a parameter of {tuple(row.param.shape)}, strides {row.param.stride()}: kernels take "
+                        "fp32, fp16 and bf16 that fill their memory alike"
+                    )
+            count = row.param.new_zeros((), dtype=torch.float32) if row.step is None else row.step
+            if count.dtype is not torch.float32 or count.numel() != 1 or count.device != device:
+                raise ValueError(f"Plan: the count of row {number} is not fp32 with one element on {device}")
 
-    @property
-    def launches(self) -> int:
-        """See the class."""
-        return self._ways.launches
-
-    def _pointers(self) -> list[int]:
-        tensors = ((row.param, row.low, *row.states, row.step) for row in self.rows)
-        return [0 if tensor is None else tensor.data_ptr() for row in tensors for tensor in row]
+    def _make_tables(self) -> None:
+        words: list[int] = []
+        tensors: list[int] = []
+        offsets: list[int] = []
+        for number, row in enumerate(self.rows):
+            states = [state.data_ptr() for state in row.states] + [0] * (3 - len(row.states))
+            blocks = -(-row.param.numel() // self._block)
+            low = (0, 0) if row.low is None else (row.low.data_ptr(), CODES[row.low.dtype])
+            words += [row.param.data_ptr(), low[0], *states, 0 if row.step is None else row.step.data_ptr()]
+            words += [row.param.numel(), row.group, CODES[row.param.dtype], low[1]]
+            words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks]
+            tensors += [number] * blocks
+            offsets += range(0, row.param.numel(), self._block)
+        self._blocks = len(tensors)
+        self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self._ids = torch.tensor(tensors, dtype=torch.int32, device=self.device)
+        self._offs = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        sums = torch.zeros((4, max(1, self._blocks)), dtype=torch.float64, device=self.device)
+        self._first, self._second, self._checked, self._normed = sums.unbind()  # those of the check stay until the next
+        self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.device)
+        self._ring = PointerRing(2 * len(self.rows) + self._groups * 21, self.device)
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
-        return self._pointers() != self._places
+        return _places(self.rows) != self._places
 
     def suits(self, grads: Grads) -> bool:
         """Whether all gradients have a dtype, device, shape and order in memory that the kernels take."""
-        return len(grads) == len(self.rows) and all(map(self._suits, grads, self._layouts))
-
-    def _suits(self, grad: torch.Tensor | None, place: tuple[torch.Size, tuple[int, ...]]) -> bool:
-        if grad is None:
-            return True
-        if grad.layout != torch.strided or grad.dtype not in CODES or grad.device != self.device or grad.is_neg():
-            return False
-        shape, stride = place
-        if grad.shape != shape:
-            return False
-        return grad.stride() == stride or layout(grad) == layout(torch.empty_strided(shape, stride, device="meta"))
-
-    def _begin(self, *singles: torch.Tensor | None, anew: bool) -> None:
-        for tensor in singles:
-            if tensor is not None and not (
-                tensor.dtype == torch.float32 and tensor.numel() == 1 and tensor.device == self.device
-            ):
-                raise ValueError(f"flag, scale, norm and factor are one fp32 number on {self.device}, not {tensor!r}")
-        if anew:
-            self._ways.launches = 0
-
-    def _send(self, grads: Grads, hyper: Options | None) -> None:
-        if not self.suits(grads):
-            raise ValueError("gradients differ from their rows in number, device, shape or order, or in their dtypes")
-        records = None
-        if hyper is not None:
-            records = [
-                number
-                for options, rows in zip(hyper, self._groups, strict=False)
-                for number in record(self.rule, options, rows)
-            ]
-            if len(records) != 10 * len(self._groups):
-                raise ValueError(f"options of {len(self._groups)} groups are needed, not of {len(hyper)}")
-        self._ways.send(grads, records, hyper)
+        pairs = zip(self.rows, grads, strict=True)
+        return all(grad is None or is_like(grad, row.param) for row, grad in pairs)
 
     def check(
         self,
         grads: Grads,
         found_inf: torch.Tensor,
-        inv_scale: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
-        hyper: Options | None = None,
+        hyper: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Read the gradients once: raise ``found_inf`` at an inf or nan, and sum the squares by block.
 
         Args:
             grads: one for each row, or None.
             found_inf: fp32, one element; becomes 1 where something is found and keeps what it holds otherwise.
-            inv_scale: fp32, one element; 1 divided by the loss scale, None for 1. The norm is of unscaled values.
-            norm: fp32, one element: gets the L2 norm of ``grads * inv_scale``, finite where fp64's is; one launch more.
-                :meth:`checked_norm` gives it later too.
             hyper: the options of each group as they are now, which saves a copy if the step has the same.
         """
-        self._begin(found_inf, inv_scale, norm, anew=True)
-        self._begins = False
-        with self._lane.guard():
-            self._send(grads, hyper)
-            self._ways.sum(found_inf, self._checked, 2, 2.0, True)
-            self._ways.used()
-            if norm is not None:
-                self._finish(self._checked, inv_scale, norm, 2, 2.0)
+        self.launches = 0
+        self._sum(self._send(grads, hyper), found_inf, self._checked, "2", 2.0)
 
-    def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the L2 norm that the last check's pass summed, fp32, shape ``[]``; one launch, no read of gradients."""
-        self._begin(inv_scale, out, anew=False)
-        with self._lane.guard():
-            out = torch.empty((), device=self.device) if out is None else out
-            self._finish(self._checked, inv_scale, out, 2, 2.0)
-        return out
+    def checked_norm(self, inv_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the L2 norm of ``grads * inv_scale`` at the last check, fp32, shape ``[]``, finite where fp64's is."""
+        return self._total(self._checked, inv_scale, "2", 2.0)
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
-        """Return the norm of ``grads * inv_scale``, fp32, shape ``[]``, by a pass of its own.
-
-        Args:
-            grads: as for :meth:`check`. What the last check summed stays.
-            inv_scale: as for :meth:`check`.
-            kind: the order, above 0; ``math.inf`` for the largest magnitude.
-        """
-        if not kind > 0:
-            raise ValueError(f"a norm's order is above 0, not {kind}")
-        self._begin(inv_scale, anew=False)
-        sums, finish = {1.0: (1, 1), 2.0: (2, 2), math.inf: (2, 0)}.get(kind, (3, 3))
-        with self._lane.guard():
-            out = torch.empty((), device=self.device)
-            self._send(grads, None)
-            self._ways.sum(self._one, self._normed, sums, kind, False)
-            self._ways.used()
-            self._finish(self._normed, inv_scale, out, finish, kind)
-        return out
+        """Return the norm of order ``kind`` (above 0) of ``grads * inv_scale``, fp32, shape ``[]``, by its own pass."""
+        name = {2.0: "2", math.inf: "inf"}.get(float(kind), "p")
+        order = float(kind) if name == "p" else 2.0
+        self._sum(self._send(grads, None), None, self._normed, name, order)
+        return self._total(self._normed, inv_scale, name, order)
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
-        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``, on the device, in one launch.
-
-        nan stays nan, as in ``torch.nn.utils.clip_grad_norm_``. Apex's LAMB has ``eps`` 0.
-        """
-        self._begin(norm, anew=False)
-        with self._lane.guard():
-            out = torch.empty((), device=self.device)
-            self._ways.launch("clip", 1, norm, out, float(limit), float(eps))
+        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``; nan stays nan. Apex's LAMB has ``eps`` 0."""
+        out = torch.empty_like(self._one)
+        self._run("clip_factor", (1,), norm, float(limit), float(eps), out)
         return out
 
     def step(
         self,
         grads: Grads,
-        hyper: Options,
+        hyper: Sequence[Mapping[str, Any]],
         found_inf: torch.Tensor | None = None,
         inv_scale: torch.Tensor | None = None,
         clip: torch.Tensor | None = None,
@@ -197,42 +154,73 @@ class Plan:
             inv_scale: fp32, one element, on the device: gradients are multiplied by it; None for 1.
             clip: fp32, one element, on the device: gradients are multiplied by it too; None for 1.
         """
-        self._begin(found_inf, inv_scale, clip, anew=self._begins)
-        self._begins = True
-        found_inf = self._zero if found_inf is None else found_inf
-        with self._lane.guard():
-            self._send(grads, hyper)
-            self._ways.numbers(found_inf, self._or_one(inv_scale), self._or_one(clip))
-            name = self.rule.name
-            if name == "lamb":
-                self._ways.step("lamb", found_inf, self._sums)
-            elif name == "novograd":
-                self._ways.sum(self._one, self._sums, 2, 2.0, False)
-            if name in ("lamb", "novograd"):
-                self._ways.ratios(found_inf, self._sums)
-            self._ways.step("lamb apply" if name == "lamb" else name, found_inf, self._sums)
-            self._ways.used()
+        table = self._send(grads, hyper)
+        flags = {"SKIPS": found_inf is not None}
+        found, inverse = (self._one if given is None else given for given in (found_inf, inv_scale))
+        scaled = {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
+        name, options, rows = self.rule.name, table[2 * len(self.rows) :], (len(self.rows),)
+        factor = self._one if clip is None else clip
+        these = self._rows, table, options, found
+        self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
+        by_row = *these, self._first, self._second, self._factors
+        over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
+        if name == "novograd":
+            blocks = self._rows, table, self._ids, self._offs, self._first, self._second
+            self._run("row_sums", (self._blocks,), *blocks, BLOCK=self._block)
+            self._run("by_row", rows, *by_row, **over)
+        if name == "lamb":
+            self._step(table, found, 1, flags)
+            self._run("by_row", rows, *by_row, **over)
+        self._step(table, found, 2, flags)
+        self._ring.used()
 
-    def _or_one(self, factor: torch.Tensor | None) -> torch.Tensor:
-        return self._one if factor is None else factor
+    # ---------------------------------------------------------------- launches
 
-    def _finish(self, of: torch.Tensor, inv_scale: torch.Tensor | None, out: torch.Tensor, kind: int, p: float) -> None:
-        blocks = (of[0], of[1], self._or_one(inv_scale), out, of.shape[1], p)
-        self._ways.launch("finish", 1, *blocks, KIND=kind, BLOCK=1024)
+    def _step(self, given: torch.Tensor, found: torch.Tensor, phase: int, flags: Mapping[str, bool]) -> None:
+        rule = {"RULE": self.rule.name, "DECOUPLED": self.rule.decoupled, "LATE": self.rule.wd_after_momentum}
+        blocks = self._rows, given, self._ids, self._offs, found, self._factors, self._first, self._second
+        self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
+
+    def _sum(self, given: torch.Tensor, found: torch.Tensor | None, out: torch.Tensor, kind: str, order: float) -> None:
+        blocks = self._rows, given, self._ids, self._offs, self._one if found is None else found, out, order
+        self._run("sums", (self._blocks,), *blocks, KIND=kind, CHECKS=found is not None, BLOCK=self._block)
+        self._ring.used()
+
+    def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
+        out = torch.empty_like(self._one)
+        scale = self._one if inverse is None else inverse
+        scaled = {"SCALED": inverse is not None, "CHUNK": 1024}
+        self._run("total", (1,), parts, self._blocks, scale, out, order, KIND=kind, **scaled)
+        return out
+
+    def _run(self, name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        from xamp.onepass import kernels  # Triton is imported there
+
+        if grid[0]:
+            with _on(self.device):
+                getattr(kernels, name)[grid](*args, **constants, num_warps=8)
+            self.launches += 1
+
+    def _send(self, grads: Grads, hyper: Sequence[Mapping[str, Any]] | None) -> torch.Tensor:
+        """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
+        words: list[int] = []
+        for grad in grads:
+            words += (0, 0) if grad is None else (grad.data_ptr(), CODES[grad.dtype])
+        if hyper is not None:
+            for group in hyper[: self._groups]:
+                numbers, places = options_of(group, self.device)
+                words += struct.unpack(f"{len(numbers)}q", struct.pack(f"{len(numbers)}d", *numbers))
+                words += places
+        if words != self._sent[: len(words)] or not self._sent:
+            self._given, self._sent = self._ring.send(words), words
+            self.launches += 1
+        return self._given
 
 
-def bytes_moved(plan: Plan, grads: Grads) -> int:
-    """Return the bytes that a check and a step read and write: each element of each tensor so often as kernels do.
+def _on(device: torch.device) -> Any:
+    """Return what makes ``device`` the current one, as launches need it."""
+    return contextlib.nullcontext() if device.index is None else torch.get_device_module(device).device(device)
 
-    AdamW at O2, fp16 gradients and weights: 30 a parameter (2 by the check, 14 read and 14 written by the step).
-    """
-    total = 0
-    for row, grad in zip(plan.rows, grads, strict=True):
-        if grad is not None:
-            states = row.states[:1] if plan.rule.name == "novograd" else row.states
-            state = sum(tensor.element_size() for tensor in states)
-            param, low = row.param.element_size(), 0 if row.low is None else row.low.element_size()
-            each = 2 * grad.element_size() + 2 * param + 2 * state + low
-            each += {"lamb": param + state, "novograd": grad.element_size()}.get(plan.rule.name, 0)
-            total += each * grad.numel()
-    return total
+
+def _places(rows: Sequence[Row]) -> list[int]:
+    return [t.data_ptr() for row in rows for t in (row.param, row.low, *row.states, row.step) if t is not None]
