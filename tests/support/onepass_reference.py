@@ -27,7 +27,7 @@ class Plan:
 
     calls: list[str] = []
 
-    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row], *, wide: bool = True, block: int = 0) -> None:
+    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row], *, block: int = 0) -> None:
         for row in rows:
             for tensor in (row.param, row.low, *row.states):
                 if tensor is None:
@@ -51,8 +51,6 @@ class Plan:
         self,
         grads: Grads,
         found_inf: torch.Tensor,
-        inv_scale: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
         hyper: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         Plan.calls.append("check")
@@ -60,13 +58,11 @@ class Plan:
         if any(not bool(grad.isfinite().all()) for grad in held):
             found_inf.fill_(1.0)
         self._checked = [grad.double().square().sum() for grad in held]
-        if norm is not None:
-            norm.copy_(self.checked_norm(inv_scale))
 
-    def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    def checked_norm(self, inv_scale: torch.Tensor | None = None) -> torch.Tensor:
         Plan.calls.append("checked_norm")
         total = torch.stack(self._checked).sum().sqrt() * (1.0 if inv_scale is None else inv_scale.double())
-        return total.float() if out is None else out.copy_(total)
+        return total.float()
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
         Plan.calls.append("norm")
@@ -155,7 +151,7 @@ def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     """Put the reference in the place of the kernels, on any device."""
     patched.setattr(onepass, "Plan", Plan)
     patched.setattr(onepass, "takes", takes)
-    patched.setattr(onepass, "refusal", lambda device, wide=None: "")
+    patched.setattr(onepass, "refusal", lambda device: "")
     Plan.calls = []
     return Plan
 

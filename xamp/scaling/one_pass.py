@@ -45,7 +45,7 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
         return "parameters are on several devices"
     if not all(map(onepass.takes, tensors)):
         return "a parameter is complex, sparse, in fp64 or not dense in memory"
-    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device, wide=True)
+    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device)
 
 
 class OnePass:
@@ -89,7 +89,7 @@ class OnePass:
         self._checked = None
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
         if found_inf is not None:
-            plan.check(own, found_inf, inverse, hyper=self._plans.hyper_for(plan, optimizer))
+            plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer))
             self._checked = plan
         gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse)
         waiting.hold(self._master_class)
@@ -161,7 +161,7 @@ class OnePass:
     ) -> list[steps.Launch]:
         """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
         masters, others = self._plans.parts(optimizer)
-        hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.plain]
+        hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.direct]
         given = (masters, waiting.grads, waiting.inverse, waiting.clip), (others, plain, None, None)
         return [
             steps.Launch(part.plan, part.of(grads), hyper, found_inf, inverse, clip)
