@@ -100,13 +100,15 @@ def make_states(
     params: Iterable[torch.Tensor],
     counter_device: Callable[[Group, torch.Tensor], torch.device],
 ) -> None:
-    """Make the state that torch makes at the first step of ``params``.
+    """Make the state that torch makes at the first step of ``params``, in its order.
 
     ``counter_device`` says where the count of steps of a group's parameter belongs.
     """
-    form, numbers = FORMS[kind], _groups_of(optimizer)
-    for param in params:
-        group = optimizer.param_groups[numbers[id(param)]]
+    form, new = FORMS[kind], set(map(id, params))
+    held = ((group, param) for group in optimizer.param_groups for param in group["params"])
+    for group, param in held:
+        if id(param) not in new:
+            continue
         state: dict[str, Any] = {}
         if form.counts:
             state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(group, param))
