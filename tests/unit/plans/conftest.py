@@ -20,7 +20,7 @@ def _load() -> str:
             kernels = importlib.import_module("xamp.onepass.kernels")
         except ImportError as missing:
             return f"these tests need Triton (pip install 'xamp[test]'): {missing}"
-    if type(kernels.clip).__name__ != "InterpretedFunction":
+    if type(kernels.clip_factor).__name__ != "InterpretedFunction":
         return "Triton was imported before TRITON_INTERPRET was set: run tests/unit/plans in a process of its own"
     return ""
 
