@@ -154,5 +154,3 @@ def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     patched.setattr(onepass, "refusal", lambda device: "")
     Plan.calls = []
     return Plan
-
-

@@ -124,11 +124,11 @@ def finished(total, KIND: tl.constexpr, ORDER):
 
 
 @triton.jit
-def sums(rows, given, ids, offs, found, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, BLOCK: tl.constexpr):
+def sums(rows, given, ids, found, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, BLOCK: tl.constexpr):
     """Read the gradients: raise ``found`` at what is not finite, where ``CHECKS``, and sum each block into ``out``."""
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
-    i = tl.load(offs + b) + tl.arange(0, BLOCK)
+    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(rows + t * ROW + SIZE)
     x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK)
     if CHECKS:
@@ -296,7 +296,7 @@ def stepped(p, g, m, v, w, c, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE:
 
 @triton.jit
 def step(
-    rows, given, ids, offs, found, cs, first, second, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr,
+    rows, given, ids, found, cs, first, second, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr,
     SKIPS: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
     """Step a block, in arithmetic of the dtype ``WORK``.
@@ -311,7 +311,7 @@ def step(
         steps = steps & (tl.load(found) == 0.0)
     if steps:
         row, c = rows + t * ROW, cs + t * FACTORS
-        i = tl.load(offs + b) + tl.arange(0, BLOCK)
+        i = (b - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
         mask = i < tl.load(row + SIZE)
         p_at, p_code = tl.load(row + PARAM), tl.load(row + PARAM_CODE)
         m_at, v_at, w_at = tl.load(row + STATE), tl.load(row + STATE + 1), tl.load(row + STATE + 2)
@@ -401,11 +401,11 @@ def by_row(
 
 
 @triton.jit
-def row_sums(rows, given, ids, offs, first, second, BLOCK: tl.constexpr):
+def row_sums(rows, given, ids, first, second, BLOCK: tl.constexpr):
     """Sum the squares of each block's gradients, and take the largest magnitude: for NovoGrad."""
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
-    i = tl.load(offs + b) + tl.arange(0, BLOCK)
+    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(rows + t * ROW + SIZE)
     x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK).to(tl.float64)
     tl.store(first + b, summed(x, "2", 2.0))

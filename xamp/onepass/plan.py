@@ -73,7 +73,6 @@ class Plan:
     def _make_tables(self) -> None:
         words: list[int] = []
         tensors: list[int] = []
-        offsets: list[int] = []
         for number, row in enumerate(self.rows):
             states = [state.data_ptr() for state in row.states] + [0] * (3 - len(row.states))
             blocks = -(-row.param.numel() // self._block)
@@ -82,13 +81,12 @@ class Plan:
             words += [row.param.numel(), row.group, CODES[row.param.dtype], low[1]]
             words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks]
             tensors += [number] * blocks
-            offsets += range(0, row.param.numel(), self._block)
         self._blocks = len(tensors)
         self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
         self._ids = torch.tensor(tensors, dtype=torch.int32, device=self.device)
-        self._offs = torch.tensor(offsets, dtype=torch.int64, device=self.device)
-        sums = torch.zeros((4, max(1, self._blocks)), dtype=torch.float64, device=self.device)
-        self._first, self._second, self._checked, self._normed = sums.unbind()  # those of the check stay until the next
+        count = 3 if self.rule.name in ("lamb", "novograd") else 2
+        sums = torch.zeros((count, max(1, self._blocks)), dtype=torch.float64, device=self.device)
+        self._checked, self._first, self._second = sums[0], sums[1], sums[-1]  # what was checked stays until the next
         self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(2 * len(self.rows) + self._groups * 21, self.device)
@@ -126,8 +124,8 @@ class Plan:
         """Return the norm of order ``kind`` (above 0) of ``grads * inv_scale``, fp32, shape ``[]``, by its own pass."""
         name = {2.0: "2", math.inf: "inf"}.get(float(kind), "p")
         order = float(kind) if name == "p" else 2.0
-        self._sum(self._send(grads, None), None, self._normed, name, order)
-        return self._total(self._normed, inv_scale, name, order)
+        self._sum(self._send(grads, None), None, self._first, name, order)
+        return self._total(self._first, inv_scale, name, order)
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
         """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``; nan stays nan. Apex's LAMB has ``eps`` 0."""
@@ -165,7 +163,7 @@ class Plan:
         by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
-            blocks = self._rows, table, self._ids, self._offs, self._first, self._second
+            blocks = self._rows, table, self._ids, self._first, self._second
             self._run("row_sums", (self._blocks,), *blocks, BLOCK=self._block)
             self._run("by_row", rows, *by_row, **over)
         if name == "lamb":
@@ -178,11 +176,11 @@ class Plan:
 
     def _step(self, given: torch.Tensor, found: torch.Tensor, phase: int, flags: Mapping[str, bool]) -> None:
         rule = {"RULE": self.rule.name, "DECOUPLED": self.rule.decoupled, "LATE": self.rule.wd_after_momentum}
-        blocks = self._rows, given, self._ids, self._offs, found, self._factors, self._first, self._second
+        blocks = self._rows, given, self._ids, found, self._factors, self._first, self._second
         self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
 
     def _sum(self, given: torch.Tensor, found: torch.Tensor | None, out: torch.Tensor, kind: str, order: float) -> None:
-        blocks = self._rows, given, self._ids, self._offs, self._one if found is None else found, out, order
+        blocks = self._rows, given, self._ids, self._one if found is None else found, out, order
         self._run("sums", (self._blocks,), *blocks, KIND=kind, CHECKS=found is not None, BLOCK=self._block)
         self._ring.used()
 

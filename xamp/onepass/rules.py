@@ -72,7 +72,7 @@ def takes(tensor: torch.Tensor) -> bool:
     Views and unaligned tensors are taken, tensors with gaps or with elements that share memory are not. What the class
     of a subclass means (a shard, a wrapper) is for the caller to know.
     """
-    if tensor.layout is not torch.strided or tensor.dtype not in CODES:
+    if tensor.layout is not torch.strided or tensor.dtype not in CODES or tensor.is_neg() or tensor.is_meta:
         return False
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

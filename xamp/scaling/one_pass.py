@@ -156,9 +156,7 @@ class OnePass:
         self._fused.move_counters(optimizer)
         self._plans.begin(new)
 
-    def launches(
-        self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None
-    ) -> list[steps.Launch]:
+    def launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
         """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
         masters, others = self._plans.parts(optimizer)
         hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.direct]
