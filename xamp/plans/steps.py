@@ -114,7 +114,7 @@ class Plans:
 
 
 def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """Return the options of the groups; a learning rate in host memory is a number, which the host need not wait for."""
+    """Return the options of the groups; a rate in host memory is a number, for which nobody waits."""
     return [
         {**group, "lr": float(group["lr"])} if torch.is_tensor(group["lr"]) and group["lr"].is_cpu else group
         for group in optimizer.param_groups
