@@ -72,7 +72,7 @@ def rows_of(
     kind: type[Optimizer],
     optimizer: Optimizer,
     params: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    begun: Mapping[int, torch.Tensor],
+    begun: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[list[onepass.Row], list[int]]:
     """Return the rows of those of ``params`` whose state exists, and their places in ``params``.
 
@@ -80,14 +80,15 @@ def rows_of(
         kind: the class of the optimizer.
         optimizer: the optimizer.
         params: what is stepped, with the low-precision parameter into which the result is written too, if any.
-        begun: counts of steps, by id, for parameters whose state has none and that have yet to take their first step.
+        begun: see :data:`xamp.plans.steps.Begun`. It tells the first step, of a state that has no count.
     """
     form, rows, places = FORMS[kind], [], []
     groups, numbers = optimizer.param_groups, _groups_of(optimizer)
     for place, (param, low) in enumerate(params):
         number, state = numbers[id(param)], optimizer.state.get(param, {})
         states = [state[key] for key in form.keys(groups[number]) if isinstance(state.get(key), torch.Tensor)]
-        count = state.get("step") if form.counts else begun.get(id(param))
+        momentum, first = begun.get(id(param), (None, None))
+        count = state.get("step") if form.counts else first if states and states[0] is momentum else None
         if len(states) == len(form.keys(groups[number])) and (count is not None or not form.counts):
             rows.append(onepass.Row(param, low, tuple(states), count, number))
             places.append(place)
@@ -99,10 +100,16 @@ def make_states(
     optimizer: Optimizer,
     params: Iterable[torch.Tensor],
     counter_device: Callable[[Group, torch.Tensor], torch.device],
+    begin: Callable[[torch.Tensor, Mapping[str, Any]], None],
 ) -> None:
     """Make the state that torch makes at the first step of ``params``, in its order.
 
-    ``counter_device`` says where the count of steps of a group's parameter belongs.
+    Args:
+        kind: the class of the optimizer.
+        optimizer: the optimizer.
+        params: parameters without state.
+        counter_device: says where the count of steps of a group's parameter belongs.
+        begin: is told of a parameter and its state before the optimizer has it.
     """
     form, new = FORMS[kind], set(map(id, params))
     held = ((group, param) for group in optimizer.param_groups for param in group["params"])
@@ -114,6 +121,7 @@ def make_states(
             state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(group, param))
         for key in form.keys(group):
             state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        begin(param, state)
         optimizer.state[param].update(state)
 
 

@@ -16,7 +16,8 @@ __all__ = ["Grads", "Launch", "Part", "Plans", "hyper_of", "launch_all"]
 
 Param = tuple[torch.Tensor, "torch.Tensor | None"]
 Grads = Sequence["torch.Tensor | None"]
-Begun = Mapping[int, torch.Tensor]
+Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By the id of a parameter: the momentum that was made for it, and its count of steps."""
 
 
 class Part:
@@ -73,7 +74,7 @@ class Plans:
         self._kind = kind
         self._params: tuple[Sequence[Param], Sequence[Param]] = (masters, [(param, None) for param in plain])
         self._parts: dict[int, Part] = {}
-        self._begun: dict[int, torch.Tensor] = {}
+        self._begun: Begun = {}
         self._bare: onepass.Plan | None = None  # of masters that have no state yet: it checks
 
     def parts(self, optimizer: Optimizer) -> tuple[Part, Part]:
@@ -106,11 +107,11 @@ class Plans:
         found = zip(self._params, self.parts(optimizer), (grads, plain), strict=True)
         return [params[place][0] for params, part, given in found for place in part.left_out(given)]
 
-    def begin(self, params: Sequence[torch.Tensor]) -> None:
-        """Note that ``params`` take their first step: the momentum of SGD is then the gradient itself."""
-        if not forms.FORMS[self._kind].counts:
-            for param in params:
-                self._begun[id(param)] = torch.zeros((), dtype=torch.float32, device=param.device)
+    def begin(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Note that ``state`` is about to become that of ``param``: the momentum of SGD is the first gradient itself."""
+        if (momentum := state.get("momentum_buffer")) is not None:
+            count = torch.zeros((), dtype=torch.float32, device=param.device)
+            self._begun[id(param)] = momentum, count
 
 
 def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
@@ -128,6 +129,11 @@ class Launch:
         self._plan = plan
         self._arguments = arguments
         self._before: int | None = None  # launches of the plan when this began
+
+    @property
+    def began(self) -> bool:
+        """Whether it has been run, or was about to step when an interrupt came."""
+        return self._before is not None
 
     def run(self) -> None:
         """Step. After an interrupt run it again: it steps where nothing was launched, and counts as done else."""

@@ -109,7 +109,7 @@ class Waiting:
         inverse: 1/scale, a copy; None: they have no scale.
         clip: what ``clip_grad_norm_`` multiplies them by; None: 1.
         whole: all that were checked still wait, so that the norm of the check is theirs.
-        began: the step of these gradients was launched, or is about to be.
+        launches: the parts of the step of these gradients.
     """
 
     def __init__(self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None) -> None:
@@ -118,10 +118,15 @@ class Waiting:
         self.inverse = inverse
         self.clip: torch.Tensor | None = None
         self.whole = True
-        self.began = False
+        self.launches: Sequence[Any] = ()
         self._versions = _versions(grads)
         self._made: dict[int, torch.Tensor] = {}  # by index, the gradients that have moved
         self._index: dict[int, int] = {}
+
+    @property
+    def began(self) -> bool:
+        """Whether the step of these gradients was launched, or was about to be when an interrupt came."""
+        return any(launch.began for launch in self.launches)
 
     def hold(self, kind: type[nn.Parameter]) -> None:
         """Give the masters ``kind``, made by :func:`parameter_class`."""
@@ -203,7 +208,7 @@ class Waiting:
 
         After an interrupt it runs again, and goes on where it was.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for chunk in self._chunks(limit):
                 self._move(chunk)
 

@@ -585,11 +585,12 @@ class Gradients:
         waiting = self.waiting
         if waiting is None:
             return
-        if waiting.settle(call):
-            waiting.move(moves.chunk_limit(self.pairs))
-        self._end_waiting()
-        if self._sentinel is not None:
-            self._sentinel.leave()
+        with torch.inference_mode(False):
+            if waiting.settle(call):
+                waiting.move(moves.chunk_limit(self.pairs))
+            self._end_waiting()
+            if self._sentinel is not None:
+                self._sentinel.leave()
 
     def release(self, master: nn.Parameter) -> None:
         """Clear the gradient that waits for ``master``."""

@@ -152,9 +152,8 @@ class OnePass:
 
     def make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
         """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
-        forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device)
+        forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
-        self._plans.begin(new)
 
     def launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
         """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
@@ -192,12 +191,11 @@ class OneStep:
                 loss = closure()
         if self._new:
             self._one_pass.make_state(optimizer, self._new)
-        launches = self._one_pass.launches(optimizer, self._waiting, self._found_inf)
-        self._waiting.began = True  # first: an interrupt must not let the caller step a second time
+        self._waiting.launches = launches = self._one_pass.launches(optimizer, self._waiting, self._found_inf)
         try:
             steps.launch_all(launches)
         except Exception:
-            self._waiting.began = False
+            self._waiting.launches = ()
             raise
         return loss
 
