@@ -17,7 +17,8 @@ def stepped(
     """Return the parameter and its states after step ``count`` (from 1) with an unscaled gradient, all fp64."""
     p, g, held = param.double(), grad.double(), [state.double() for state in states]
     g = -g if group.get("maximize") else g
-    return _RULES[rule.name](rule, p, held, g, group, count)
+    found: Tensors = _RULES[rule.name](rule, p, held, g, group, count)
+    return found
 
 
 def _sgd(rule: Any, p: Any, held: Tensors, g: Any, o: Any, count: int) -> Tensors:

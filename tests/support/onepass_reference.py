@@ -67,7 +67,7 @@ class Plan:
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
         Plan.calls.append("norm")
         flat = torch.cat([grad.double().flatten() for grad in grads if grad is not None])
-        found = torch.linalg.vector_norm(flat, kind)
+        found: torch.Tensor = torch.linalg.vector_norm(flat, kind)
         return (found if inv_scale is None else found * inv_scale.double()).float()
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
@@ -130,7 +130,8 @@ class Plan:
             second = torch.maximum(row.states[2].double(), second)
             row.states[2].data.copy_(second)
         size = (second / (1 - beta2**count)).sqrt() + group["eps"]
-        return param - lr / (1 - beta1**count) * first / size
+        new: torch.Tensor = param - lr / (1 - beta1**count) * first / size
+        return new
 
 
 def _is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
-__all__ = ["dtype_of_work", "refusal"]
+__all__ = ["refusal"]
 
 
 def refusal(device: torch.device | str) -> str:
@@ -46,18 +45,3 @@ def _tried(device_type: str) -> str:
         words = " ".join(str(error).split()) or type(error).__name__
         return f"Triton does not compile for this device: {words[:200]}"
     return "" if right else "a kernel of Triton's gives a wrong result here"
-
-
-def dtype_of_work(device: torch.device) -> Any:
-    """Return Triton's dtype in which a step computes: fp64, rounded once, where chips have it at half the rate of fp32.
-
-    These are versions 6.0 to 10.0 of data centres' chips. Others have a 32nd of the rate or less, and fp64 would take
-    longer than memory does: fp32 there, as torch's own fused kernels compute.
-    """
-    import triton.language as tl
-
-    if device.type == "cpu":
-        return tl.float64
-    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
-    version = ask(device) if ask is not None else (0, 0)
-    return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

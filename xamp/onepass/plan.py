@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from xamp.onepass.available import dtype_of_work
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, Row, Rule, is_like, options_of
+from xamp.onepass.rules import CODES, Row, Rule, dtype_of_work, is_like, options_of
 
 __all__ = ["Plan"]
 
@@ -48,7 +47,7 @@ class Plan:
         self._places = _places(self.rows)
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
-        self._sent: list[int] = []  # the words that :attr:`_given` holds
+        self._sent: list[int] = []  # the words of the newest table
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -217,7 +216,7 @@ class Plan:
 
 def _on(device: torch.device) -> Any:
     """Return what makes ``device`` the current one, as launches need it."""
-    return contextlib.nullcontext() if device.index is None else torch.get_device_module(device).device(device)
+    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def _places(rows: Sequence[Row]) -> list[int]:

@@ -36,7 +36,8 @@ class PointerRing:
         if there is not host:
             self._copy(there, host)
         self.used()
-        return there
+        found: torch.Tensor = there
+        return found
 
     def used(self) -> None:
         """Note that work which reads the newest table is in the queue: the table is free when that is done."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CODES", "Row", "Rule", "is_like", "options_of", "takes"]
+__all__ = ["CODES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes"]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
@@ -109,3 +109,18 @@ def _is_there(value: Any, device: torch.device) -> bool:
 
 def _place(value: Any, device: torch.device) -> tuple[int, int]:
     return (value.data_ptr(), _SCALARS[value.dtype]) if _is_there(value, device) else (0, 0)
+
+
+def dtype_of_work(device: torch.device) -> Any:
+    """Return Triton's dtype in which a step computes: fp64, rounded once, where chips have it at half the rate of fp32.
+
+    These are versions 6.0 to 10.0 of data centres' chips. Others have a 32nd of the rate or less, and fp64 would take
+    longer than memory does: fp32 there, as torch's own fused kernels compute.
+    """
+    import triton.language as tl
+
+    if device.type == "cpu":
+        return tl.float64
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    version = ask(device) if ask is not None else (0, 0)
+    return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

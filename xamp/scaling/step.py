@@ -309,10 +309,12 @@ class OptimizerState:
         one = None if one_pass is None else one_pass.step(self.optimizer, found_inf)
         own = unwrapped(self.fused.kind.step)
         if one is None or own is None or not isinstance(base, functools.partial):
-            return gradients.materialize("optimizer.step()")
+            gradients.materialize("optimizer.step()")
+            return None
         step, is_hooked = one, base.func is not call_step
         if is_hooked and step.is_first:  # a hook that reads gradients would leave the first step to torch
-            return gradients.materialize("optimizer.step()")
+            gradients.materialize("optimizer.step()")
+            return None
 
         def inner(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if gradients.waiting is not waiting:  # a hook has read gradients

@@ -10,7 +10,7 @@ import torch
 
 from xamp import onepass
 from xamp.onepass import Plan, PointerRing, Row, Rule, ring
-from xamp.onepass.available import dtype_of_work
+from xamp.onepass.rules import dtype_of_work
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
