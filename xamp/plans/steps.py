@@ -108,7 +108,7 @@ class Plans:
         return [params[place][0] for params, part, given in found for place in part.left_out(given)]
 
     def begin(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Note that ``state`` is about to become that of ``param``: the momentum of SGD is the first gradient itself."""
+        """Note that ``state`` becomes that of ``param``: the momentum of SGD is the first gradient itself."""
         if (momentum := state.get("momentum_buffer")) is not None:
             count = torch.zeros((), dtype=torch.float32, device=param.device)
             self._begun[id(param)] = momentum, count
