@@ -1,0 +1,47 @@
+"""Whether the kernels can run on a device."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+__all__ = ["refusal"]
+
+
+def refusal(device: torch.device | str) -> str:
+    """Say in one line why the kernels cannot run on ``device``; the empty string where they can.
+
+    Triton is looked for, and imported only where the device could be one of its own; there a kernel is tried, once a
+    process. On a CPU they run with ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for
+    tests.
+    """
+    device = torch.device(device)
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        interprets = os.environ.get("TRITON_INTERPRET") == "1"
+        return "" if interprets else "Triton has no kernels for a CPU, but for tests with TRITON_INTERPRET=1"
+    return _tried(device.type)
+
+
+@functools.cache
+def _tried(device_type: str) -> str:
+    try:
+        import triton
+
+        own = triton.runtime.driver.active.get_active_torch_device().type
+        if own != device_type:
+            return f"Triton compiles for {own} here"
+        from xamp.onepass.plan import Plan
+        from xamp.onepass.rules import Row, Rule
+
+        param, grad = torch.ones(3, device=device_type), torch.ones(3, device=device_type)
+        Plan(Rule("sgd"), [Row(param)]).step([grad], [{"lr": 0.5}])
+        right = param.tolist() == [0.5] * 3
+    except Exception as error:  # whatever a compiler, a driver or a card raises
+        words = " ".join(str(error).split()) or type(error).__name__
+        return f"Triton does not compile for this device: {words[:200]}"
+    return "" if right else "a kernel of Triton's gives a wrong result here"

@@ -1,0 +1,135 @@
+"""The rules by which optimizers step, the rows of a plan, and the numbers that a rule takes from a group's options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["CODES", "Row", "Rule", "is_like", "options_of", "takes"]
+
+CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""By dtype, its code in the tables of the kernels."""
+
+_SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5, torch.int64: 6}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a plan computes. What torch and Apex keep in the groups is read from there at each step.
+
+    Options of a group, by the names that torch.optim and Apex give them (others are ignored): ``lr`` (a number, or an
+    fp32 tensor on the device, which the kernels read there), ``weight_decay``, ``maximize``; ``momentum``,
+    ``dampening``, ``nesterov``; ``betas``, ``eps``, ``amsgrad``, ``bias_correction``, ``grad_averaging``;
+    ``lr_decay``; ``norm_type``, ``init_zero``. Those that are missing have torch's, or Apex's, default. Two more:
+    ``step``, a number or an fp32 or int32 tensor on the device: the count of the step to take, from 1, for rows that
+    have no ``step`` of their own; ``first``: the rows of this group have not been stepped yet (SGD: the momentum
+    becomes the gradient, whatever the state holds; NovoGrad: so does the norm), where they have no ``step``.
+
+    Attributes:
+        name: ``"sgd"`` (states: the momentum, or none where ``momentum`` is 0), ``"adam"`` (two moments; the largest
+            second one where ``amsgrad`` is set), ``"adagrad"`` (the sum of squares), ``"lamb"`` (two moments, fp32),
+            ``"novograd"`` (the first moment; the moving norm, fp32 with one element).
+        decoupled: the weight decay shrinks the parameter (AdamW, Apex's ``adam_w_mode``, ``adagrad_w_mode``; NovoGrad:
+            not ``reg_inside_moment``) and is not added to the gradient.
+        use_nvlamb: LAMB scales updates by the ratio of norms also where the weight decay is 0.
+        wd_after_momentum: SGD adds the weight decay to the update, not to the gradient.
+    """
+
+    name: str
+    decoupled: bool = False
+    use_nvlamb: bool = False
+    wd_after_momentum: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor to step, with what belongs to it. All have one device, shape and order in memory (see :func:`takes`).
+
+    Attributes:
+        param: what is stepped: the fp32 master, or the parameter itself (fp32, fp16, bf16).
+        low: the fp16 or bf16 weight into which the stepped value is written too, or None.
+        states: of the rule, all of one dtype (fp32 as a rule), NovoGrad's norm excepted.
+        step: the count of this row's steps taken so far, fp32 with one element, on the device; the step adds 1 unless
+            it is skipped. No two rows share it. None: the group's options say it, or the rule needs none. With SGD it
+            serves to know the first step, whose momentum is the gradient.
+        group: index into the options that each step is given. Groups may be cut as is handy, by ``first`` for example.
+    """
+
+    param: torch.Tensor
+    low: torch.Tensor | None = None
+    states: tuple[torch.Tensor, ...] = ()
+    step: torch.Tensor | None = None
+    group: int = 0
+
+
+def takes(tensor: torch.Tensor) -> bool:
+    """Whether kernels can go over this tensor's memory: fp32, fp16 or bf16, strided, dense (any order of dimensions).
+
+    Views and unaligned tensors are taken, tensors with gaps or with elements that share memory are not. What the class
+    of a subclass means (a shard, a wrapper) is for the caller to know.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in CODES:
+        return False
+    return tensor.is_contiguous() or is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a strided tensor fill its part of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` lie in the order of those of ``param``, on the same device."""
+    if tensor.shape != param.shape or tensor.device != param.device or not takes(tensor):
+        return False
+    if tensor.stride() == param.stride():
+        return True
+    pairs = zip(tensor.stride(), param.stride(), tensor.shape, strict=True)
+    return tensor.numel() < 2 or all(one == other for one, other, size in pairs if size > 1)
+
+
+def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[float], list[int]]:
+    """Return the options of a group as the kernels read them: fp64 numbers, then addresses and codes of tensors."""
+    beta1, beta2 = group.get("betas", (0.9, 0.999))
+    lr, count = group.get("lr", 1e-3), group.get("step", 0)
+    numbers = [
+        0.0 if _is_there(lr, device) else float(lr),
+        group.get("weight_decay", 0.0),
+        beta1,
+        beta2,
+        group.get("eps", 1e-8),
+        group.get("momentum", 0.0),
+        group.get("dampening", 0.0),
+        group.get("nesterov", False),
+        group.get("maximize", False),
+        group.get("amsgrad", False),
+        group.get("bias_correction", True),
+        group.get("grad_averaging", True),
+        group.get("lr_decay", 0.0),
+        group.get("norm_type", 2) == 0 or group.get("norm_type", 2) == math.inf,
+        group.get("init_zero", False),
+        group.get("first", False),
+        0.0 if _is_there(count, device) else float(count),
+    ]
+    return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
+
+
+def _is_there(value: Any, device: torch.device) -> bool:
+    """Whether the kernels read ``value`` where it lies; any other is a number for them."""
+    return isinstance(value, torch.Tensor) and value.device == device and value.dtype in _SCALARS
+
+
+def _place(value: Any, device: torch.device) -> tuple[int, int]:
+    return (value.data_ptr(), _SCALARS[value.dtype]) if _is_there(value, device) else (0, 0)
