@@ -36,7 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels run in the interpreter, for tensors of the host. Triton reads its variable as it is first imported."""
+    """The kernels run in the interpreter, for tensors of the host. Triton reads its variable at its first import."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     importlib.import_module("xamp.onepass.kernels")
     assert onepass.refusal("cpu") == ""
@@ -138,7 +138,7 @@ def test_sgd_scales_writes_a_copy_and_heeds_the_flag(scale: float) -> None:
 
 def test_a_plan_is_kept_made_anew_for_what_moved_and_let_go_with_its_parameter() -> None:
     param = torch.nn.Parameter(torch.ones(4))
-    optimizer = optimizers.FusedAdam([param], lr=0.5, betas=(0.0, 0.0), eps=0.0)
+    optimizer = optimizers.FusedAdam([param], lr=0.5, betas=(0.0, 0.0), eps=1e-12)
     stepped(optimizer, [param], [torch.ones(4)])
     first = plans_of(param)
     stepped(optimizer, [param], [torch.ones(4)])
