@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import apex_training
 import pytest
 import torch
 from apex_oracles import ORACLES, make_case, trained
 
 from xamp import onepass
-from xamp.apex import amp_C, optimizers
+from xamp.apex import amp, amp_C, optimizers
 from xamp.plans import lists
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -197,3 +200,40 @@ def test_nothing_changes_on_a_cpu_but_for_tests(monkeypatch: pytest.MonkeyPatch)
     param = torch.nn.Parameter(torch.ones(4))
     stepped(optimizers.FusedAdam([param]), [param], [torch.ones(4)])
     assert not plans_of(param)
+
+
+RECORDED = json.loads((Path(__file__).parents[2] / "data" / "apex" / "training.json").read_text(encoding="utf-8"))
+TRAJECTORIES = [
+    f"{level} dynamic losses=1 optimizers={count} {kind}"
+    for level, count, kind in (("O1", 1, "adam"), ("O2", 1, "sgd"), ("O2", 1, "adam"), ("O2", 2, "sgd"))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_amp_trains_as_apex_was_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales, skipped steps and counts are equal. Recorded were torch's optimizers, whose rules these are too."""
+    case = next(case for case in apex_training.CASES if case.name == name)
+    made: list[torch.optim.Optimizer] = []
+
+    def optimizer(run: apex_training.Run, model: torch.nn.Module) -> torch.optim.Optimizer:
+        params = [{"params": group["params"]} for group in plain(run, model).param_groups]
+        if case.kind == "sgd":
+            made.append(optimizers.FusedSGD(params, lr=0.05, momentum=0.9))
+        else:
+            made.append(optimizers.FusedAdam(params, lr=0.01, eps=1e-3, adam_w_mode=False))
+        return made[-1]
+
+    plain, threads = apex_training.Run._optimizer, torch.get_num_threads()
+    monkeypatch.setattr(apex_training.Run, "_optimizer", optimizer)
+    try:
+        found = apex_training.run(amp, case)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(any(plans_of(param) for param in one.param_groups[0]["params"]) for one in made)
+    recorded = RECORDED["cases"][name]
+    for fact in ("scales", "unskipped", "skipped"):
+        assert found[fact] == recorded[fact]
+    for name, line in recorded["values"].items():
+        mine, theirs = ([float.fromhex(x) for x in each.split()[1:]] for each in (found["values"][name], line))
+        assert mine == pytest.approx(theirs, rel=3e-2, abs=3e-2)  # after 6 steps, as the whole suite of cases has it
