@@ -15,6 +15,8 @@ from xamp.apex import _updates as updates
 from xamp.apex._multi_tensor import joined, limit_of, norms, number, split
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, opened, store
 from xamp.ground.torch_private import operators
+from xamp.onepass import Rule
+from xamp.plans import lists as one_pass
 
 __all__ = [
     "multi_tensor_lamb",
@@ -158,6 +160,9 @@ def _lamb(
     numbers: dict[str, Any],
 ) -> None:
     """Step parameters and moments, and write the new parameters into the lists behind them."""
+    lamb = Rule("lamb", decoupled=options[2] != 0, use_nvlamb=bool(use_nvlamb))
+    if one_pass.step(lamb, lists[:4], numbers, options[:2], lists[4:], skip, inv_scale, divisor):
+        return
 
     def update_of(piece: Piece, moments: Piece) -> list[torch.Tensor]:
         grads, params = map(floats, piece[:2])

@@ -18,6 +18,8 @@ from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
+from xamp.onepass import Rule
+from xamp.plans import lists as one_pass
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -50,6 +52,9 @@ def multi_tensor_sgd(
     numbers = {"lr": lr, "weight_decay": wd, "momentum": momentum, "dampening": dampening}
     numbers |= {"nesterov": nesterov, "is_first_step": first_run}
     lists = [grads, params, *([momenta] if momentum != 0.0 else [])]
+    sgd = Rule("sgd", wd_after_momentum=wd_after_momentum)
+    if one_pass.step(sgd, lists, numbers, copies=copies, skip=noop_flag, scale=scale):
+        return
     if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
         rule = functools.partial(updates.fused_sgd_, skip=noop_flag, numbers=numbers)
         pieces.apply(rule, lists, limit_of(lists), copies, noop_flag, obeys=True)
@@ -121,6 +126,11 @@ def _adam(
     numbers: dict[str, Any],
     divisor: torch.Tensor | None = None,
 ) -> None:
+    adam = Rule("adam", decoupled=options[1] != 0)
+    if one_pass.step(adam, lists, numbers, options[::2], copies, skip, inv_scale, divisor):
+        if inv_scale is not None:  # it gets into the gradients
+            one_pass.scale_(lists[0], number(inv_scale), limit_of(lists), skip)
+        return
     is_fused = updates.has_fused(torch.optim.AdamW if options[1] else torch.optim.Adam, lists)
 
     def rule(piece: Piece) -> None:
@@ -152,6 +162,8 @@ def multi_tensor_adagrad(
 ) -> None:
     """Take a step of Adagrad. Lists: gradients, parameters, sums of squares. ``mode``: :func:`multi_tensor_adam`."""
     numbers = {"lr": lr, "eps": epsilon, "weight_decay": weight_decay}
+    if one_pass.step(Rule("adagrad", decoupled=mode != 0), tensor_lists, numbers):
+        return
     rule = functools.partial(updates.adagrad_, mode=mode, numbers=numbers)
     pieces.apply(rule, tensor_lists, limit_of(tensor_lists))
 

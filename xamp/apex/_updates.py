@@ -17,6 +17,7 @@ from xamp.apex._multi_tensor import number
 from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
+from xamp.plans.lists import are_alike, found_inf
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -25,8 +26,6 @@ __all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "momen
 
 Numbers = Mapping[str, Any]
 
-_KNOWN = (torch.float32, torch.float16, torch.bfloat16)
-
 
 def has_fused(cls: Any, lists: Lists) -> bool:
     """Return whether torch's fused kernel for ``cls``, a class of torch.optim, can step ``lists``.
@@ -34,15 +33,8 @@ def has_fused(cls: Any, lists: Lists) -> bool:
     That takes tensors whose elements are in one order, without gaps. A CPU has such kernels too; there the steps stay
     those of torch's plain optimizers, bit for bit.
     """
-    if not len(lists[0]) or (device := lists[0][0].device).type == HOST:
+    if not len(lists[0]) or (device := lists[0][0].device).type == HOST or not are_alike(lists):
         return False
-    for row in zip(*lists, strict=True):
-        if any(type(t.detach()) is not torch.Tensor or t.device != device or t.dtype not in _KNOWN for t in row):
-            return False
-        # torch gives a new tensor the strides of a tensor without gaps.
-        strides = row[0].stride() if row[0].is_contiguous() else torch.empty_like(row[0], device="meta").stride()
-        if any(tensor.stride() != strides for tensor in row):
-            return False
     try:
         return is_right(cls, device, torch.float32)
     except NotNow:
@@ -76,7 +68,7 @@ def fused_sgd_(lists: Piece, skip: torch.Tensor | None, numbers: Numbers) -> Non
     """Do as :func:`sgd_`, at the scale 1; nothing where ``skip`` is not zero."""
     grads, params, *momenta = lists
     kernel: Any = operators.fused_sgd_
-    kernel(params, grads, *(momenta or [[]]), **numbers, maximize=False, found_inf=_found_inf(skip))
+    kernel(params, grads, *(momenta or [[]]), **numbers, maximize=False, found_inf=found_inf(skip))
 
 
 def adam_(lists: Piece, step: Any, mode: int, corrects: int, numbers: Numbers) -> None:
@@ -114,11 +106,7 @@ def fused_adam_(lists: Piece, step: Any, mode: int, corrects: int, skip: torch.T
     counts = [torch.as_tensor(taken, dtype=torch.float32, device=params[0].device)] * len(params)
     kernel: Any = operators.fused_adam_ if mode == 0 else operators.fused_adamw_
     plain = {"amsgrad": False, "maximize": False}
-    kernel(params, grads, *moments, [], counts, **numbers, **plain, found_inf=_found_inf(skip))
-
-
-def _found_inf(skip: torch.Tensor | None) -> torch.Tensor | None:
-    return None if skip is None else skip.reshape(()).ne(0).float()
+    kernel(params, grads, *moments, [], counts, **numbers, **plain, found_inf=found_inf(skip))
 
 
 def moments_(lists: Piece, step: Any, corrects: int, numbers: Numbers) -> list[torch.Tensor]:

@@ -1,0 +1,162 @@
+"""Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
+
+The tables of a step are kept for the next one with the same tensors, for as long as the first parameter lives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xamp import onepass
+from xamp.ground import pieces
+from xamp.ground.pieces import Lists, Piece
+from xamp.ground.torch_private import operators
+from xamp.registry.registry import HOST
+
+__all__ = ["are_alike", "found_inf", "scale_", "step"]
+
+_KNOWN = (torch.float32, torch.float16, torch.bfloat16)
+
+_on_host = False
+"""Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
+
+_plans: Any = WeakIdKeyDictionary()
+"""By the first parameter, for each rule: where the tensors were, and their plan, or None where they suit no kernel."""
+
+
+def step(
+    rule: onepass.Rule,
+    lists: Lists,
+    numbers: Mapping[str, Any],
+    counted: tuple[Any, Any] = (1, False),
+    copies: Lists = (),
+    skip: torch.Tensor | None = None,
+    scale: Any = None,
+    divisor: torch.Tensor | None = None,
+) -> bool:
+    """Step parameters and states in one pass. Returns False, and changes nothing, where the kernels cannot.
+
+    A graph that is being captured keeps the addresses of what a replay reads again, so the tables are not for it.
+
+    Args:
+        rule: what is computed.
+        lists: gradients, parameters, and the states in the order of the rule.
+        numbers: the options, by the names that torch's fused kernels give them.
+        counted: the count of this step, from 1, a number or a tensor, and whether the moments' bias is corrected by it.
+        copies: lists of tensors that the new parameters are written to, besides; the kernels take one at most.
+        skip: where this is not zero, on the device, nothing changes.
+        scale: a number or a tensor; the gradients are multiplied by it first.
+        divisor: one element; the gradients are divided by it first.
+    """
+    if not len(lists[0]) or len(copies) > 1 or not _may_run(device := lists[1][0].device):
+        return False
+    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies))
+    if plan is None or not _are_plain([grads]) or any(grad.is_neg() for grad in grads) or not plan.suits(grads):
+        return False
+    factor = None if divisor is None else _scalar(divisor, device).reciprocal()
+    plan.step(
+        grads,
+        [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
+        None if (flag := found_inf(skip)) is None else _scalar(flag, device),
+        None if scale is None or _is_one(scale) else _scalar(scale, device),
+        factor,
+    )
+    # What keeps copies of a tensor asks for its version, which kernels do not raise.
+    written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(written)
+    return True
+
+
+def scale_(tensors: Sequence[torch.Tensor], factor: Any, limit: int, skip: torch.Tensor | None) -> None:
+    """Multiply tensors by ``factor`` in fp32, in pieces of ``limit`` elements; not where ``skip`` is not zero."""
+
+    def rule(piece: Piece) -> None:
+        operators.foreach_mul_(piece[1], factor)
+
+    pieces.apply(rule, [tensors, tensors], limit, skip=skip)
+
+
+def found_inf(skip: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the flag as fused kernels read it: fp32, without dimensions, 1 where ``skip`` is not zero."""
+    return None if skip is None else skip.reshape(()).ne(0).float()
+
+
+def are_alike(lists: Lists) -> bool:
+    """Return whether torch's fused kernels can step these: plain tensors of one device, in one order, without gaps."""
+    device = lists[0][0].device
+    for row in zip(*lists, strict=True):
+        if any(type(t.detach()) is not torch.Tensor or t.device != device or t.dtype not in _KNOWN for t in row):
+            return False
+        # torch gives a new tensor the strides of a tensor without gaps.
+        strides = row[0].stride() if row[0].is_contiguous() else torch.empty_like(row[0], device="meta").stride()
+        if any(tensor.stride() != strides for tensor in row):
+            return False
+    return True
+
+
+def _may_run(device: torch.device) -> bool:
+    if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
+        return False
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return not (capturing is not None and capturing()) and _refusal(device.type) == ""
+
+
+@functools.cache
+def _refusal(device_type: str) -> str:
+    return onepass.refusal(device_type)
+
+
+def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
+    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only."""
+    if not _are_plain(lists):
+        return None
+    places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
+    kept = _plans.setdefault(lists[0][0], {})
+    if rule not in kept or kept[rule][0] != places:
+        kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
+        kept[rule] = places, _new_plan(rule, lists, copies)
+    plan: onepass.Plan | None = kept[rule][1]
+    return plan
+
+
+def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
+    rows = []
+    # Detached: what a plan holds must not keep alive the parameter that the plan is kept for.
+    for param, *others in zip(*([t.detach() for t in tensors] for tensors in lists), strict=True):
+        states, low = others[: len(others) - copies], others[-1] if copies else None
+        dtypes = {state.dtype for state in states}
+        if len(dtypes) > 1 or (rule.name == "lamb" and dtypes != {torch.float32}):
+            return None
+        rows.append(onepass.Row(param, low, tuple(states)))
+    try:
+        return onepass.Plan(rule, rows)
+    except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
+        return None
+
+
+def _are_plain(lists: Lists) -> bool:
+    """Return whether all are plain tensors, by their classes: a shard or a wrapper stays one when it is detached."""
+    kinds = {type(tensor): tensor for tensors in lists for tensor in tensors}
+    return all(type(tensor.detach()) is torch.Tensor for tensor in kinds.values())
+
+
+def _options(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: numbers[key] for key in numbers if key not in ("beta1", "beta2", "beta3", "is_first_step")}
+    if "beta1" in numbers:
+        found["betas"] = numbers["beta1"], numbers["beta2"]
+    return found | {"grad_averaging": numbers.get("beta3") != 1.0, "first": numbers.get("is_first_step", False)}
+
+
+def _is_one(scale: Any) -> bool:
+    return not isinstance(scale, torch.Tensor) and scale == 1.0
+
+
+def _scalar(value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().reshape(()).to(device, torch.float32)
+    return torch.full((), value, dtype=torch.float32, device=device)
