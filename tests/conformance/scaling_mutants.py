@@ -279,7 +279,9 @@ MUTANTS = [
         patched(Gradients, "has_stray", lambda self: False),
     ),
     Mutant("steps twice", "scaling.step_twice", patched(OptimizerState, "_finish", _gradients_stay_ready)),
-    Mutant("steps inside the block", "scaling.use_inside_the_block", patched(OptimizerState, "settle", _step_inside)),
+    Mutant(
+        "steps inside the block", "scaling.use_inside_the_block", patched(OptimizerState, "check_ready", _step_inside)
+    ),
     Mutant(
         "scales for two sessions by one",
         "scaling.two_sessions_in_one_scale_loss",
