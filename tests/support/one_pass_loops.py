@@ -31,7 +31,9 @@ class Loop:
         grads: by step, the gradients that a backward left on the model, unscaled in fp64; see :meth:`record`.
     """
 
-    def __init__(self, fused: Any, level: str = "O2", form: str = "AdamW", *, norm: bool = True, **options: Any) -> None:
+    def __init__(
+        self, fused: Any, level: str = "O2", form: str = "AdamW", *, norm: bool = True, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         parts = [nn.Linear(6, 5), *([nn.BatchNorm1d(5)] if norm else []), nn.Tanh(), nn.Linear(5, 3)]
         self.model: Any = nn.Sequential(*parts)
@@ -130,4 +132,3 @@ def assert_alike(found: Loop, wanted: Loop) -> None:
     for number, tensor in enumerate(found.model.parameters()):
         stepped = found.masters[number].detach()
         assert torch.equal(tensor.detach(), stepped.to(tensor.dtype))
-

@@ -66,7 +66,8 @@ class Plan:
     def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         Plan.calls.append("checked_norm")
         total = torch.stack(self._checked).sum().sqrt() * (1.0 if inv_scale is None else inv_scale.double())
-        return total.float() if out is None else out.copy_(total)
+        found: torch.Tensor = (torch.empty(()) if out is None else out).copy_(total)
+        return found
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
         Plan.calls.append("norm")
@@ -134,7 +135,8 @@ class Plan:
             second = torch.maximum(row.states[2].double(), second)
             row.states[2].data.copy_(second)
         size = (second / (1 - beta2**count)).sqrt() + group["eps"]
-        return param - lr / (1 - beta1**count) * first / size
+        moved: torch.Tensor = lr / (1 - beta1**count) * first / size
+        return param - moved
 
 
 def _is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
@@ -158,5 +160,3 @@ def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     patched.setattr(onepass, "refusal", lambda device, wide=None: "")
     Plan.calls = []
     return Plan
-
-

@@ -56,7 +56,7 @@ FORMS: Mapping[type[Optimizer], Form] = {
 
 
 def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
-    """Return why ``optimizer``, whose class before it was managed is ``kind``, cannot step in one pass; empty if it can."""
+    """Return why ``optimizer``, of class ``kind`` before it was managed, cannot step in one pass; empty if it can."""
     form = FORMS.get(kind)
     if form is None:
         return f"{kind.__name__} has no kernel; {', '.join(one.__name__ for one in FORMS)} of torch.optim have"

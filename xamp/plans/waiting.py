@@ -63,8 +63,8 @@ def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter]
         read: a bound method, held weakly, that moves all gradients into their masters.
         release: a bound method, held weakly, that clears the gradient that waits for one master.
     """
-    weak_read: Any = weakref.WeakMethod(read)  # type: ignore[type-var]
-    weak_release: Any = weakref.WeakMethod(release)  # type: ignore[type-var]
+    weak_read: Any = weakref.WeakMethod(read)
+    weak_release: Any = weakref.WeakMethod(release)
 
     def settle(master: nn.Parameter, *, cleared: bool = False) -> None:
         if cleared and (clear := weak_release()) is not None:
@@ -75,7 +75,7 @@ def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter]
 
     class Parameter(_Waits):
         @property
-        def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        def grad(self) -> torch.Tensor | None:
             settle(self)
             return self.grad
 

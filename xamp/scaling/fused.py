@@ -197,7 +197,7 @@ class FusedChoice:
                     self._counters[param] = given  # first, so that switch_off knows it
                     state["step"] = moved
 
-    def counter_device(self, group: dict[str, Any], param: torch.Tensor) -> torch.device:
+    def counter_device(self, group: Mapping[str, Any], param: torch.Tensor) -> torch.device:
         """Return where the form that the user gave for ``group`` counts the steps of ``param``."""
         return torch.device("cpu") if any(group is one for one in self._switched) else param.device
 

@@ -308,11 +308,12 @@ class OptimizerState:
         found_inf = self.found_inf_since_step if checks else None
         one = None if one_pass is None else one_pass.step(self.optimizer, found_inf)
         own = unwrapped(self.fused.kind.step)
-        if one is None or own is None or not isinstance(base, functools.partial):
-            return gradients.materialize("optimizer.step()")
-        step, is_hooked = one, base.func is not call_step
-        if is_hooked and step.is_first:  # a hook that reads gradients would leave the first step to torch
-            return gradients.materialize("optimizer.step()")
+        is_hooked = getattr(base, "func", None) is not call_step
+        # A hook that reads gradients would leave a first step to torch.
+        if one is None or own is None or (is_hooked and one.is_first):
+            gradients.materialize("optimizer.step()")
+            return None
+        step = one
 
         def inner(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if gradients.waiting is not waiting:  # a hook has read gradients
