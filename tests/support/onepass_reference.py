@@ -66,14 +66,16 @@ class Plan:
     def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         Plan.calls.append("checked_norm")
         total = torch.stack(self._checked).sum().sqrt() * (1.0 if inv_scale is None else inv_scale.double())
-        found: torch.Tensor = (torch.empty(()) if out is None else out).copy_(total)
+        found = torch.empty(()) if out is None else out
+        found.copy_(total)
         return found
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
         Plan.calls.append("norm")
         flat = torch.cat([grad.double().flatten() for grad in grads if grad is not None])
         found = torch.linalg.vector_norm(flat, kind)
-        return (found if inv_scale is None else found * inv_scale.double()).float()
+        unscaled: torch.Tensor = found if inv_scale is None else found * inv_scale.double()
+        return unscaled.float()
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
         return torch.clamp(limit / (norm + eps), max=1.0)
