@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from xamp import onepass
 from xamp.casting import ops
 from xamp.contract import Backend, Capabilities
 from xamp.ground.kernels import missing
@@ -53,8 +54,15 @@ def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
     """
     with contextlib.suppress(Exception):
         can = backend.capabilities(device)
-        return [*_failing(can), *_done_without(can, device)]
+        return [*_failing(can), *_done_without(can, device), *_one_pass(can, device)]
     return []
+
+
+def _one_pass(can: Capabilities, device: torch.device) -> Iterator[Finding]:
+    """Tell whether steps at O2 and O5 are taken in one pass; not of the host, where torch's own kernels serve."""
+    if {"O2", "O5"}.intersection(can.levels) and not torch.empty(0, device=device).is_cpu:
+        why = onepass.refusal(device)
+        yield Finding(NOTE, f"steps in one pass at O2 and O5: {f'no, {why}' if why else 'yes'}")
 
 
 def _failing(can: Capabilities) -> Iterator[Finding]:

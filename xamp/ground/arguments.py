@@ -52,6 +52,13 @@ def number(name: str, value: object, *, call: str = "initialize") -> float:
     return found
 
 
+def number_or_tensor(name: str, value: Any, *, call: str = "clip_grad_norm_") -> Any:
+    """Return a number as it is, also a tensor; of anything else the number that it spells."""
+    import torch
+
+    return value if isinstance(value, float | int | torch.Tensor) else number(name, value, call=call)
+
+
 def number_between(
     name: str, value: object, low: float, high: float, *, whole: bool = False, call: str = "initialize"
 ) -> float:

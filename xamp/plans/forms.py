@@ -14,8 +14,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xamp import onepass
+from xamp.errors import UnsupportedPolicy
 
-__all__ = ["FORMS", "Form", "make_states", "refusal", "rows_of"]
+__all__ = ["FORMS", "Form", "insist", "make_states", "refusal", "rows_of"]
 
 Group = Mapping[str, Any]
 
@@ -66,6 +67,15 @@ def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
     if len({form.rule(group) for group in groups}) > 1:
         return "its groups disagree on decoupled_weight_decay"
     return ""
+
+
+def insist(kind: type[Optimizer], why: str) -> None:
+    """Raise UnsupportedPolicy where optimizers of class ``kind`` cannot step in one pass, for the reason ``why``."""
+    if why:
+        raise UnsupportedPolicy(
+            f"initialize(fused='one-pass'): {kind.__name__} cannot step in one pass: {why}. Leave fused='auto', which "
+            "steps so where it can."
+        )
 
 
 def rows_of(

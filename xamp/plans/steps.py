@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from xamp import onepass
 from xamp.plans import forms
+from xamp.plans.waiting import Waiting
 
-__all__ = ["Grads", "Launch", "Part", "Plans", "hyper_of", "launch_all"]
+__all__ = ["Grads", "Launch", "OneStep", "Part", "Plans", "hyper_of"]
 
 Param = tuple[torch.Tensor, "torch.Tensor | None"]
 Grads = Sequence["torch.Tensor | None"]
@@ -108,14 +109,14 @@ class Plans:
         return [params[place][0] for params, part, given in found for place in part.left_out(given)]
 
     def begin(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Note that ``state`` becomes that of ``param``: the momentum of SGD is the first gradient itself."""
+        """Note that ``state`` is about to become that of ``param``: SGD's first momentum is the gradient itself."""
         if (momentum := state.get("momentum_buffer")) is not None:
             count = torch.zeros((), dtype=torch.float32, device=param.device)
             self._begun[id(param)] = momentum, count
 
 
 def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """Return the options of the groups; a rate in host memory is a number, for which nobody waits."""
+    """Return the options of the groups. A learning rate in host memory becomes a number, which costs no wait."""
     return [
         {**group, "lr": float(group["lr"])} if torch.is_tensor(group["lr"]) and group["lr"].is_cpu else group
         for group in optimizer.param_groups
@@ -159,3 +160,40 @@ def launch_all(launches: Sequence[Launch]) -> None:
         for launch in launches[done:]:
             launch.run()
         raise
+
+
+class OneStep:
+    """A step in one pass, which is called as the ``step`` of the optimizer's class.
+
+    Args:
+        waiting: the gradients.
+        begin: makes the state of parameters that are stepped for the first time; None: all have it.
+        launches: returns the parts of the step.
+
+    Attributes:
+        is_first: some parameters are stepped for the first time.
+    """
+
+    def __init__(
+        self, waiting: Waiting, begin: Callable[[], None] | None, launches: Callable[[], Sequence[Launch]]
+    ) -> None:
+        self.is_first = begin is not None
+        self._waiting = waiting
+        self._begin = begin
+        self._launches = launches
+
+    def __call__(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._begin is not None:
+            self._begin()
+        self._waiting.launches = launches = self._launches()
+        try:
+            launch_all(launches)
+        except Exception:  # of a launch that did not come about
+            self._waiting.launches = ()
+            raise
+        return loss

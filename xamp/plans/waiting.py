@@ -18,7 +18,7 @@ from torch import nn
 from xamp.errors import StateError
 from xamp.ground import kernels
 
-__all__ = ["Waiting", "cleared_in_part", "has_gradient", "parameter_class", "plain_type", "written"]
+__all__ = ["Waiting", "cleared_in_part", "has_gradient", "is_plain", "parameter_class", "written"]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
 
@@ -50,10 +50,9 @@ class _Waits(nn.Parameter):
     """Masters while their gradients wait."""
 
 
-def plain_type(value: object) -> type:
-    """Return the class of ``value``; of a master as it is while no gradient waits."""
-    kind = type(value)
-    return nn.Parameter if issubclass(kind, _Waits) else kind
+def is_plain(value: object) -> bool:
+    """Return whether ``value`` is a Tensor or a Parameter and no subclass, as a master is while no gradient waits."""
+    return type(value) in (torch.Tensor, nn.Parameter) or issubclass(type(value), _Waits)
 
 
 def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter], object]) -> type[nn.Parameter]:

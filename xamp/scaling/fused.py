@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.errors import PolicyError, UnsupportedPolicy
 from xamp.plans.trials import form_refusal, honours_found_inf, is_right
-from xamp.plans.waiting import plain_type
+from xamp.plans.waiting import is_plain
 
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
@@ -43,6 +43,7 @@ class FusedChoice:
     Attributes:
         kind: the class of the optimizer before it was managed.
         one_pass: whether its steps may be taken in one pass: ``"one-pass"``, ``"auto"``, True, or False.
+        insists: they must be, and nobody has looked whether they can.
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
@@ -55,7 +56,7 @@ class FusedChoice:
         sparse: bool,
         stepped: Callable[[torch.Tensor], torch.dtype] = lambda param: param.dtype,
     ) -> None:
-        self.one_pass = choice
+        self.one_pass, self.insists = choice, choice == "one-pass"
         self._choice = "auto" if choice == "one-pass" else choice
         self._stepped = stepped
         self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
@@ -230,7 +231,7 @@ class FusedChoice:
 
 def _is_ordinary(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
-    return plain_type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
+    return is_plain(param) and param.dtype.is_floating_point
 
 
 class WarmState:

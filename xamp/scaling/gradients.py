@@ -467,7 +467,7 @@ class Gradients:
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
-        sentinel = None if self.pending is not None or self.waiting is not None else self._sentinel
+        sentinel = self._sentinel if self.pending is None and self.waiting is None else None
         if sentinel is not None and any(m.grad is not None for _, m in self.pairs):
             sentinel.leave()
         self._entry = OUTSIDE
@@ -620,9 +620,9 @@ class Gradients:
         plain = [g for p in self.direct for g in (p.grad,) if g is not None]
         if not plain:
             return norm
-        others = torch.nn.utils.get_total_norm(plain, norm_type, foreach=kernels.foreach_of(plain))
-        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, others.to(norm.dtype)]), norm_type)
-        return whole
+        others: Any = torch.nn.utils.get_total_norm(plain, norm_type, foreach=kernels.foreach_of(plain))
+        both: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, others.to(norm.dtype)]), float(norm_type))
+        return both
 
     def clip_waiting(self, norm: torch.Tensor, max_norm: Any) -> None:
         """Clip gradients whose norm is ``norm``: those that wait when the pass reads them, the others now."""

@@ -7,6 +7,7 @@ the gradients move into the masters, and the step is the ordinary one.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from xamp.scaling.fused import FusedChoice
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["OnePass", "OneStep", "refusal", "tell"]
+__all__ = ["OnePass", "refusal", "tell"]
 
 
 def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, device: torch.device) -> str:
@@ -126,7 +127,7 @@ class OnePass:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> OneStep | None:
+    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> steps.OneStep | None:
         """Return the step of the gradients that wait; None where the kernels do not suit it.
 
         ``found_inf``: the kernels skip by it; None: nothing was checked.
@@ -148,14 +149,15 @@ class OnePass:
         fits = parts[0].suits(waiting.grads) and parts[1].suits(plain)
         if not fits or any(optimizer.state.get(param) for param in new):
             return None
-        return OneStep(self, waiting, new, found_inf)
+        begin = functools.partial(self._make_state, optimizer, new) if new else None
+        return steps.OneStep(waiting, begin, functools.partial(self._launches, optimizer, waiting, found_inf))
 
-    def make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
+    def _make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
         """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
         forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
 
-    def launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
+    def _launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
         """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
         masters, others = self._plans.parts(optimizer)
         hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.direct]
@@ -165,39 +167,6 @@ class OnePass:
             for part, grads, inverse, clip in given
             if part.plan is not None
         ]
-
-
-class OneStep:
-    """A step in one pass. It is called as the ``step`` of the optimizer's class.
-
-    Attributes:
-        is_first: some parameters are stepped for the first time, and have no state yet.
-    """
-
-    def __init__(
-        self, one_pass: OnePass, waiting: Waiting, new: Sequence[torch.Tensor], found_inf: torch.Tensor | None
-    ) -> None:
-        self.is_first = bool(new)
-        self._one_pass = one_pass
-        self._waiting = waiting
-        self._new = new
-        self._found_inf = found_inf
-
-    def __call__(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._new:
-            self._one_pass.make_state(optimizer, self._new)
-        self._waiting.launches = launches = self._one_pass.launches(optimizer, self._waiting, self._found_inf)
-        try:
-            steps.launch_all(launches)
-        except Exception:
-            self._waiting.launches = ()
-            raise
-        return loss
 
 
 def tell(optimizer: Optimizer, why: str) -> None:

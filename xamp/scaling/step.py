@@ -22,6 +22,7 @@ from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs, keep_eager
 from xamp.ground.log import say
 from xamp.ground.torch_features import traces_attributes_of_optimizers
+from xamp.plans import forms
 from xamp.policy import levels_where, listed
 from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
@@ -51,7 +52,6 @@ class OptimizerState:
         outcomes: what the steps did.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so ``found_inf_since_step`` is down.
-        why_not_one_pass: why steps are not taken in one pass; empty: they are, or nobody has looked.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         found_inf: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
         ``found_inf_since_step`` at once.
@@ -74,7 +74,6 @@ class OptimizerState:
         self.live_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
-        self.why_not_one_pass = ""
         self._warned_of_no_gradient = False
         self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
@@ -119,14 +118,16 @@ class OptimizerState:
 
     def _choose_one_pass(self) -> None:
         """Find out whether steps are taken in one pass, now that the groups hold what they hold."""
-        engine, gradients = self.engine, self.gradients
-        why = refusal(self.optimizer, self.fused, gradients, engine.device)
+        engine, gradients, fused = self.engine, self.gradients, self.fused
+        why = refusal(self.optimizer, fused, gradients, engine.device)
         if engine.saturates:
             why = "the chip tells of an overflow by a flag"
-        gradients.one_pass = None if why else OnePass(gradients, self.fused, self.outcomes.replays.capturing)
+        gradients.one_pass = None if why else OnePass(gradients, fused, self.outcomes.replays.capturing)
         if gradients.pairs:
             tell(self.optimizer, why)
-        self.why_not_one_pass = why
+        if fused.insists:
+            forms.insist(fused.kind, why)
+        fused.insists = False
 
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.
@@ -308,13 +309,12 @@ class OptimizerState:
         found_inf = self.found_inf_since_step if checks else None
         one = None if one_pass is None else one_pass.step(self.optimizer, found_inf)
         own = unwrapped(self.fused.kind.step)
-        if one is None or own is None or not isinstance(base, functools.partial):
+        is_hooked = getattr(base, "func", None) is not call_step
+        # A hook that reads gradients would leave a first step to torch.
+        if one is None or own is None or (is_hooked and one.is_first):
             gradients.materialize("optimizer.step()")
             return None
-        step, is_hooked = one, base.func is not call_step
-        if is_hooked and step.is_first:  # a hook that reads gradients would leave the first step to torch
-            gradients.materialize("optimizer.step()")
-            return None
+        step = one
 
         def inner(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if gradients.waiting is not waiting:  # a hook has read gradients

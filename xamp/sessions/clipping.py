@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,18 +14,16 @@ from torch.optim import Optimizer
 from xamp.distributed import ranks
 from xamp.errors import PolicyError, StateError
 from xamp.ground import kernels
-from xamp.ground.arguments import boolean, number
+from xamp.ground.arguments import boolean, number, number_or_tensor
 from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
+from xamp.plans.clipping import clip_waiting
 from xamp.scaling import unscale
 from xamp.scaling.optimizer import lent_params, state_of
-from xamp.scaling.step import OptimizerState
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "master_params"]
-
-_NUMBERS = (float, int, torch.Tensor)
 
 
 def master_params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -68,19 +67,18 @@ def clip_grad_norm_(
             or ``error_if_nonfinite``, and then no gradient was clipped.
         PolicyError: ``max_norm`` or ``norm_type`` is no number.
     """
-    max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
+    max_norm, norm_type = number_or_tensor("max_norm", max_norm), number_or_tensor("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     check = boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_")
-    waiting = _waiting(given)
-    if waiting and (norm := _clip_waiting(waiting, max_norm, norm_type, given if check else ())) is not None:
-        return norm
+    refuse = functools.partial(_refuse_nonfinite, check, norm_type, given)
+    if (waiting := clip_waiting([state_of(managed(one)) for one in given], max_norm, norm_type, refuse)) is not None:
+        return waiting
     held = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
     params = [param for _, param in held]
     grads = [param.grad for param in params if param.grad is not None]
     in_lists, divided = kernels.foreach_of(grads), ranks.is_divided(params)
     norm = _norm_of_parts(held, norm_type) if divided else get_total_norm(grads, norm_type, foreach=in_lists)
-    if check:
-        _refuse_nonfinite(norm, norm_type, given)
+    refuse(norm)
     if divided:
         _clip_parts(grads, max_norm, norm)
     else:
@@ -88,35 +86,6 @@ def clip_grad_norm_(
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
-    return norm
-
-
-def _waiting(given: Sequence[Any]) -> list[OptimizerState]:
-    """Return the states of the optimizers if the gradients of all of them wait for a step in one pass; else none."""
-    states = [state_of(managed(one)) for one in given]
-    found = [state for state in states if state is not None and state.gradients.waiting is not None]
-    return found if len(found) == len(states) else []
-
-
-def _clip_waiting(
-    states: Sequence[OptimizerState], max_norm: Any, norm_type: Any, checked: Sequence[Any]
-) -> torch.Tensor | None:
-    """Clip gradients that wait, by a factor for the step; return their norm. None where this cannot be done so.
-
-    ``checked``: the optimizers, where a norm that is not finite is refused.
-    """
-    for state in states:
-        state.check_ready("master_params(optimizer)")
-    norms = [state.gradients.waiting_norm(norm_type) for state in states]
-    found = [norm for norm in norms if norm is not None]
-    if len(found) < len(norms):
-        return None
-    norm = found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
-    if checked:
-        _refuse_nonfinite(norm, norm_type, checked)
-    for state in states:
-        state.gradients.clip_waiting(norm, max_norm)
-        state.norm = norm
     return norm
 
 
@@ -133,10 +102,10 @@ def _clip_parts(grads: Sequence[torch.Tensor], max_norm: float, norm: torch.Tens
     unscale.multiply_(grads, torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))  # torch's rule
 
 
-def _refuse_nonfinite(norm: torch.Tensor, norm_type: float, given: Sequence[Any]) -> None:
-    """Raise a StateError where ``norm`` is inf or nan, and none of the optimizers will skip its step for it."""
+def _refuse_nonfinite(check: bool | None, norm_type: float, given: Sequence[Any], norm: torch.Tensor) -> None:
+    """If ``check``, raise a StateError where ``norm`` is inf or nan, and none of the optimizers will skip its step."""
     states = [state for one in given if (state := state_of(managed(one))) is not None]
-    if math.isfinite(float(norm)) or any(bool(state.found_inf_since_step) for state in states):
+    if not check or math.isfinite(float(norm)) or any(bool(state.found_inf_since_step) for state in states):
         return
     raise StateError(
         f"clip_grad_norm_(error_if_nonfinite=True): the {norm_type}-norm of the gradients is {float(norm)}, and the "
@@ -173,7 +142,3 @@ def clip_grad_value_(optimizer: Optimizer | Sequence[Optimizer], clip_value: flo
         if ranks.is_dtensor(param) and param.grad is not None:
             param.grad = ranks.whole_sum(param.grad)  # a limit is for the sum, and not for each summand
             ranks.local(param.grad).clamp_(-limit, limit)
-
-
-def _as_number(name: str, value: Any) -> Any:
-    return value if isinstance(value, _NUMBERS) else number(name, value, call="clip_grad_norm_")

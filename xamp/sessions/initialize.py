@@ -205,8 +205,8 @@ def initialize(
         op_policy: the table that says which operator runs in which dtype at O1 and O4. ``"portable"``: one table for
             all devices. ``"native"``: the device's own lists. ``"apex"``: the lists of Apex, for backend ``"apex"``
             only, where it is the default and nothing else is accepted.
-        fused: ``"auto"``: use the fused implementation of an optimizer where it is right on this device and the user
-            has left that open. True: require it. False: leave the optimizer as it is.
+        fused: ``"auto"``: use the fused implementation, or at O2 and O5 one pass, where it is right on this device and
+            the user left that open. True: require the first. ``"one-pass"``: the second. False: leave it as it is.
         process_group: the ranks that decide together whether to skip a step. None: those of the wrappers (DDP, FSDP,
             the mesh of a DTensor) that hold the parameters; without a wrapper the default group, if there is one.
         delegate: True: let another implementation do the work, such as Apex itself, where the backend has one.

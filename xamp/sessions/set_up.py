@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from xamp.casting import ops
 from xamp.contract import Backend
-from xamp.errors import StateError, UnsupportedPolicy
+from xamp.errors import StateError
 from xamp.ground import followers
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
@@ -175,11 +175,6 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         undo.weakly(form.switch_off, optimizer)
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
-        if form.one_pass == "one-pass" and state.why_not_one_pass:
-            raise UnsupportedPolicy(
-                f"initialize(fused='one-pass'): {type(optimizer).__name__} cannot step in one pass: "
-                f"{state.why_not_one_pass}. Leave fused='auto', which steps so where it can."
-            )
         undo.steps.append(manage(optimizer, state))
         states.append(state)
     undo.weakly(functools.partial(_take_out_states, states, undo.before), engine)
