@@ -102,7 +102,7 @@ NAMES = (
     Name("torch._foreach_div_", "apex", "2.7"),
     Name("torch._foreach_lerp_", "apex ground registry testing", "2.7"),
     Name("torch._foreach_mul", "apex", "2.7"),
-    Name("torch._foreach_mul_", "apex backends ground registry testing", "2.7"),
+    Name("torch._foreach_mul_", "apex backends ground plans registry testing", "2.7"),
     Name("torch._foreach_norm", "ground registry testing", "2.7"),
     Name("torch._foreach_sqrt", "apex", "2.7"),
     Name("torch._foreach_sub", "debug", "2.7"),
