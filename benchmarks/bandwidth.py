@@ -10,6 +10,7 @@ import gc
 
 import torch
 
+from benchmarks import one_pass
 from benchmarks.report import Figure
 from benchmarks.step import FORMS, Loop, Ours, Theirs, phase_times
 from benchmarks.timing import copy_rate
@@ -39,7 +40,7 @@ def run(device: torch.device, rounds: int) -> list[Figure]:
             figures.append(Figure(f"{form}, {name}", moved / took / rate, "of a copy", None, detail))
             del loop
             gc.collect()
-    return figures
+    return figures + one_pass.counts(device)
 
 
 def loop_of(name: str, form: str, width: int, device: torch.device) -> Loop:

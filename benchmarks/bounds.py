@@ -20,6 +20,21 @@ O2_ADAM_BYTES = 18.5
 O2_ADAM_ACCUMULATION_BYTES = 19.0
 """The same where two micro-batches make a step."""
 
+ONE_PASS_BYTES = 16.3
+"""Peak bytes for each parameter at O2 with AdamW in one pass: 2 weight, 2 gradient, 4 master, 8 moments."""
+
+ONE_PASS_ACCUMULATION_BYTES = 18.7
+"""The same where two micro-batches make a step: the gradients of the first are in fp32 by then."""
+
+ONE_PASS_MOVED = 30.0
+"""Bytes for each parameter that check and step of AdamW read and write at O2: 28, and the gradient once more."""
+
+ONE_PASS_LAUNCHES = 4
+"""Kernels and copies of a step in one pass, for any number of tensors, groups and dtypes."""
+
+ONE_PASS_CLIPPED_LAUNCHES = 6
+"""The same with clipping: the norm, and the factor."""
+
 IMPORT_MS = 50.0
 """Milliseconds for ``import xamp`` and access to every public name, after ``import torch``."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import xamp
-from benchmarks import bounds
+from benchmarks import bounds, one_pass
 from benchmarks.report import Figure
 from xamp.policy import best_level, levels_where
 from xamp.testing.measure import Storages
@@ -25,8 +25,15 @@ FORMS: dict[str, tuple[Make, bool | str]] = {
     "auto": (lambda p: torch.optim.Adam(p, lr=1e-4), "auto"),
     "for-loop": (lambda p: torch.optim.Adam(p, lr=1e-4, foreach=False), False),
     "foreach": (lambda p: torch.optim.Adam(p, lr=1e-4, foreach=True), False),
+    "AdamW in one pass": (lambda p: torch.optim.AdamW(p, lr=1e-4), "one-pass"),
 }
 """By name: the function that makes the optimizer, and the value for ``initialize(fused=...)``."""
+
+_BOUNDS = {
+    "auto": (bounds.O2_ADAM_BYTES, bounds.O2_ADAM_ACCUMULATION_BYTES),
+    "AdamW in one pass": (bounds.ONE_PASS_BYTES, bounds.ONE_PASS_ACCUMULATION_BYTES),
+}
+"""Of levels with masters: with one backward before a step, and with two."""
 
 
 def run(device: torch.device) -> list[Figure]:
@@ -35,12 +42,14 @@ def run(device: torch.device) -> list[Figure]:
     for level in (*with_masters, best_level(("float16",)).name, None):
         for form, (make, fused) in FORMS.items():
             for accumulate in (1, 2):
-                bounded = level in with_masters and form == "auto"
+                bounded = level in with_masters and form in _BOUNDS
+                if fused == "one-pass" and (level not in with_masters or one_pass.refusal(device)):
+                    continue
                 peaks = _peaks(level, make, fused, accumulate, device)
                 case = f"{level or 'torch fp32'} {form}" + (", 2 micro-batches" if accumulate > 1 else "")
                 detail = "  ".join(f"{phase} {value:.2f}" for phase, value in peaks.items())
-                bound = bounds.O2_ADAM_BYTES if accumulate == 1 else bounds.O2_ADAM_ACCUMULATION_BYTES
-                figures.append(Figure(case, max(peaks.values()), "bytes", bound if bounded else None, detail))
+                bound = _BOUNDS[form][accumulate - 1] if bounded else None
+                figures.append(Figure(case, max(peaks.values()), "bytes", bound, detail))
     return figures
 
 

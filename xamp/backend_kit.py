@@ -7,11 +7,11 @@ itself is :mod:`xamp.contract`.
 from __future__ import annotations
 
 from xamp.contract import masked
+from xamp.plans.trials import is_right as fused_is_right
+from xamp.plans.trials import right_forms as fused_forms
 from xamp.registry.causes import first_line, first_sentence, one_line
 from xamp.registry.findings import environment_settings
 from xamp.registry.trials import defect_of
-from xamp.scaling.fused import is_right as fused_is_right
-from xamp.scaling.fused import right_forms as fused_forms
 
 __all__ = [
     "defect_of",

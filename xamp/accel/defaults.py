@@ -31,8 +31,8 @@ def set_default_tensor_type(t: Any) -> None:
         PolicyError: ``t`` names no type of tensors.
     """
     name = t.rpartition(".")[2] if isinstance(t, str) else getattr(t, "__name__", "")
-    plain = getattr(torch, name, None) if name.endswith("Tensor") else None
-    if plain is None:
+    of_name = getattr(torch, name, None) if name.endswith("Tensor") else None
+    if of_name is None:
         raise PolicyError(
             f"accel.set_default_tensor_type({t!r}): is no type of tensors. Give one of the device in use, such as "
             "xamp.accel.FloatTensor, or torch.FloatTensor."
@@ -46,7 +46,7 @@ def set_default_tensor_type(t: Any) -> None:
             warnings.filterwarnings("ignore", "torch.set_default_tensor_type", UserWarning)  # it is deprecated
             torch.set_default_tensor_type(t)
     except TypeError:  # torch takes the types that it was compiled with
-        torch.set_default_dtype(plain.dtype)
+        torch.set_default_dtype(of_name.dtype)
         if in_use().device_type != HOST:
             torch.set_default_device(device().type)
             _has_set = True

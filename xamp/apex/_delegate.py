@@ -97,7 +97,7 @@ def _options(amp: Any, policy: Policy, arguments: Arguments) -> dict[str, Any]:
     refused += ["keep_fp32"] if policy.keep_fp32 else []
     refused += ["methods"] if tuple(policy.methods) != tuple(Request.methods) else []
     refused += ["process_group"] if arguments.process_group is not None else []
-    refused += ["fused"] if policy.fused is True else []
+    refused += ["fused"] if policy.fused in (True, "one-pass") else []
     refused += (
         ["cast_model_inputs"] if policy.excluded_inputs or (level.casts_parameters and not policy.input_dtype) else []
     )

@@ -111,8 +111,8 @@ def entry_points(module: nn.Module, under_policy: Iterable[str]) -> tuple[str, .
         calling = {name for name, found in functions.items() if not using.isdisjoint(_names_in(found))}
         grown = not calling <= using
         using |= calling
-    plain = (name for name in using if not name.startswith("_") and not _is_suspended(functions[name]))
-    return tuple(sorted(plain))
+    usable = (name for name in using if not name.startswith("_") and not _is_suspended(functions[name]))
+    return tuple(sorted(usable))
 
 
 def _functions_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:

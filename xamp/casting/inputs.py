@@ -226,9 +226,9 @@ def _positions(
         return frozenset(), float("inf"), None
     places = list(enumerate(parameters))
     starred = (at for at, p in places if p.kind is p.VAR_POSITIONAL and p.name in names)
-    plain = frozenset(at for at, p in places if p.name in names and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
+    positions = frozenset(at for at, p in places if p.name in names and p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD))
     double = any(p.kind is p.VAR_KEYWORD and p.name in names for p in parameters)
-    return plain, next(starred, float("inf")), frozenset(p.name for p in parameters) if double else None
+    return positions, next(starred, float("inf")), frozenset(p.name for p in parameters) if double else None
 
 
 def check_names(methods: Sequence[Callable[..., Any]], excluded: Sequence[type | str]) -> None:

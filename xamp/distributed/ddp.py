@@ -206,14 +206,14 @@ def refuse_join(policy: Policy, has_masters: bool, optimizers: Iterable[Optimize
     At its end ``Join`` gives all ranks the weights of the last one, and neither its scale nor its masters. An optimizer
     that joins is stepped by ``Join`` itself, with the gradients of the rank's last batch.
     """
-    plain = listed(levels_where(lambda row: not row.manages_gradients), "and")  # these leave gradients as they are
+    unmanaged = listed(levels_where(lambda row: not row.manages_gradients), "and")  # these leave gradients as they are
     joining = [one for one in optimizers if getattr(getattr(one, "_join_config", None), "enable", False)]
     if joining and policy.manages_gradients:
         raise StateError(
             f"scale_loss: this {type(joining[0]).__name__} is under torch's Join, which steps it on a rank that has "
             f"run out of batches, with gradients that came through no scale_loss. At level {policy.level} give Join "
             "the DistributedDataParallel alone, with an optimizer that every rank has whole, or give every rank as "
-            f"many batches as the others; or use level {plain}."
+            f"many batches as the others; or use level {unmanaged}."
         )
     if policy.dynamic or has_masters:
         what = "a dynamic loss scale" if policy.dynamic else "master weights"
@@ -221,5 +221,5 @@ def refuse_join(policy: Policy, has_masters: bool, optimizers: Iterable[Optimize
             f"scale_loss: the model's DistributedDataParallel is under torch's Join, and level {policy.level} has "
             f"{what}. A rank that runs out of batches would miss what the others make of it, and the ranks would part. "
             "Give every rank as many batches as the others (DistributedSampler(..., drop_last=True)) and leave Join "
-            f"out; or use level {plain}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
+            f"out; or use level {unmanaged}, or O1 with a static scale, such as initialize(..., loss_scale=1024.0)."
         )

@@ -87,11 +87,11 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def fused(value: object) -> str | bool:
-    """Return ``"auto"``, True or False."""
+    """Return ``"auto"``, ``"one-pass"``, True or False."""
     found = _parse_boolean(value)
-    if isinstance(found, bool) or (isinstance(found, str) and found == "auto"):
+    if isinstance(found, bool) or (isinstance(found, str) and found in ("auto", "one-pass")):
         return found
-    raise PolicyError(f"initialize(fused={shown(value)}): no such choice. Choices: 'auto', True, False.")
+    raise PolicyError(f"initialize(fused={shown(value)}): no such choice. Choices: 'auto', 'one-pass', True, False.")
 
 
 def dtype(name: str, value: object) -> torch.dtype:

@@ -1,8 +1,7 @@
 """The kernels. One program takes one block of one tensor; addresses, sizes and dtypes come from tables of int64.
 
-Arithmetic is in fp64 and rounded once: what is read and written stays fp32 or less. A bf16 value is widened by its bits
-and rounded by its bits, to the nearest, ties to even, since Triton's interpreter truncates. The kernels whose names end
-in ``_one`` are for compilers that make no pointers of integers and have no fp64; they share the rules.
+Sums, factors and corrections are in fp64, the elements of a step where chips have fp64 at a good rate. A bf16 value is
+widened by its bits and rounded by its bits, to the nearest, ties to even, since Triton's interpreter truncates.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ FIRST_BLOCK, BLOCKS, ROW = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
 
 # Words of a group in the table of options: fp64 numbers, then addresses and codes.
 LR, DECAY, BETA1, BETA2, EPS, MOMENTUM, DAMPENING, NESTEROV = (tl.constexpr(word) for word in range(8))
-MAXIMIZE, AMSGRAD, CORRECTS, AVERAGES, LR_DECAY, BY_LARGEST = (tl.constexpr(word) for word in range(8, 14))
-FROM_ZERO, IS_FIRST, COUNT, LR_AT, LR_CODE, COUNT_AT, COUNT_CODE = (tl.constexpr(word) for word in range(14, 21))
+MAXIMIZE, AMSGRAD, CORRECTS, AVERAGES, LR_DECAY, FROM_ZERO, IS_FIRST = (tl.constexpr(word) for word in range(8, 15))
+BY_LARGEST, COUNT, LR_AT, LR_CODE, COUNT_AT, COUNT_CODE = (tl.constexpr(word) for word in range(15, 21))
 OPTIONS = tl.constexpr(21)
 
 # Factors of a row, which the step reads: computed on the device, once a step.
@@ -26,7 +25,7 @@ FACTOR, RATE, SHRINK, KEEP1, ADD1, KEEP2, ADD2, SMALL = (tl.constexpr(word) for 
 HAT1, HAT2, PUSH, WIDEST, FIRST, RATIO, WEIGHT_DECAY, FACTORS = (tl.constexpr(word) for word in range(8, 16))
 
 # Codes of dtypes; 0: there is no tensor.
-FP32, FP16, BF16, FP64, INT32, INT64 = (tl.constexpr(code) for code in range(1, 7))
+FP32, FP16, BF16, FP64, INT32 = (tl.constexpr(code) for code in range(1, 6))
 
 
 @triton.jit
@@ -77,8 +76,6 @@ def number(at, code):
         x = tl.load(at.to(tl.pointer_type(tl.float64)))
     elif code == INT32:
         x = tl.load(at.to(tl.pointer_type(tl.int32))).to(tl.float64)
-    elif code == INT64:
-        x = tl.load(at.to(tl.pointer_type(tl.int64))).to(tl.float64)
     return x
 
 
@@ -100,12 +97,10 @@ def summed(x, KIND: tl.constexpr, ORDER):
     size = tl.abs(x)
     if KIND == "2":
         total = tl.sum(size * size, 0)
-    elif KIND == "1":
-        total = tl.sum(size, 0)
     elif KIND == "inf":
         total = tl.max(tl.where(x != x, 0.0, size), 0) + tl.sum(tl.where(x != x, x, 0.0), 0)  # nan stays
     else:
-        total = tl.sum(tl.where(size == 0.0, 0.0, tl.exp2(tl.log2(size) * ORDER)), 0)
+        total = tl.sum(tl.where(size == 0.0, 0.0, tl.exp2(tl.log2(tl.where(size == 0.0, 1.0, size)) * ORDER)), 0)
     return total
 
 
@@ -122,18 +117,18 @@ def finished(total, KIND: tl.constexpr, ORDER):
     """Return the norm of which ``total`` is the sum."""
     if KIND == "2":
         return tl.sqrt(total)
-    elif KIND == "1" or KIND == "inf":
+    elif KIND == "inf":
         return total
     else:
-        return tl.where(total == 0.0, 0.0, tl.exp2(tl.log2(total) / ORDER))
+        return tl.where(total == 0.0, 0.0, tl.exp2(tl.log2(tl.where(total == 0.0, 1.0, total)) / ORDER))
 
 
 @triton.jit
-def sums(rows, given, ids, offs, found, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, BLOCK: tl.constexpr):
+def sums(rows, given, ids, found, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, BLOCK: tl.constexpr):
     """Read the gradients: raise ``found`` at what is not finite, where ``CHECKS``, and sum each block into ``out``."""
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
-    i = tl.load(offs + b) + tl.arange(0, BLOCK)
+    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(rows + t * ROW + SIZE)
     x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK)
     if CHECKS:
@@ -179,12 +174,9 @@ def factors(
     if SKIPS:
         steps = steps & (tl.load(found) == 0.0)
     if steps:
-        group = options + tl.load(rows + t * ROW + GROUP) * OPTIONS
-        numbers = group.to(tl.pointer_type(tl.float64))
-        c = out + t * FACTORS
-        at = tl.load(rows + t * ROW + STEP)
-        count = tl.load(numbers + COUNT)
-        first = tl.load(numbers + IS_FIRST) != 0.0
+        group, c = options + tl.load(rows + t * ROW + GROUP) * OPTIONS, out + t * FACTORS
+        numbers, at = group.to(tl.pointer_type(tl.float64)), tl.load(rows + t * ROW + STEP)
+        count, first = tl.load(numbers + COUNT), tl.load(numbers + IS_FIRST) != 0.0
         if at != 0:
             own = tl.load(at.to(tl.pointer_type(tl.float32))) + 1.0
             tl.store(at.to(tl.pointer_type(tl.float32)), own)
@@ -201,20 +193,19 @@ def factors(
         if CLIPPED:
             factor = factor * tl.load(clip).to(tl.float64)
         beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
-        decay, corrects = tl.load(numbers + DECAY), tl.load(numbers + CORRECTS) != 0.0
-        hat1 = tl.where(corrects, 1.0 / (1.0 - power(beta1, count)), 1.0)
-        hat2 = tl.where(corrects, 1.0 / (1.0 - power(beta2, count)), 1.0)
+        decay, corrects = tl.load(numbers + DECAY), (tl.load(numbers + CORRECTS) != 0.0) & (count > 0.0)
+        hat1 = 1.0 / tl.where(corrects, 1.0 - power(beta1, count), 1.0)
+        hat2 = 1.0 / tl.where(corrects, 1.0 - power(beta2, count), 1.0)
         keep1, add1 = beta1, tl.where(tl.load(numbers + AVERAGES) != 0.0, 1.0 - beta1, 1.0)
         push = tl.load(numbers + NESTEROV)
         if RULE == "sgd":
             keep1 = tl.load(numbers + MOMENTUM)
             add1 = tl.where(keep1 == 0.0, 1.0, 1.0 - tl.load(numbers + DAMPENING))
             push = tl.where(keep1 == 0.0, 0.0, push)
-        rate = lr
-        if RULE == "adagrad":
-            rate = lr / (1.0 + (count - 1.0) * tl.load(numbers + LR_DECAY))
         tl.store(c + FACTOR, factor)
-        tl.store(c + RATE, rate)
+        tl.store(c + RATE, lr)
+        if RULE == "adagrad":
+            tl.store(c + RATE, lr / (1.0 + (count - 1.0) * tl.load(numbers + LR_DECAY)))
         tl.store(c + SHRINK, 1.0 - lr * decay)
         tl.store(c + KEEP1, keep1)
         tl.store(c + ADD1, add1)
@@ -231,6 +222,12 @@ def factors(
 
 
 @triton.jit
+def of(c, word, x):
+    """Return a factor of the row in the dtype in which ``x`` is computed."""
+    return tl.load(c + word).to(x.dtype)
+
+
+@triton.jit
 def rounded(x):
     """Return ``x`` as fp32 keeps it, in the dtype of ``x``: what a later pass reads."""
     return x.to(tl.float32).to(x.dtype)
@@ -240,18 +237,18 @@ def rounded(x):
 def moments(p, g, m, v, c, DECOUPLED: tl.constexpr):
     """Return the next moments of Adam and LAMB. Names: parameter, gradient, first and second moment, factors."""
     if not DECOUPLED:
-        g = g + tl.load(c + WEIGHT_DECAY) * p
-    m = tl.load(c + KEEP1) * m + tl.load(c + ADD1) * g
-    v = tl.load(c + KEEP2) * v + tl.load(c + ADD2) * g * g
+        g = g + of(c, WEIGHT_DECAY, p) * p
+    m = of(c, KEEP1, p) * m + of(c, ADD1, p) * g
+    v = of(c, KEEP2, p) * v + of(c, ADD2, p) * g * g
     return m, v
 
 
 @triton.jit
 def lamb_update(p, m, v, c, DECOUPLED: tl.constexpr):
     """Return the direction of LAMB, before the ratio of norms."""
-    update = m * tl.load(c + HAT1) / (tl.sqrt(v * tl.load(c + HAT2)) + tl.load(c + SMALL))
+    update = m * of(c, HAT1, m) / (tl.sqrt(v * of(c, HAT2, m)) + of(c, SMALL, m))
     if DECOUPLED:
-        update = update + tl.load(c + WEIGHT_DECAY) * p
+        update = update + of(c, WEIGHT_DECAY, m) * p
     return update
 
 
@@ -259,50 +256,53 @@ def lamb_update(p, m, v, c, DECOUPLED: tl.constexpr):
 def stepped(p, g, m, v, w, c, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr):
     """Return the parameter and the states after a step.
 
-    ``LATE``: SGD adds the weight decay to the update. SGD without a momentum keeps nothing of it, and adds all of ``g``.
+    ``LATE``: SGD adds the weight decay to the update. Without a momentum its factors make ``m`` the gradient.
     """
-    decay = tl.load(c + WEIGHT_DECAY)
+    decay = of(c, WEIGHT_DECAY, p)
     if RULE == "sgd":
         if not LATE:
             g = g + decay * p
-        m = tl.where(tl.load(c + FIRST) != 0.0, g, tl.load(c + KEEP1) * m + tl.load(c + ADD1) * g)
-        g = tl.where(tl.load(c + PUSH) != 0.0, g + tl.load(c + KEEP1) * m, m)
+        m = tl.where(of(c, FIRST, p) != 0.0, g, of(c, KEEP1, p) * m + of(c, ADD1, p) * g)
+        g = tl.where(of(c, PUSH, p) != 0.0, g + of(c, KEEP1, p) * m, m)
         if LATE:
             g = g + decay * p
-        p = p - tl.load(c + RATE) * g
+        p = p - of(c, RATE, p) * g
     elif RULE == "adam":
         m, v = moments(p, g, m, v, c, DECOUPLED)
         if DECOUPLED:
-            p = p * tl.load(c + SHRINK)
+            p = p * of(c, SHRINK, p)
         w = tl.where((v > w) | (v != v), v, w)
-        second = tl.where(tl.load(c + WIDEST) != 0.0, w, v)
-        size = tl.sqrt(second * tl.load(c + HAT2)) + tl.load(c + SMALL)
-        p = p - tl.load(c + RATE) * tl.load(c + HAT1) * m / size
+        second = tl.where(of(c, WIDEST, p) != 0.0, w, v)
+        size = tl.sqrt(second * of(c, HAT2, p)) + of(c, SMALL, p)
+        p = p - of(c, RATE, p) * of(c, HAT1, p) * m / size
     elif RULE == "adagrad":
         if not DECOUPLED:
             g = g + decay * p
         m = m + g * g
-        update = g / (tl.sqrt(m) + tl.load(c + SMALL))
+        update = g / (tl.sqrt(m) + of(c, SMALL, p))
         if DECOUPLED:
             update = update + decay * p
-        p = p - tl.load(c + RATE) * update
+        p = p - of(c, RATE, p) * update
     else:  # NovoGrad; the ratio is 1 / (its norm of this tensor + eps)
         if not DECOUPLED:
-            g = g * tl.load(c + RATIO) + decay * p
-        m = tl.load(c + KEEP1) * m + tl.load(c + ADD1) * g
-        update = m * tl.load(c + HAT1)
+            g = g * of(c, RATIO, p) + decay * p
+        m = of(c, KEEP1, p) * m + of(c, ADD1, p) * g
+        update = m * of(c, HAT1, p)
         if DECOUPLED:
-            update = update * tl.load(c + RATIO) + decay * p
-        p = p - tl.load(c + RATE) * update
+            update = update * of(c, RATIO, p) + decay * p
+        p = p - of(c, RATE, p) * update
     return p, m, v, w
 
 
 @triton.jit
 def step(
-    rows, given, ids, offs, found, cs, first, second, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr,
-    SKIPS: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, given, ids, found, cs, first, second, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr,
+    SKIPS: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
-    """Step a block: of LAMB ``PHASE`` 1 moves the moments and sums squares of weights and updates, 2 moves the weights."""
+    """Step a block, in arithmetic of the dtype ``WORK``.
+
+    ``PHASE`` 1 of LAMB moves the moments, and sums the squares of weights and updates; 2 moves the weights.
+    """
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
     grad_code = tl.load(given + 2 * t + 1)
@@ -311,37 +311,38 @@ def step(
         steps = steps & (tl.load(found) == 0.0)
     if steps:
         row, c = rows + t * ROW, cs + t * FACTORS
-        i = tl.load(offs + b) + tl.arange(0, BLOCK)
+        i = (b - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
         mask = i < tl.load(row + SIZE)
         p_at, p_code = tl.load(row + PARAM), tl.load(row + PARAM_CODE)
         m_at, v_at, w_at = tl.load(row + STATE), tl.load(row + STATE + 1), tl.load(row + STATE + 2)
         code = tl.load(row + STATE_CODE)
-        m_code, v_code, w_code = tl.where(m_at != 0, code, 0), tl.where(v_at != 0, code, 0), tl.where(w_at != 0, code, 0)
-        p = load(p_at, p_code, i, mask, BLOCK).to(tl.float64)
-        m = load(m_at, m_code, i, mask, BLOCK).to(tl.float64)
+        m_code, v_code = tl.where(m_at != 0, code, 0), tl.where(v_at != 0, code, 0)
+        w_code = tl.where(w_at != 0, code, 0)
+        p = load(p_at, p_code, i, mask, BLOCK).to(WORK)
+        m = load(m_at, m_code, i, mask, BLOCK).to(WORK)
         if RULE == "lamb":
-            v = load(v_at, v_code, i, mask, BLOCK).to(tl.float64)
+            v = load(v_at, v_code, i, mask, BLOCK).to(WORK)
             if PHASE == 1:
-                g = load(tl.load(given + 2 * t), grad_code, i, mask, BLOCK).to(tl.float64) * tl.load(c + FACTOR)
+                g = load(tl.load(given + 2 * t), grad_code, i, mask, BLOCK).to(WORK) * of(c, FACTOR, p)
                 m, v = moments(p, g, m, v, c, DECOUPLED)
                 m, v = rounded(m), rounded(v)
                 store(m_at, m_code, i, mask, m.to(tl.float32))
                 store(v_at, v_code, i, mask, v.to(tl.float32))
             update = tl.where(mask, lamb_update(p, m, v, c, DECOUPLED), 0.0)
             if PHASE == 1:
-                tl.store(first + b, tl.sum(p * p, 0))
-                tl.store(second + b, tl.sum(update * update, 0))
+                tl.store(first + b, tl.sum(p.to(tl.float64) * p.to(tl.float64), 0))
+                tl.store(second + b, tl.sum(update.to(tl.float64) * update.to(tl.float64), 0))
             else:
-                x = (p - tl.load(c + RATIO) * update).to(tl.float32)
+                x = (p - of(c, RATIO, p) * update).to(tl.float32)
                 store(p_at, p_code, i, mask, x)
                 store(tl.load(row + LOW), tl.load(row + LOW_CODE), i, mask, x)
         else:
-            g = load(tl.load(given + 2 * t), grad_code, i, mask, BLOCK).to(tl.float64) * tl.load(c + FACTOR)
+            g = load(tl.load(given + 2 * t), grad_code, i, mask, BLOCK).to(WORK) * of(c, FACTOR, p)
             v = p
             w = p
             if RULE == "adam":
-                v = load(v_at, v_code, i, mask, BLOCK).to(tl.float64)
-                w = load(w_at, w_code, i, mask, BLOCK).to(tl.float64)
+                v = load(v_at, v_code, i, mask, BLOCK).to(WORK)
+                w = load(w_at, w_code, i, mask, BLOCK).to(WORK)
             p, m, v, w = stepped(p, g, m, v, w, c, RULE, DECOUPLED, LATE)
             x = p.to(tl.float32)
             store(p_at, p_code, i, mask, x)
@@ -384,30 +385,27 @@ def by_row(
                 scaled = scaled & (tl.load(c + WEIGHT_DECAY) != 0.0)
             tl.store(c + RATIO, tl.where(scaled, lr * weight / tl.where(scaled, update, 1.0), lr))
         else:
-            group = options + tl.load(row + GROUP) * OPTIONS
-            numbers = group.to(tl.pointer_type(tl.float64))
+            numbers = (options + tl.load(row + GROUP) * OPTIONS).to(tl.pointer_type(tl.float64))
             at = tl.load(row + STATE + 1).to(tl.pointer_type(tl.float32))
-            size, keep = tl.abs(tl.load(c + FACTOR)), tl.load(c + KEEP2)
-            old = tl.load(at).to(tl.float64)
+            size, keep, old = tl.abs(tl.load(c + FACTOR)), tl.load(c + KEEP2), tl.load(at).to(tl.float64)
             fresh = (tl.load(c + FIRST) != 0.0) & (tl.load(numbers + FROM_ZERO) == 0.0)
             if tl.load(numbers + BY_LARGEST) != 0.0:
                 norm = joined(largest, "inf") * size
                 new = tl.where(fresh, norm, keep * old + (1.0 - keep) * norm)
             else:
                 norm = tl.sqrt(tl.sum(one, 0)) * size
-                blend = tl.sqrt(keep * old * old + (1.0 - keep) * norm * norm)
-                new = tl.where(fresh, norm, blend)
+                new = tl.where(fresh, norm, tl.sqrt(keep * old * old + (1.0 - keep) * norm * norm))
             new = rounded(new)
             tl.store(at, new.to(tl.float32))
             tl.store(c + RATIO, 1.0 / (new * tl.sqrt(tl.load(c + HAT2)) + tl.load(c + SMALL)))
 
 
 @triton.jit
-def row_sums(rows, given, ids, offs, first, second, BLOCK: tl.constexpr):
+def row_sums(rows, given, ids, first, second, BLOCK: tl.constexpr):
     """Sum the squares of each block's gradients, and take the largest magnitude: for NovoGrad."""
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
-    i = tl.load(offs + b) + tl.arange(0, BLOCK)
+    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.load(rows + t * ROW + SIZE)
     x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK).to(tl.float64)
     tl.store(first + b, summed(x, "2", 2.0))

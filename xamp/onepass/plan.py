@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, Row, Rule, is_like, options_of
+from xamp.onepass.rules import CODES, Row, Rule, dtype_of_work, is_like, options_of
 
-__all__ = ["Plan", "bytes_moved"]
+__all__ = ["Plan"]
 
 Grads = Sequence["torch.Tensor | None"]
 
@@ -27,14 +27,11 @@ class Plan:
     Args:
         rule: what a step computes.
         rows: what it steps, with ``group`` as index into ``hyper``.
-        wide: False for compilers without pointers made of integers and without fp64 (Ascend's): each tensor has
-            launches of its own, and the host reads flag, counts and factors, and computes the corrections.
-        block: elements that a program takes, a power of two.
+        block: elements that a program takes, a power of two. With 1024 and 8 warps fp64 needs 79 registers a thread.
 
     Attributes:
-        launches: kernels and copies since the last :meth:`check` began, or since the last :meth:`step` began if none
-            came before it. SGD, Adam, Adagrad: at most 4 without, 6 with clipping, if the options given to the check
-            are still those of the step (5 and 7 else); LAMB and NovoGrad two more.
+        launches: kernels and copies since the last :meth:`check` began. SGD, Adam, Adagrad: at most 4 without, 6 with
+            clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more.
 
     Raises:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
@@ -42,14 +39,15 @@ class Plan:
 
     launches: int
 
-    def __init__(self, rule: Rule, rows: Sequence[Row], *, wide: bool = True, block: int = 2048) -> None:
+    def __init__(self, rule: Rule, rows: Sequence[Row], *, block: int = 1024) -> None:
+        self.rule, self.rows, self._block = rule, list(rows), block
         self._check_rows(rows)
-        self.rule, self.rows, self._wide, self._block = rule, list(rows), wide, block
         self.launches = 0
         self.device = rows[0].param.device
         self._places = _places(self.rows)
+        self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
-        self._sent: list[int] = []  # the words that :attr:`_given` holds
+        self._sent: list[int] = []  # the words of the newest table
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -59,22 +57,21 @@ class Plan:
         for number, row in enumerate(rows):
             if row.param.device != device:
                 raise ValueError(f"Plan: row {number} is on {row.param.device}, others are on {device}")
-            vectors = row.states[:1] if row.states and row.states[-1].numel() != row.param.numel() else row.states
+            vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
             for tensor in (row.param, *vectors, *([] if row.low is None else [row.low])):
                 if not is_like(tensor, row.param):
                     raise ValueError(
-                        f"Plan: row {number} has a tensor {tensor.dtype}, {tuple(tensor.shape)}, strides "
-                        f"{tensor.stride()} on {tensor.device} beside a parameter of {tuple(row.param.shape)}, strides "
-                        f"{row.param.stride()}: kernels take fp32, fp16 and bf16 that fill their memory alike"
+                        f"Plan: row {number} has a tensor {tensor.dtype}, strides {tensor.stride()} on {tensor.device} "
+                        f"beside a parameter of {tuple(row.param.shape)}, strides {row.param.stride()}: kernels take "
+                        "fp32, fp16 and bf16 that fill their memory alike"
                     )
-            scalars = [row.step] if row.step is not None else []
-            if any(one.dtype is not torch.float32 or one.numel() != 1 or one.device != device for one in scalars):
+            count = row.param.new_zeros((), dtype=torch.float32) if row.step is None else row.step
+            if count.dtype is not torch.float32 or count.numel() != 1 or count.device != device:
                 raise ValueError(f"Plan: the count of row {number} is not fp32 with one element on {device}")
 
     def _make_tables(self) -> None:
         words: list[int] = []
         tensors: list[int] = []
-        offsets: list[int] = []
         for number, row in enumerate(self.rows):
             states = [state.data_ptr() for state in row.states] + [0] * (3 - len(row.states))
             blocks = -(-row.param.numel() // self._block)
@@ -83,17 +80,14 @@ class Plan:
             words += [row.param.numel(), row.group, CODES[row.param.dtype], low[1]]
             words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks]
             tensors += [number] * blocks
-            offsets += range(0, row.param.numel(), self._block)
         self._blocks = len(tensors)
-        there = {"device": self.device}
-        self._rows = torch.tensor(words, dtype=torch.int64, **there)
-        self._ids = torch.tensor(tensors, dtype=torch.int32, **there)
-        self._offs = torch.tensor(offsets, dtype=torch.int64, **there)
-        self._first, self._second, self._checked, self._normed = torch.zeros(
-            (4, max(1, self._blocks)), dtype=torch.float64, **there
-        ).unbind()
-        self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, **there)
-        self._one = torch.ones((), dtype=torch.float32, **there)
+        self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
+        self._ids = torch.tensor(tensors, dtype=torch.int32, device=self.device)
+        count = 3 if self.rule.name in ("lamb", "novograd") else 2
+        sums = torch.zeros((count, max(1, self._blocks)), dtype=torch.float64, device=self.device)
+        self._checked, self._first, self._second = sums[0], sums[1], sums[-1]  # what was checked stays until the next
+        self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(2 * len(self.rows) + self._groups * 21, self.device)
 
     def moved(self) -> bool:
@@ -109,8 +103,6 @@ class Plan:
         self,
         grads: Grads,
         found_inf: torch.Tensor,
-        inv_scale: torch.Tensor | None = None,
-        norm: torch.Tensor | None = None,
         hyper: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """Read the gradients once: raise ``found_inf`` at an inf or nan, and sum the squares by block.
@@ -118,40 +110,24 @@ class Plan:
         Args:
             grads: one for each row, or None.
             found_inf: fp32, one element; becomes 1 where something is found and keeps what it holds otherwise.
-            inv_scale: fp32, one element; 1 divided by the loss scale, None for 1. The norm is of unscaled values.
-            norm: fp32, one element: gets the L2 norm of ``grads * inv_scale``, finite where fp64's is; one launch more.
-                :meth:`checked_norm` gives it later too.
             hyper: the options of each group as they are now, which saves a copy if the step has the same.
         """
         self.launches = 0
-        given = self._send(grads, hyper)
-        self._sum(given, found_inf, self._checked, "2", 2.0)
-        if norm is not None:
-            self.checked_norm(inv_scale, norm)
+        self._sum(self._send(grads, hyper), found_inf, self._checked, "2", 2.0)
 
-    def checked_norm(self, inv_scale: torch.Tensor | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the L2 norm that the last check's pass summed, fp32, shape ``[]``; one launch, no read of gradients."""
-        return self._total(self._checked, inv_scale, "2", 2.0, out)
+    def checked_norm(self, inv_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the L2 norm of ``grads * inv_scale`` at the last check, fp32, shape ``[]``, finite where fp64's is."""
+        return self._total(self._checked, inv_scale, "2", 2.0)
 
     def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
-        """Return the norm of ``grads * inv_scale``, fp32, shape ``[]``, by a pass of its own.
-
-        Args:
-            grads: as for :meth:`check`. What the last check summed stays.
-            inv_scale: as for :meth:`check`.
-            kind: the order, above 0; ``math.inf`` for the largest magnitude.
-        """
-        kind = float(kind)
-        name = {2.0: "2", 1.0: "1", math.inf: "inf"}.get(kind, "p")
-        order = kind if name == "p" else 2.0
-        self._sum(self._send(grads, None), None, self._normed, name, order)
-        return self._total(self._normed, inv_scale, name, order, None)
+        """Return the norm of order ``kind`` (above 0) of ``grads * inv_scale``, fp32, shape ``[]``, by its own pass."""
+        name = {2.0: "2", math.inf: "inf"}.get(float(kind), "p")
+        order = float(kind) if name == "p" else 2.0
+        self._sum(self._send(grads, None), None, self._first, name, order)
+        return self._total(self._first, inv_scale, name, order)
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
-        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``, on the device, in one launch.
-
-        nan stays nan, as in ``torch.nn.utils.clip_grad_norm_``. Apex's LAMB has ``eps`` 0.
-        """
+        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``; nan stays nan. Apex's LAMB has ``eps`` 0."""
         out = torch.empty_like(self._one)
         self._run("clip_factor", (1,), norm, float(limit), float(eps), out)
         return out
@@ -175,72 +151,55 @@ class Plan:
             inv_scale: fp32, one element, on the device: gradients are multiplied by it; None for 1.
             clip: fp32, one element, on the device: gradients are multiplied by it too; None for 1.
         """
-        given = self._send(grads, hyper)
-        found, inverse, factor = found_inf, inv_scale, clip
-        flags = {"SKIPS": found is not None}
-        found, inverse = self._one if found is None else found, self._one if inverse is None else inverse
+        table = self._send(grads, hyper)
+        flags = {"SKIPS": found_inf is not None}
+        found, inverse = (self._one if given is None else given for given in (found_inf, inv_scale))
         scaled = {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
-        name, options, rows = self.rule.name, given[2 * len(self.rows) :], (len(self.rows),)
-        self._run(
-            "factors", rows, self._rows, given, options, found, inverse, self._one if factor is None else factor,
-            self._factors, RULE=name, **flags, **scaled,
-        )  # fmt: skip
-        by_row = self._rows, given, options, found, self._first, self._second, self._factors
+        name, options, rows = self.rule.name, table[2 * len(self.rows) :], (len(self.rows),)
+        factor = self._one if clip is None else clip
+        these = self._rows, table, options, found
+        self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
+        by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
-            self._run(
-                "row_sums", self._grid, self._rows, given, self._ids, self._offs, self._first, self._second,
-                BLOCK=self._block,
-            )  # fmt: skip
+            blocks = self._rows, table, self._ids, self._first, self._second
+            self._run("row_sums", (self._blocks,), *blocks, BLOCK=self._block)
             self._run("by_row", rows, *by_row, **over)
         if name == "lamb":
-            self._step(given, found, 1, flags)
+            self._step(table, found, 1, flags)
             self._run("by_row", rows, *by_row, **over)
-        self._step(given, found, 2, flags)
+        self._step(table, found, 2, flags)
         self._ring.used()
 
     # ---------------------------------------------------------------- launches
 
-    @property
-    def _grid(self) -> tuple[int]:
-        return (self._blocks,)
-
     def _step(self, given: torch.Tensor, found: torch.Tensor, phase: int, flags: Mapping[str, bool]) -> None:
         rule = {"RULE": self.rule.name, "DECOUPLED": self.rule.decoupled, "LATE": self.rule.wd_after_momentum}
-        self._run(
-            "step", self._grid, self._rows, given, self._ids, self._offs, found, self._factors, self._first, self._second,
-            **rule, **flags, PHASE=phase, BLOCK=self._block,
-        )  # fmt: skip
+        blocks = self._rows, given, self._ids, found, self._factors, self._first, self._second
+        self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
 
-    def _sum(
-        self, given: torch.Tensor, found: torch.Tensor | None, out: torch.Tensor, kind: str, order: float
-    ) -> None:
-        flag = self._one if found is None else found
-        self._run(
-            "sums", self._grid, self._rows, given, self._ids, self._offs, flag, out, order, KIND=kind,
-            CHECKS=found is not None, BLOCK=self._block,
-        )  # fmt: skip
+    def _sum(self, given: torch.Tensor, found: torch.Tensor | None, out: torch.Tensor, kind: str, order: float) -> None:
+        blocks = self._rows, given, self._ids, self._one if found is None else found, out, order
+        self._run("sums", (self._blocks,), *blocks, KIND=kind, CHECKS=found is not None, BLOCK=self._block)
         self._ring.used()
 
-    def _total(
-        self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float, out: torch.Tensor | None
-    ) -> torch.Tensor:
-        out = torch.empty_like(self._one) if out is None else out
+    def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
+        out = torch.empty_like(self._one)
         scale = self._one if inverse is None else inverse
         scaled = {"SCALED": inverse is not None, "CHUNK": 1024}
         self._run("total", (1,), parts, self._blocks, scale, out, order, KIND=kind, **scaled)
         return out
 
     def _run(self, name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        from xamp.onepass import kernels
+        from xamp.onepass import kernels  # Triton is imported there
 
         if grid[0]:
             with _on(self.device):
-                getattr(kernels, name)[grid](*args, **constants)
+                getattr(kernels, name)[grid](*args, **constants, num_warps=8)
             self.launches += 1
 
     def _send(self, grads: Grads, hyper: Sequence[Mapping[str, Any]] | None) -> torch.Tensor:
-        """Return the table of gradients and options on the device: the one that is there, if it has all that is asked."""
+        """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
         words: list[int] = []
         for grad in grads:
             words += (0, 0) if grad is None else (grad.data_ptr(), CODES[grad.dtype])
@@ -257,22 +216,8 @@ class Plan:
 
 def _on(device: torch.device) -> Any:
     """Return what makes ``device`` the current one, as launches need it."""
-    return contextlib.nullcontext() if device.index is None else torch.get_device_module(device).device(device)
+    return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def _places(rows: Sequence[Row]) -> list[int]:
     return [t.data_ptr() for row in rows for t in (row.param, row.low, *row.states, row.step) if t is not None]
-
-
-def bytes_moved(plan: Plan, grads: Grads) -> int:
-    """Return the bytes that a check and a step read and write: each element of each tensor so often as kernels do.
-
-    AdamW at O2, fp16 gradients and weights: 30 a parameter (2 by the check, 14 read and 14 written by the step).
-    """
-    moved = 0
-    for row, grad in zip(plan.rows, grads, strict=True):
-        if grad is not None:
-            kept = [row.param, *(state for state in row.states if state.numel() == row.param.numel())]
-            each = 2 * grad.element_size() + 2 * sum(tensor.element_size() for tensor in kept)
-            moved += grad.numel() * (each + (0 if row.low is None else row.low.element_size()))
-    return moved

@@ -1,4 +1,4 @@
-"""Small tables that change each step, sent to the device without a wait, and not written again before they were read."""
+"""Small tables that change each step, sent to the device without a wait, and kept until they were read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,10 @@ __all__ = ["PointerRing"]
 _FEW = 4
 
 
-class _Slot:
-    """A table on the host, its place on the device, and the event behind the work that reads either."""
-
-    def __init__(self, length: int, device: torch.device, pinned: bool) -> None:
-        self.host = torch.empty(length, dtype=torch.int64, pin_memory=pinned)
-        self.there = torch.empty(length, dtype=torch.int64, device=device) if pinned else self.host
-        self.event: Any = None
-
-
 class PointerRing:
     """Tables of int64, each pinned on the host, with its place on the device and an event that guards both.
 
-    The host may run ahead of the device by some steps: then another table is taken, up to a few; after that it waits
-    for the oldest. On a device whose memory is the host's there is nothing to send.
+    The host may run some steps ahead of the device: then another table is taken, or it waits for the oldest.
 
     Args:
         length: the words of a table.
@@ -36,34 +26,41 @@ class PointerRing:
         if queue is ...:
             queue = None if device.type == "cpu" else torch.get_device_module(device)
         self._queue, self._length, self._device = queue, length, device
-        self._slots: list[_Slot] = []
+        self._slots: list[list[Any]] = []  # the table on the host, its place on the device, the event
         self._at = -1
 
     def send(self, words: list[int]) -> torch.Tensor:
         """Return a table on the device that will hold ``words``; it is good until :meth:`used` and some sends later."""
-        slot = self._free()
-        slot.host[: len(words)] = torch.tensor(words, dtype=torch.int64)
-        if slot.there is not slot.host:
-            slot.there.copy_(slot.host, non_blocking=True)
+        host, there, _ = self._free()
+        host[: len(words)] = torch.tensor(words, dtype=torch.int64)
+        if there is not host:
+            self._copy(there, host)
         self.used()
-        return slot.there
+        found: torch.Tensor = there
+        return found
 
     def used(self) -> None:
         """Note that work which reads the newest table is in the queue: the table is free when that is done."""
         if self._queue is not None and self._slots:
             event = self._queue.Event()
             event.record(self._queue.current_stream(self._device))
-            self._slots[self._at].event = event
+            self._slots[self._at][2] = event
 
-    def _free(self) -> _Slot:
+    def _free(self) -> list[Any]:
         if self._slots:
             nearest = (self._at + 1) % len(self._slots)
-            event = self._slots[nearest].event
+            event = self._slots[nearest][2]
             if event is None or event.query() or len(self._slots) >= _FEW:
                 if event is not None:
                     event.synchronize()
                 self._at = nearest
                 return self._slots[nearest]
         self._at += 1
-        self._slots.insert(self._at, _Slot(self._length, self._device, self._queue is not None))
+        host = torch.empty(self._length, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        there = host if self._queue is None else torch.empty_like(host, device=self._device)
+        self._slots.insert(self._at, [host, there, None])
         return self._slots[self._at]
+
+    @staticmethod
+    def _copy(there: torch.Tensor, host: torch.Tensor) -> None:
+        there.copy_(host, non_blocking=True)

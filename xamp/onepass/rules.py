@@ -9,25 +9,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["CODES", "Row", "Rule", "is_like", "options_of", "takes"]
+__all__ = ["CODES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes"]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
 
-_SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5, torch.int64: 6}
+_SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5}
+
+_NUMBERS = ("eps", "momentum", "dampening", "nesterov", "maximize", "amsgrad")
+_MORE = ("bias_correction", "grad_averaging", "lr_decay", "init_zero", "first")
+_DEFAULTS = {"eps": 1e-8, "bias_correction": True, "grad_averaging": True}  # others are 0
 
 
 @dataclass(frozen=True)
 class Rule:
     """What a plan computes. What torch and Apex keep in the groups is read from there at each step.
 
-    Options of a group, by the names that torch.optim and Apex give them (others are ignored): ``lr`` (a number, or an
-    fp32 tensor on the device, which the kernels read there), ``weight_decay``, ``maximize``; ``momentum``,
-    ``dampening``, ``nesterov``; ``betas``, ``eps``, ``amsgrad``, ``bias_correction``, ``grad_averaging``;
-    ``lr_decay``; ``norm_type``, ``init_zero``. Those that are missing have torch's, or Apex's, default. Two more:
-    ``step``, a number or an fp32 or int32 tensor on the device: the count of the step to take, from 1, for rows that
-    have no ``step`` of their own; ``first``: the rows of this group have not been stepped yet (SGD: the momentum
-    becomes the gradient, whatever the state holds; NovoGrad: so does the norm), where they have no ``step``.
+    Options of a group have the names that torch.optim and Apex give them; those that are missing have their defaults,
+    others are ignored. ``lr`` is a number, or a tensor that is read on the device. Two more: ``step``, a number or
+    a tensor on the device: the count of the step to take, from 1, for rows that have no ``step`` of their own;
+    ``first``: such rows have not been stepped yet (the momentum of SGD and the norm of NovoGrad are the gradient's).
 
     Attributes:
         name: ``"sgd"`` (states: the momentum, or none where ``momentum`` is 0), ``"adam"`` (two moments; the largest
@@ -53,10 +54,9 @@ class Row:
         param: what is stepped: the fp32 master, or the parameter itself (fp32, fp16, bf16).
         low: the fp16 or bf16 weight into which the stepped value is written too, or None.
         states: of the rule, all of one dtype (fp32 as a rule), NovoGrad's norm excepted.
-        step: the count of this row's steps taken so far, fp32 with one element, on the device; the step adds 1 unless
-            it is skipped. No two rows share it. None: the group's options say it, or the rule needs none. With SGD it
-            serves to know the first step, whose momentum is the gradient.
-        group: index into the options that each step is given. Groups may be cut as is handy, by ``first`` for example.
+        step: the count of this row's steps so far, fp32 with one element, on the device, to which a step adds 1. No two
+            rows share it. None: the group's options say it. With SGD it tells the first step.
+        group: index into the options that each step is given.
     """
 
     param: torch.Tensor
@@ -72,13 +72,8 @@ def takes(tensor: torch.Tensor) -> bool:
     Views and unaligned tensors are taken, tensors with gaps or with elements that share memory are not. What the class
     of a subclass means (a shard, a wrapper) is for the caller to know.
     """
-    if tensor.layout is not torch.strided or tensor.dtype not in CODES:
+    if tensor.layout is not torch.strided or tensor.dtype not in CODES or tensor.is_neg() or tensor.is_meta:
         return False
-    return tensor.is_contiguous() or is_dense(tensor)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a strided tensor fill its part of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 0:
@@ -94,35 +89,16 @@ def is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether the elements of ``tensor`` lie in the order of those of ``param``, on the same device."""
     if tensor.shape != param.shape or tensor.device != param.device or not takes(tensor):
         return False
-    if tensor.stride() == param.stride():
-        return True
     pairs = zip(tensor.stride(), param.stride(), tensor.shape, strict=True)
     return tensor.numel() < 2 or all(one == other for one, other, size in pairs if size > 1)
 
 
 def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[float], list[int]]:
     """Return the options of a group as the kernels read them: fp64 numbers, then addresses and codes of tensors."""
-    beta1, beta2 = group.get("betas", (0.9, 0.999))
-    lr, count = group.get("lr", 1e-3), group.get("step", 0)
-    numbers = [
-        0.0 if _is_there(lr, device) else float(lr),
-        group.get("weight_decay", 0.0),
-        beta1,
-        beta2,
-        group.get("eps", 1e-8),
-        group.get("momentum", 0.0),
-        group.get("dampening", 0.0),
-        group.get("nesterov", False),
-        group.get("maximize", False),
-        group.get("amsgrad", False),
-        group.get("bias_correction", True),
-        group.get("grad_averaging", True),
-        group.get("lr_decay", 0.0),
-        group.get("norm_type", 2) == 0 or group.get("norm_type", 2) == math.inf,
-        group.get("init_zero", False),
-        group.get("first", False),
-        0.0 if _is_there(count, device) else float(count),
-    ]
+    lr, count, order = group.get("lr", 1e-3), group.get("step", 0), group.get("norm_type", 2)
+    first = [0.0 if _is_there(lr, device) else lr, group.get("weight_decay", 0.0), *group.get("betas", (0.9, 0.999))]
+    named = [group.get(name, _DEFAULTS.get(name, 0.0)) for name in _NUMBERS + _MORE]
+    numbers = [*first, *named, order == 0 or order == math.inf, 0.0 if _is_there(count, device) else count]
     return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
 
 
@@ -133,3 +109,18 @@ def _is_there(value: Any, device: torch.device) -> bool:
 
 def _place(value: Any, device: torch.device) -> tuple[int, int]:
     return (value.data_ptr(), _SCALARS[value.dtype]) if _is_there(value, device) else (0, 0)
+
+
+def dtype_of_work(device: torch.device) -> Any:
+    """Return Triton's dtype in which a step computes: fp64, rounded once, where chips have it at half the rate of fp32.
+
+    These are versions 6.0 to 10.0 of data centres' chips. Others have a 32nd of the rate or less, and fp64 would take
+    longer than memory does: fp32 there, as torch's own fused kernels compute.
+    """
+    import triton.language as tl
+
+    if device.type == "cpu":
+        return tl.float64
+    ask = getattr(torch.get_device_module(device), "get_device_capability", None)
+    version = ask(device) if ask is not None else (0, 0)
+    return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

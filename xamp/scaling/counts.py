@@ -106,7 +106,7 @@ class CollapseWatch:
     def __init__(self, counts: Counts, run: Any, scales: Any = None) -> None:
         self._counts = counts
         self.run = run
-        self.scales = scales if scales is not None else self._host_scales()  # after the last step
+        self.scales: Any = scales if scales is not None else self._host_scales()  # after the last step
 
     def resume(self, run: int) -> None:
         """Start again after ``run`` overflows in a row, with the scales that the host set."""

@@ -8,8 +8,6 @@ tells which devices do this rightly: each class is tried once for each process, 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 import operator
 import weakref
@@ -20,29 +18,16 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from xamp.distributed.ranks import is_dtensor
 from xamp.errors import PolicyError, UnsupportedPolicy
-from xamp.ground.torch_private.modules import default_to_fused_or_foreach
-from xamp.registry.causes import may_pass, one_line
-from xamp.registry.trials import as_in_a_new_process
+from xamp.plans.trials import form_refusal, honours_found_inf, is_right
+from xamp.plans.waiting import plain_type
 
 if TYPE_CHECKING:
     from xamp.scaling.gradients import Gradients
 
-__all__ = ["FusedChoice", "WarmState", "honours_found_inf", "is_right", "list_refusal", "right_forms"]
+__all__ = ["FusedChoice", "WarmState"]
 
-_REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError)
-"""What torch raises where a class has no fused implementation for a device or a dtype."""
-
-
-def honours_found_inf(optimizer: Any) -> bool:
-    """Return whether ``optimizer`` says that its step skips by ``optimizer.found_inf``.
-
-    In torch's older protocol ``step`` asks an argument ``grad_scaler``, and without it applies whatever the gradients
-    hold. That does not count.
-    """
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 class FusedChoice:
@@ -56,6 +41,8 @@ class FusedChoice:
         stepped: the dtype of what will be stepped for a parameter; by default its own.
 
     Attributes:
+        kind: the class of the optimizer before it was managed.
+        one_pass: whether its steps may be taken in one pass: ``"one-pass"``, ``"auto"``, True, or False.
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
@@ -68,10 +55,11 @@ class FusedChoice:
         sparse: bool,
         stepped: Callable[[torch.Tensor], torch.dtype] = lambda param: param.dtype,
     ) -> None:
-        self._choice = choice
+        self.one_pass = choice
+        self._choice = "auto" if choice == "one-pass" else choice
         self._stepped = stepped
         self._possible = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in names
-        self._class = type(optimizer)
+        self.kind = type(optimizer)
         self._sparse = sparse
         self._supported_before = getattr(optimizer, "_step_supports_amp_scaling", None)
         self._switched: list[dict[str, Any]] = []
@@ -98,7 +86,7 @@ class FusedChoice:
         self._check_made_fused(optimizer)
         if self._choice is not True:
             return
-        name = self._class.__name__
+        name = self.kind.__name__
         for group in optimizer.param_groups:
             if group.get("foreach") or group.get("differentiable"):
                 raise PolicyError(
@@ -114,7 +102,7 @@ class FusedChoice:
 
     def _check_made_fused(self, optimizer: Optimizer) -> None:
         """Raise now an error that the device would otherwise raise at the first applied step, during training."""
-        cls: Any = self._class
+        cls: Any = self.kind
         if not cls.__module__.startswith("torch.optim"):
             return
         for group in optimizer.param_groups:
@@ -122,7 +110,7 @@ class FusedChoice:
                 continue
             momentum = group["momentum"] if isinstance(group.get("momentum"), float | int) else None
             for device, dtype in {(p.device, self._stepped(p)) for p in group["params"] if _is_ordinary(p)}:
-                if reason := _refusal(cls, device, dtype, None if momentum is None else momentum > 0):
+                if reason := form_refusal(cls, device, dtype, None if momentum is None else momentum > 0):
                     raise UnsupportedPolicy(
                         f"initialize: {cls.__name__} was made with fused=True, which refuses to step on {device} "
                         f"({reason}). Make it without fused=True."
@@ -138,7 +126,7 @@ class FusedChoice:
                 group["fused"] = True
         if self._switched:
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-            self._move_counters(optimizer)
+            self.move_counters(optimizer)
 
     def switch_off(self, optimizer: Optimizer) -> None:
         """Restore in every group the value of ``fused`` that the user gave, and in the state the step counters.
@@ -179,9 +167,9 @@ class FusedChoice:
         for group in self._switched:
             group["fused"] = True
         if self._switched:
-            self._move_counters(optimizer)
+            self.move_counters(optimizer)
 
-    def _move_counters(self, optimizer: Optimizer) -> None:
+    def move_counters(self, optimizer: Optimizer) -> None:
         """Put each counter ``state["step"]`` where fused kernels need it: on its parameter's device, in fp32.
 
         An unfused implementation that found them there would wait for each at every step.
@@ -192,6 +180,10 @@ class FusedChoice:
                 if moved is not given:
                     self._counters[param] = given  # first, so that switch_off knows it
                     state["step"] = moved
+
+    def counter_device(self, group: Mapping[str, Any], param: torch.Tensor) -> torch.device:
+        """Return where the form that the user gave for ``group`` counts the steps of ``param``."""
+        return torch.device("cpu") if any(group is one for one in self._switched) else param.device
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused implementation off for good: a sparse gradient came, and its kernels do not take them."""
@@ -229,7 +221,7 @@ class FusedChoice:
     ) -> bool:
         if not self._possible:
             return False
-        cls: Any = self._class
+        cls: Any = self.kind
         return all(
             _is_ordinary(param) and is_right(cls, param.device, param.dtype if stepped is None else stepped(param))
             for param in params
@@ -238,108 +230,7 @@ class FusedChoice:
 
 def _is_ordinary(param: torch.Tensor) -> bool:
     # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
-    return type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
-
-
-@functools.cache
-def _refusal(cls: Any, device: torch.device, dtype: torch.dtype, momentum: bool | None) -> str:
-    """Try one step of the fused implementation and return its error message; an empty string where it steps.
-
-    ``momentum``: step with or without momentum; None: the class has no such option. What is raised is not remembered.
-    """
-    options = {} if momentum is None else {"momentum": 0.9 if momentum else 0.0}
-    try:
-        with as_in_a_new_process(device):
-            param = torch.nn.Parameter(torch.ones(1, device=device, dtype=dtype))
-            param.grad = torch.ones_like(param)
-            cls([param], lr=0.125, fused=True, **options).step()
-    except _REFUSALS as error:
-        if may_pass(error):
-            raise
-        return one_line(error)
-    return ""
-
-
-def list_refusal(optimizer: Optimizer) -> str:
-    """Return why the optimizer's step on lists of tensors would fail: not all are DTensors; empty if it would not.
-
-    torch steps lists by itself on most devices, and on a CPU where it is told to.
-    """
-    for group in optimizer.param_groups:
-        count = sum(map(is_dtensor, group["params"]))
-        if 0 < count < len(group["params"]) and _steps_lists(group):
-            return (
-                f"steps lists of parameters, and {count} of {len(group['params'])} in one group are DTensors, which "
-                "torch's operators on lists refuse beside plain tensors. Make it with foreach=False, and not fused."
-            )
-    return ""
-
-
-def _steps_lists(group: dict[str, Any]) -> bool:
-    if group.get("fused") or group.get("foreach") is not None or "foreach" not in group:
-        return bool(group.get("fused") or group.get("foreach"))
-    return bool(default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")), use_fused=False)[1])
-
-
-def right_forms(device: torch.device, offered: Callable[[str], bool] = bool) -> tuple[str, ...]:
-    """Return the names of the classes in ``torch.optim`` whose fused implementation is right on ``device`` in fp32.
-
-    A class is tried only if ``offered`` is true of its name. The trials take 10 ms on a CPU, once a process.
-
-    Raises:
-        Exception: see :func:`is_right`.
-    """
-    classes: list[Any] = [cls for name in torch.optim.__all__ if isinstance(cls := getattr(torch.optim, name), type)]
-    fused = (cls for cls in classes if issubclass(cls, Optimizer) and "fused" in inspect.signature(cls).parameters)
-    return tuple(c.__name__ for c in fused if offered(c.__name__) and is_right(c, device, torch.float32))
-
-
-@functools.cache
-def is_right(cls: type[Optimizer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Try the fused implementation of ``cls`` on ``device`` with parameters of ``dtype``; return whether it is right.
-
-    Right means: with ``found_inf`` raised no parameter moves, else the step equals that of the unfused one. The
-    trial uses more elements than a vector register holds, and momentum where the class has it, because torch 2.13's
-    fused SGD in half precision on a CPU is wrong in exactly these cases. The answer is kept for the process.
-
-    Raises:
-        Exception: no memory was left, or a graph was being captured: the form is tried when somebody asks again.
-    """
-    options: list[dict[str, float]] = [{}]
-    if "momentum" in inspect.signature(cls).parameters:
-        options.append({"momentum": 0.9})
-    try:
-        with as_in_a_new_process(device):
-            return all(_steps_alike(cls, device, dtype, extra) for extra in options)
-    except _REFUSALS as error:
-        if may_pass(error):
-            raise
-        return False
-
-
-def _steps_alike(make: Any, device: torch.device, dtype: torch.dtype, options: dict[str, float]) -> bool:
-    """Return whether the fused implementation takes and skips the same steps as the unfused one to equal weights."""
-    start = torch.linspace(0.5, 1.5, 67, dtype=torch.float32, device="cpu").to(device, dtype)
-
-    def run(fused: bool) -> torch.Tensor:
-        param = torch.nn.Parameter(start.clone())
-        optimizer = make([param], lr=0.125, **({"fused": True} if fused else {"foreach": False}), **options)
-        for number, found in enumerate((0.0, 0.0, 1.0, 0.0)):
-            param.grad = torch.full_like(param, float("nan")) if found else start / (number + 1)
-            if fused:
-                optimizer.grad_scale = None
-                optimizer.found_inf = torch.full((), found, dtype=torch.float32, device=device)
-            if fused or not found:
-                optimizer.step()
-        return param.detach().float()
-
-    error = 16 * torch.finfo(dtype).eps
-    return bool(torch.allclose(run(True), run(False), rtol=error, atol=error))
-
-
-# ---------------------------------------------------------------- which state suits the fused implementation
-
-_is_contiguous = torch.Tensor.is_contiguous
+    return plain_type(param) in (torch.Tensor, torch.nn.Parameter) and param.dtype.is_floating_point
 
 
 class WarmState:

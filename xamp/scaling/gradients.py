@@ -39,9 +39,13 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
+from xamp.ground import kernels
+from xamp.ground.compiler import keep_eager
+from xamp.plans.waiting import Waiting
 from xamp.policy import Policy
 from xamp.scaling import masters, moves, unscale
 from xamp.scaling.fused import FusedChoice
+from xamp.scaling.one_pass import OnePass
 from xamp.scaling.overflow_flag import read_flag
 from xamp.scaling.scale import LossScaler
 
@@ -129,6 +133,8 @@ class Gradients:
         mixed: the next check also sees gradients that were counted before; see :meth:`_notice_counted`.
         hidden: returns gradients that a wrapper keeps outside of any ``.grad``, to reduce them later; None: no wrapper.
         forward_overflow: on a chip that reports an overflow by a flag: the flag of the forwards since the last check.
+        one_pass: what lets gradients wait for a step in one pass; None: no such step.
+        waiting: the gradients that wait; None: those of the masters are where everybody looks for them.
         leaves_low_precision: low-precision parameters keep their scaled gradients after the masters have got theirs.
         sets_aside: gradients of earlier losses are put aside during a backward, and not checked again.
     """
@@ -153,6 +159,8 @@ class Gradients:
         self.mixed = False
         self.hidden: Callable[[], Sequence[torch.Tensor]] | None = None
         self.forward_overflow: torch.Tensor | None = None
+        self.one_pass: OnePass | None = None
+        self.waiting: Waiting | None = None
         self.count = 0
         self._held: list[nn.Parameter] = []  # what the groups held when they were read
         self._holds_counted = False
@@ -171,6 +179,8 @@ class Gradients:
 
     def find_parameters(self, groups: Iterable[Mapping[str, Any]], pairs: Iterable[masters.Pair]) -> None:
         """Sort the parameters in an optimizer's ``groups`` into :attr:`direct` ones and masters of ``pairs``."""
+        if self.waiting is not None:
+            self.materialize()
         param_of = {id(m): p for p, m in pairs}
         self.direct, self.pairs = [], []
         self._held = _all_in(groups)
@@ -231,6 +241,8 @@ class Gradients:
 
     def enter(self, scaler: LossScaler) -> None:
         """Before a backward: bring existing gradients to the scale of that backward, or put them aside."""
+        if self.waiting is not None:
+            self.materialize("scale_loss")
         if self._sentinel is not None:
             self._sentinel.collect("scale_loss")
         if self.pending is not None:
@@ -362,6 +374,10 @@ class Gradients:
 
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the low-precision parameters to the masters; return whether there was any."""
+        if self.one_pass is not None and self._early is None and (optimizer := self._optimizer()) is not None:
+            inverse = scaler.inverse if self._scales else None
+            if self.one_pass.wait(optimizer, inverse, found_inf):
+                return True
         moved_early = self._early is not None and self._early.end(found_inf)
         self._early = None
         if first and found_inf is not None:
@@ -451,8 +467,9 @@ class Gradients:
         entry, self._entry = self._entry, NOTHING
         if entry is not OUTSIDE:
             self._take_back(entry, scaler)
-        if self._sentinel is not None and self.pending is None and any(m.grad is not None for _, m in self.pairs):
-            self._sentinel.leave()
+        sentinel = None if self.pending is not None or self.waiting is not None else self._sentinel
+        if sentinel is not None and any(m.grad is not None for _, m in self.pairs):
+            sentinel.leave()
         self._entry = OUTSIDE
         self._early = None
 
@@ -491,6 +508,7 @@ class Gradients:
             self._sentinel.collect()
 
     def _drop(self) -> None:
+        self.clear_waiting()
         for param in (*self.model_params(), *self.stepped):
             param.grad = None
         unscale.zero_(self._unreduced())
@@ -507,6 +525,7 @@ class Gradients:
         if self.owed:
             self.owed.clear()
         if self.pairs:
+            self.clear_waiting()
             self.drop_low_precision()
             if self._sentinel is not None:
                 self._sentinel.forget()
@@ -523,6 +542,8 @@ class Gradients:
         Raises:
             StateError: they are still scaled, or a backward ran without ``scale_loss``.
         """
+        if self.waiting is not None and not self.waiting.settle(call):
+            self._end_waiting()
         if self._sentinel is not None:
             self._sentinel.check(call)
         if self.pending is not None:
@@ -552,7 +573,87 @@ class Gradients:
         """Return whether some gradients did not come through ``scale_loss`` since the last step."""
         if not self.ready and any(p.grad is not None for p in self.stepped):
             return True
-        return self._sentinel is not None and self._sentinel.others()
+        return self._sentinel is not None and self.waiting is None and self._sentinel.others()
+
+    # ---------------------------------------------------------------- gradients that wait for a step in one pass
+
+    def materialize(self, call: str = "") -> None:
+        """Move the gradients that wait into the masters: somebody reads them there, or they cannot wait any longer.
+
+        ``call`` is what asks, for messages. Empty: it does not matter whether a part of them was cleared.
+        """
+        waiting = self.waiting
+        if waiting is None:
+            return
+        with torch.inference_mode(False):
+            if waiting.settle(call):
+                waiting.move(moves.chunk_limit(self.pairs))
+            self._end_waiting()
+            if self._sentinel is not None:
+                self._sentinel.leave()
+
+    def release(self, master: nn.Parameter) -> None:
+        """Clear the gradient that waits for ``master``."""
+        if self.waiting is not None and not self.waiting.release(master):
+            self._end_waiting()
+
+    def clear_waiting(self) -> None:
+        """Clear the gradients that wait."""
+        if self.waiting is not None:
+            self.waiting.clear()
+            self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        if self.waiting is not None:
+            self.waiting.let_go()
+            self.waiting = None
+
+    def waiting_norm(self, norm_type: Any) -> torch.Tensor | None:
+        """Return the norm of all unscaled gradients where they wait, fp32; None where they do not, or no kernel has it.
+
+        Those of parameters without a master are unscaled already.
+        """
+        waiting, optimizer = self.waiting, self._optimizer()
+        if waiting is None or self.one_pass is None or optimizer is None or not _is_order(norm_type):
+            return None
+        norm = self.one_pass.norm(optimizer, waiting, float(norm_type))
+        plain = [g for p in self.direct for g in (p.grad,) if g is not None]
+        if not plain:
+            return norm
+        others = torch.nn.utils.get_total_norm(plain, norm_type, foreach=kernels.foreach_of(plain))
+        whole: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, others.to(norm.dtype)]), norm_type)
+        return whole
+
+    def clip_waiting(self, norm: torch.Tensor, max_norm: Any) -> None:
+        """Clip gradients whose norm is ``norm``: those that wait when the pass reads them, the others now."""
+        waiting, one_pass = self.waiting, self.one_pass
+        if waiting is None or one_pass is None:
+            return
+        factor = one_pass.clip_factor(norm, max_norm)
+        waiting.clip = factor if waiting.clip is None else waiting.clip * factor
+        unscale.multiply_([g for p in self.direct for g in (p.grad,) if g is not None], factor)
+
+    def count_missing(self) -> int:
+        """Return how many stepped tensors have no gradient."""
+        if self.waiting is None:
+            return [param.grad for param in self.stepped].count(None)
+        return self.waiting.grads.count(None) + [param.grad for param in self.direct].count(None)
+
+    def stepped_in_one_pass(self) -> bool:
+        """Return whether a pass has written the model with the masters; give these their new versions then."""
+        waiting = self.waiting
+        if waiting is None or not waiting.began:
+            return False
+        torch.autograd.graph.increment_version([tensor for pair in self.pairs for tensor in pair])
+        return True
+
+
+# The compiler need not see it: what it traces finds gradients in the masters.
+keep_eager(Gradients.materialize)
+
+
+def _is_order(norm_type: Any) -> bool:
+    return isinstance(norm_type, float | int) and norm_type > 0
 
 
 def _all_in(groups: Iterable[Mapping[str, Any]]) -> list[nn.Parameter]:

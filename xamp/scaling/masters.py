@@ -200,7 +200,7 @@ def copy_back(pairs: Sequence[Pair]) -> None:
 
 
 def write_changed(pairs: Iterable[Pair]) -> None:
-    """Write masters into parameters, but not where both agree: what was written since a load of both counts."""
+    """Write masters into parameters, but not where both are equal: what was written since a load of both counts."""
     changed = [pair for pair in pairs if not is_equal(pair[0])]
     copy_back(changed)
     note_equal(param for param, _ in changed)

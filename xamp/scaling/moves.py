@@ -21,6 +21,7 @@ from xamp.distributed import ranks
 from xamp.errors import StateError
 from xamp.ground.compiler import break_graphs
 from xamp.ground.torch_features import has_operators_outside_of_captures
+from xamp.plans.waiting import cleared_in_part, written
 from xamp.scaling import masters
 
 __all__ = ["EarlyMoves", "GradientSentinel", "chunk_limit", "clear_gradients", "is_worth_it", "transfer"]
@@ -330,11 +331,7 @@ class GradientSentinel:
         there = self._finds_zeros()
         in_part = any(there == (param.grad is None) for param, *_ in self._left[1:])
         if call and in_part and not torch.compiler.is_compiling() and not self._any_besides():
-            raise StateError(
-                f"{call}: since scale_loss the gradients of a part of the model were cleared, by p.grad = None or by "
-                "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
-                "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
-            )
+            raise cleared_in_part(call)
         if not there:
             self._drop()
         return there
@@ -408,12 +405,7 @@ def _check(asked: torch.Tensor, zeros: torch.Tensor, version: int, call: str) ->
     """Raise where somebody wrote into ``zeros`` since they had ``version``. ``call`` is for the message."""
     del asked  # see _check_unwritten
     if zeros._version != version:
-        raise StateError(
-            f"{call}: there are gradients that did not come through scale_loss since the last step: a backward() "
-            "ran without it, or the gradients of the model's own parameters were written to. At this level "
-            "gradients are in the fp32 masters: clip and change those, with xamp.clip_grad_norm_(optimizer, "
-            "max_norm) or xamp.master_params(optimizer), and run every backward() inside the with block."
-        )
+        raise written(call)
 
 
 _SCHEMA = "(Tensor(a!) asked, Tensor zeros, int version, str call) -> ()"

@@ -7,6 +7,7 @@ the masters are written into the model. :mod:`xamp.scaling.counts` has what beco
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 import weakref
@@ -26,6 +27,7 @@ from xamp.scaling import masters
 from xamp.scaling.counts import Outcomes, StepOutcome
 from xamp.scaling.fused import FusedChoice, WarmState
 from xamp.scaling.gradients import Gradients
+from xamp.scaling.one_pass import OnePass, refusal, tell
 from xamp.scaling.scale import DeviceState, clock
 from xamp.scaling.weights import MasterVersions
 
@@ -49,6 +51,7 @@ class OptimizerState:
         outcomes: what the steps did.
         scope: the ``scale_loss`` over this optimizer that was entered last and not left; see :meth:`is_open`.
         fresh: no backward was checked since the last step, so ``found_inf_since_step`` is down.
+        why_not_one_pass: why steps are not taken in one pass; empty: they are, or nobody has looked.
         norm: what :func:`xamp.clip_grad_norm_` last returned for this optimizer, on the device.
         found_inf: fp32 scalar: the backward that just ended overflowed; used where this cannot go into
         ``found_inf_since_step`` at once.
@@ -71,6 +74,7 @@ class OptimizerState:
         self.live_in(engine.memory)
         self.master_versions = MasterVersions(self.gradients)
         self._warm = WarmState(self._optimizer, self.gradients, fused)
+        self.why_not_one_pass = ""
         self._warned_of_no_gradient = False
         self._unreached = 0  # the most stepped tensors that had no gradient at a step
         self.find_parameters()
@@ -110,6 +114,19 @@ class OptimizerState:
         self.fused.look_again(self.optimizer)
         self._warm.look_again()
         self.master_versions.note()
+        if self.fused.one_pass:
+            self._choose_one_pass()
+
+    def _choose_one_pass(self) -> None:
+        """Find out whether steps are taken in one pass, now that the groups hold what they hold."""
+        engine, gradients = self.engine, self.gradients
+        why = refusal(self.optimizer, self.fused, gradients, engine.device)
+        if engine.saturates:
+            why = "the chip tells of an overflow by a flag"
+        gradients.one_pass = None if why else OnePass(gradients, self.fused, self.outcomes.replays.capturing)
+        if gradients.pairs:
+            tell(self.optimizer, why)
+        self.why_not_one_pass = why
 
     def notice_groups(self, call: str) -> None:
         """Read the groups again where a script has put other parameters into them by hand, as densification does.
@@ -158,6 +175,8 @@ class OptimizerState:
 
     def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is its own; the model's gradients go too."""
+        if self.gradients.waiting is not None and not (args or kwargs):
+            self.gradients.clear_waiting()
         base(*args, **kwargs)
         self.gradients.cleared()
 
@@ -176,7 +195,7 @@ class OptimizerState:
 
     def _refuse_lost(self) -> None:
         """Refuse a model that was sharded after its first steps: parameters that it replaced get no gradient more."""
-        unreached = [param.grad for param in self.gradients.stepped].count(None)
+        unreached = self.gradients.count_missing()
         if unreached > self._unreached:
             self.engine.check_not_sharded("optimizer.step()")
             self._unreached = unreached
@@ -265,6 +284,8 @@ class OptimizerState:
         if not self.gradients.ready:  # there are no gradients but zeros: any others were refused in the line above
             return self._step_without_gradients(base, args, kwargs)
         # Who decides whether to skip: nobody, the kernel or the host?
+        if self.gradients.waiting is not None and (in_one_pass := self._in_one_pass(base)) is not None:
+            return in_one_pass(args, kwargs)
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
                 base = self._warm.in_users_form(base)
@@ -276,6 +297,37 @@ class OptimizerState:
         if self.outcomes.replays.capturing():
             self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
+
+    def _in_one_pass(self, base: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Return a step in one pass; None where it does not suit, and then the masters have their gradients.
+
+        The host decides on the first step of a parameter: one that is skipped leaves no state.
+        """
+        gradients, checks = self.gradients, self.engine.policy.checks
+        waiting, one_pass = gradients.waiting, gradients.one_pass
+        found_inf = self.found_inf_since_step if checks else None
+        one = None if one_pass is None else one_pass.step(self.optimizer, found_inf)
+        own = unwrapped(self.fused.kind.step)
+        if one is None or own is None or not isinstance(base, functools.partial):
+            gradients.materialize("optimizer.step()")
+            return None
+        step, is_hooked = one, base.func is not call_step
+        if is_hooked and step.is_first:  # a hook that reads gradients would leave the first step to torch
+            gradients.materialize("optimizer.step()")
+            return None
+
+        def inner(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if gradients.waiting is not waiting:  # a hook has read gradients
+                return own(optimizer, *args, **kwargs)
+            result = step(optimizer, *args, **kwargs)
+            if step.is_first:
+                self._warm.look_again()
+            return result
+
+        run = Optimizer.profile_hook_step(inner) if is_hooked else functools.partial(call_step, inner)
+        bound = functools.partial(run, self.optimizer)
+        way = self._step_unchecked if not checks else self._step_on_host if step.is_first else self._step_on_device
+        return functools.partial(way, bound)
 
     def _step_without_gradients(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """End a window of which no gradient is left, and let the optimizer step: nothing is counted."""
@@ -296,7 +348,7 @@ class OptimizerState:
 
     def _step_unchecked(self, base: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         first, applied, result = self._first_stepped(), self.engine.counts.applied, NOT_STEPPED
-        if first is None and not (args or kwargs):  # a closure would make gradients
+        if first is None and self.gradients.waiting is None and not (args or kwargs):  # a closure would make gradients
             self._warn_of_no_gradient()
             if not self.gradients.in_shards:  # else other ranks have some
                 self.outcomes.last = None
@@ -312,6 +364,8 @@ class OptimizerState:
 
     def _first_stepped(self) -> tuple[torch.Tensor, int] | None:
         """Return the first tensor that a step will move, and its version: an exception may come before it or after."""
+        if self.gradients.waiting is not None:
+            return None
         for param in self.gradients.stepped:
             if param.grad is not None:
                 return param, param._version
@@ -323,7 +377,8 @@ class OptimizerState:
         Else it may have, half-way. So the model follows the masters before its next forward. ``first`` is what
         :meth:`_first_stepped` returned before the step, ``result`` what the step has returned, or :data:`NOT_STEPPED`.
         """
-        moved = first is not None and first[0]._version != first[1]
+        waiting = self.gradients.waiting
+        moved = first[0]._version != first[1] if first is not None else waiting is not None and waiting.began
         if result is not NOT_STEPPED or moved or _returned_from_step(error):
             return True
         self.master_versions.distrust()
@@ -396,7 +451,8 @@ class OptimizerState:
         """End the step: write the masters into the model and lower ``found_inf_since_step``."""
         self.outcomes.last, gradients = outcome, self.gradients
         if gradients.pairs and outcome is not StepOutcome.SKIPPED:
-            masters.copy_back(gradients.pairs)
+            if not gradients.stepped_in_one_pass():
+                masters.copy_back(gradients.pairs)
             self.master_versions.note()
         if self.master_versions.lent:
             self.master_versions.follow()
@@ -472,11 +528,11 @@ def call_closure(
     """
 
     def error(did: str) -> StateError:
-        plain = levels_where(lambda row: not row.manages_gradients)
+        unmanaged = levels_where(lambda row: not row.manages_gradients)
         return StateError(
             f"{name}.step(closure): under loss scaling or master weights (level {level}) a closure {did} backward "
             "without them. Compute the loss before step(), in scale_loss; an optimizer that needs a closure (LBFGS) "
-            f"works at {listed(plain, 'and')}."
+            f"works at {listed(unmanaged, 'and')}."
         )
 
     if not gradients.ready:

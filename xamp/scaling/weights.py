@@ -46,7 +46,7 @@ class MasterVersions:
         self.lent = False
 
     def note(self) -> None:
-        """Remember the masters' versions: the low-precision parameters agree with them."""
+        """Remember the masters' versions: the low-precision parameters have their values."""
         self._seen = [master._version for _, master in self._gradients.pairs]
 
     def pairs(self, *, changed: bool) -> list[masters.Pair]:

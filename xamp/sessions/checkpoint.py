@@ -19,6 +19,7 @@ from xamp.errors import CheckpointError, PolicyError, StateError
 from xamp.ground.log import say
 from xamp.ground.shown import shown
 from xamp.ground.undo import Undo
+from xamp.plans.waiting import plain_type
 from xamp.scaling import masters
 from xamp.sessions import formats
 from xamp.sessions.formats import SavedScaler, SessionState
@@ -233,7 +234,10 @@ def _matched(
             problem = absent
         elif param.shape != value.shape:
             problem = f"shape {tuple(value.shape)}, and the parameter's is {tuple(param.shape)}"
-        elif type(param) not in (nn.Parameter, torch.Tensor) or param.dtype not in (torch.float32, *masters.LOWER):
+        elif plain_type(param) not in (nn.Parameter, torch.Tensor) or param.dtype not in (
+            torch.float32,
+            *masters.LOWER,
+        ):
             problem = f"the parameter is a {type(param).__name__} of {param.dtype}, which no master can be written to"
         if problem or param is None:
             raise CheckpointError(f"{_CALL}(state): {where}[{name!r}]: {problem}. Nothing was loaded.")

@@ -18,6 +18,7 @@ from xamp.ground.compiler import break_graphs
 from xamp.ground.shown import shown
 from xamp.scaling import unscale
 from xamp.scaling.optimizer import lent_params, state_of
+from xamp.scaling.step import OptimizerState
 from xamp.sessions import metrics
 from xamp.sessions.session import find_session, managed
 
@@ -69,8 +70,11 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = _as_number("max_norm", max_norm), _as_number("norm_type", norm_type)
     given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    held = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
     check = boolean("error_if_nonfinite", error_if_nonfinite, call="clip_grad_norm_")
+    waiting = _waiting(given)
+    if waiting and (norm := _clip_waiting(waiting, max_norm, norm_type, given if check else ())) is not None:
+        return norm
+    held = [(one, param) for one in given for param in master_params(one)]  # type: ignore[arg-type]
     params = [param for _, param in held]
     grads = [param.grad for param in params if param.grad is not None]
     in_lists, divided = kernels.foreach_of(grads), ranks.is_divided(params)
@@ -84,6 +88,35 @@ def clip_grad_norm_(
     for one in given:
         inner = managed(one)
         metrics.note_norm(inner, state_of(inner), norm)
+    return norm
+
+
+def _waiting(given: Sequence[Any]) -> list[OptimizerState]:
+    """Return the states of the optimizers if the gradients of all of them wait for a step in one pass; else none."""
+    states = [state_of(managed(one)) for one in given]
+    found = [state for state in states if state is not None and state.gradients.waiting is not None]
+    return found if len(found) == len(states) else []
+
+
+def _clip_waiting(
+    states: Sequence[OptimizerState], max_norm: Any, norm_type: Any, checked: Sequence[Any]
+) -> torch.Tensor | None:
+    """Clip gradients that wait, by a factor for the step; return their norm. None where this cannot be done so.
+
+    ``checked``: the optimizers, where a norm that is not finite is refused.
+    """
+    for state in states:
+        state.check_ready("master_params(optimizer)")
+    norms = [state.gradients.waiting_norm(norm_type) for state in states]
+    found = [norm for norm in norms if norm is not None]
+    if len(found) < len(norms):
+        return None
+    norm = found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)
+    if checked:
+        _refuse_nonfinite(norm, norm_type, checked)
+    for state in states:
+        state.gradients.clip_waiting(norm, max_norm)
+        state.norm = norm
     return norm
 
 

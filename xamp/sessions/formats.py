@@ -16,6 +16,7 @@ import torch
 
 from xamp.errors import CheckpointError
 from xamp.ground.shown import said, shown
+from xamp.plans.waiting import plain_type
 from xamp.policy import LARGEST_SCALE
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def _masters(value: object, key: str) -> Mapping[str, torch.Tensor]:
 def _unfit(value: object) -> str:
     """Return why ``value`` cannot be copied into an fp32 tensor; an empty string where it can."""
     # A subclass of Tensor, such as a sharded DTensor, copies in its own way.
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if plain_type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"of type {type(value).__name__}"
     assert isinstance(value, torch.Tensor)
     if value.layout is not torch.strided or value.is_nested:

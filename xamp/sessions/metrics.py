@@ -109,6 +109,8 @@ def _was_skipped(state: OptimizerState, wait: bool) -> bool:
 def _norm(engine: Engine, states: Sequence[OptimizerState], wait: bool, scaled: bool) -> float:
     """Return the norm that the last ``clip_grad_norm_`` found; without one, that of the gradients there are now."""
     norm = _clipped_norm(states)
+    if norm is None and len(states) == 1:
+        norm = states[0].gradients.waiting_norm(2.0)
     if norm is None:
         grads = [g for state in states if state.is_alive for p in state.gradients.stepped if (g := p.grad) is not None]
         busy = scaled or any(state.scope is not None or state.gradients.pending is not None for state in states)

@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 
 from xamp.casting import ops
 from xamp.contract import Backend
-from xamp.errors import StateError
+from xamp.errors import StateError, UnsupportedPolicy
 from xamp.ground import followers
 from xamp.ground.log import say
 from xamp.ground.undo import Undo
@@ -139,7 +139,7 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
 def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[FusedChoice]:
     """Choose the fused implementation of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
-    choice = policy.fused if policy.checks or policy.master_weights or policy.fused is True else False
+    choice = policy.fused if policy.checks or policy.master_weights or policy.fused != "auto" else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in models for module in model.modules())
 
@@ -175,6 +175,11 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         undo.weakly(form.switch_off, optimizer)
         form.switch_on(optimizer)
         state = engine.state_class(engine, optimizer, index, form)
+        if form.one_pass == "one-pass" and state.why_not_one_pass:
+            raise UnsupportedPolicy(
+                f"initialize(fused='one-pass'): {type(optimizer).__name__} cannot step in one pass: "
+                f"{state.why_not_one_pass}. Leave fused='auto', which steps so where it can."
+            )
         undo.steps.append(manage(optimizer, state))
         states.append(state)
     undo.weakly(functools.partial(_take_out_states, states, undo.before), engine)

@@ -1,0 +1,197 @@
+"""The pass that looks for what is not finite and takes norms; rounding of bf16; launches; tables that are late."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from xamp import onepass
+from xamp.onepass import Plan, PointerRing, Row, Rule, ring
+from xamp.onepass.rules import dtype_of_work
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def plan_over(grads: list[torch.Tensor], block: int = 16) -> Plan:
+    return Plan(Rule("sgd"), [Row(torch.zeros(grad.shape)) for grad in grads], block=block)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_found_at_each_place(dtype: torch.dtype, value: float) -> None:
+    for place in range(37):
+        grads = [torch.full((3,), 2.0, dtype=dtype), torch.zeros(34, dtype=dtype)]
+        plan, found = plan_over(grads), torch.zeros(())
+        plan.check(grads, found)
+        assert float(found) == 0.0
+        (grads[0] if place < 3 else grads[1])[place if place < 3 else place - 3] = value
+        plan.check(grads, found)
+        assert float(found) == 1.0
+
+
+def test_a_raised_flag_stays_raised() -> None:
+    grads = [torch.ones(5)]
+    found = torch.ones(1)
+    plan_over(grads).check(grads, found)
+    assert float(found) == 1.0
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 3e38, 60000.0])
+def test_the_norm_is_fp64s(size: float) -> None:
+    torch.manual_seed(1)
+    dtype = torch.float16 if size == 60000.0 else torch.float32
+    grads = [torch.rand(70).mul(size).to(dtype), torch.rand(3, 3).mul(size).to(dtype)]
+    plan, inverse = plan_over(grads), torch.tensor(2.0**-20)
+    plan.check(grads, torch.zeros(()))
+    right = torch.cat([grad.double().flatten() for grad in grads]).norm() * 2.0**-20
+    torch.testing.assert_close(plan.checked_norm(inverse), right.float(), rtol=1e-7, atol=0.0)
+    for kind in (1.0, 2.0, 3.0, math.inf):
+        flat = torch.cat([grad.double().flatten() for grad in grads])
+        right = torch.linalg.vector_norm(flat, kind) * 2.0**-20 if size < 1e30 or kind != 3.0 else None
+        if right is not None:
+            torch.testing.assert_close(plan.norm(grads, inverse, kind), right.float(), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, 3.0, math.inf])
+def test_a_norm_of_nan_is_nan(kind: float) -> None:
+    grads = [torch.ones(40)]
+    grads[0][35] = math.nan
+    assert bool(plan_over(grads).norm(grads, None, kind).isnan())
+
+
+def test_a_norm_of_another_kind_keeps_the_sums_of_the_check() -> None:
+    grads = [torch.arange(20.0)]
+    plan = plan_over(grads)
+    plan.check(grads, torch.zeros(()))
+    plan.norm(grads, None, math.inf)
+    torch.testing.assert_close(plan.checked_norm(), grads[0].norm())
+
+
+@pytest.mark.parametrize(("norm", "factor"), [(0.5, 1.0), (4.0, 0.25), (math.inf, 0.0), (math.nan, math.nan)])
+def test_the_factor_of_clipping_is_torchs(norm: float, factor: float) -> None:
+    found = plan_over([torch.zeros(1)]).clip_factor(torch.tensor(norm), 1.0)
+    torch.testing.assert_close(found, torch.tensor(factor), equal_nan=True, rtol=1e-5, atol=0.0)
+
+
+def test_bf16_is_rounded_as_torch_rounds_it() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    near = torch.cat([patterns + step for step in (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1)])
+    values = near.view(torch.float32)
+    values = values[~values.isinf()]  # a weight that is inf has no step: 0 * inf is nan
+    low = torch.zeros(values.shape, dtype=torch.bfloat16)
+    Plan(Rule("sgd"), [Row(values.clone(), low)], block=2**15).step([torch.zeros(values.shape)], [{"lr": 0.0}])
+    right = values.to(torch.bfloat16)
+    assert torch.equal(low.isnan(), right.isnan())
+    assert torch.equal(low.view(torch.int16)[~low.isnan()], right.view(torch.int16)[~low.isnan()])
+
+
+def test_bf16_is_widened_exactly() -> None:
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    param = torch.zeros(2**16)
+    Plan(Rule("sgd"), [Row(param)], block=2**14).step([patterns], [{"lr": -1.0}])
+    torch.testing.assert_close(param, patterns.float(), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [1, 7, 60])
+def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [{**group, "weight_decay": decay} for decay in (0.0, 0.1, 0.2)]
+    rows = [
+        Row(
+            torch.zeros(5),
+            torch.zeros(5, dtype=DTYPES[1 + i % 2]),
+            (torch.zeros(5), torch.zeros(5)),
+            torch.zeros(()),
+            i % 3,
+        )
+        for i in range(count)
+    ]
+    plan, found, inverse = Plan(Rule("adam"), rows), torch.zeros(()), torch.ones(())
+    for _ in range(3):
+        grads = [torch.ones(5, dtype=DTYPES[i % 3]) for i in range(count)]  # elsewhere in memory each time
+        plan.check(grads, found, groups[: min(count, 3)])
+        plan.step(grads, groups, found, inverse)
+        assert plan.launches <= 4
+        plan.check(grads, found, groups)
+        plan.step(grads, groups, found, inverse, plan.clip_factor(plan.checked_norm(inverse), 1.0))
+        assert plan.launches <= 6
+
+
+def test_a_tensor_that_moved_is_noticed() -> None:
+    param = torch.zeros(4)
+    plan = Plan(Rule("sgd"), [Row(param)])
+    assert not plan.moved()
+    param.set_(torch.zeros(4))  # type: ignore[call-overload]
+    assert plan.moved()
+
+
+class LateQueue:
+    """A device that is late: copies run when somebody waits for an event behind them."""
+
+    def __init__(self) -> None:
+        self.work: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.arrived: list[list[int]] = []
+        self.done = 0
+
+    def copy(self, there: torch.Tensor, host: torch.Tensor) -> None:
+        self.work.append((there, host))
+
+    def run(self, until: int) -> None:
+        while self.done < until:
+            there, host = self.work[self.done]
+            there.copy_(host)
+            self.arrived.append(there.tolist())
+            self.done += 1
+
+    def current_stream(self, device: object) -> LateQueue:
+        return self
+
+    def Event(self) -> Any:  # the name in torch
+        queue = self
+
+        class Event:
+            def record(self, stream: object) -> None:
+                self.behind = len(queue.work)
+
+            def query(self) -> bool:
+                return queue.done >= self.behind
+
+            def synchronize(self) -> None:
+                queue.run(self.behind)
+
+        return Event()
+
+
+def test_no_table_is_written_again_before_it_was_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = LateQueue()
+    monkeypatch.setattr(PointerRing, "_copy", staticmethod(queue.copy))
+    tables = PointerRing(2, torch.device("cpu"), queue)
+    for number in range(20):
+        tables.send([number, -number])
+    queue.run(20)
+    assert queue.arrived == [[number, -number] for number in range(20)]
+    assert len({id(host) for _, host in queue.work}) == ring._FEW
+
+
+def test_the_reason_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert onepass.refusal("cpu") == ""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "Triton has no kernels for a CPU" in onepass.refusal("cpu")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert onepass.refusal("cpu") == "Triton is not installed"
+
+
+@pytest.mark.parametrize(("version", "wide"), [((9, 0), True), ((8, 0), True), ((8, 9), False), ((12, 0), False)])
+def test_fp64_is_taken_where_chips_have_it(
+    version: tuple[int, int], wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Module:
+        @staticmethod
+        def get_device_capability(device: object) -> tuple[int, int]:
+            return version
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert str(dtype_of_work(torch.device("meta"))) == ("fp64" if wide else "fp32")

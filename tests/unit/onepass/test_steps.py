@@ -1,0 +1,203 @@
+"""Each kernel against fp64 and against torch: shapes, dtypes, options, clipping, skipped steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import onepass_fp64
+import pytest
+import torch
+
+from xamp.onepass import Plan, Row, Rule
+
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
+CASES: dict[str, tuple[Rule, dict[str, Any]]] = {
+    "SGD": (Rule("sgd"), {"lr": 0.1}),
+    "SGD maximize": (Rule("sgd"), {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
+    "momentum": (Rule("sgd"), {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
+    "nesterov": (Rule("sgd"), {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "decay after": (Rule("sgd", wd_after_momentum=True), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adam": (Rule("adam"), {**ADAM, "weight_decay": 0.1}),
+    "Adam maximize": (Rule("adam"), {**ADAM, "maximize": True, "amsgrad": True}),
+    "AdamW": (Rule("adam", decoupled=True), {**ADAM, "weight_decay": 0.1}),
+    "AdamW amsgrad": (Rule("adam", decoupled=True), {**ADAM, "weight_decay": 0.1, "amsgrad": True}),
+    "no correction": (Rule("adam", decoupled=True), {**ADAM, "bias_correction": False}),
+    "Adagrad": (Rule("adagrad"), {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1, "lr_decay": 0.2}),
+    "Adagrad decoupled": (Rule("adagrad", decoupled=True), {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1}),
+    "LAMB": (Rule("lamb", decoupled=True), {**ADAM, "weight_decay": 0.1}),
+    "LAMB, decay in the gradient": (Rule("lamb"), {**ADAM, "weight_decay": 0.1, "grad_averaging": False}),
+    "LAMB without decay": (Rule("lamb"), ADAM),
+    "NVLAMB": (Rule("lamb", use_nvlamb=True), ADAM),
+    "NovoGrad": (Rule("novograd", decoupled=True), {**ADAM, "weight_decay": 0.1}),
+    "NovoGrad, decay inside": (Rule("novograd"), {**ADAM, "weight_decay": 0.1, "grad_averaging": False}),
+    "NovoGrad from zero": (Rule("novograd"), {**ADAM, "init_zero": True}),
+    "NovoGrad by the largest": (Rule("novograd"), {**ADAM, "norm_type": 0}),
+}
+SHAPES = ((5, 7), (300,), (1,), (), (0, 3), (2, 3, 4))
+LOWER = (torch.float16, torch.bfloat16, None)
+
+
+def states_of(rule: Rule, group: dict[str, Any], param: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if rule.name == "sgd":
+        return (torch.zeros_like(param),) if group.get("momentum") else ()
+    if rule.name == "novograd":
+        return torch.zeros_like(param), torch.zeros(())
+    count = {"adam": 3 if group.get("amsgrad") else 2, "adagrad": 1, "lamb": 2}[rule.name]
+    return tuple(torch.zeros_like(param) for _ in range(count))
+
+
+def rows_of(rule: Rule, group: dict[str, Any], shapes: Any = SHAPES) -> list[Row]:
+    rows = []
+    for number, shape in enumerate(shapes):
+        param, lower = torch.randn(shape), LOWER[number % 3]
+        low = None if lower is None else torch.full(shape, 77.0, dtype=lower)  # poisoned: a step must write it
+        rows.append(Row(param, low, states_of(rule, group, param), torch.zeros(())))
+    return rows
+
+
+def ulps(found: torch.Tensor, right: torch.Tensor) -> float:
+    """How far ``found`` is from ``right``, fp64, in units of the last place of ``right`` in fp32."""
+    if not found.numel():
+        return 0.0
+    size = right.float().abs()
+    unit = (torch.nextafter(size, torch.tensor(torch.inf)) - size).double()
+    return float(((found.double() - right).abs() / unit).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_fp64s_rounded(name: str) -> None:
+    rule, group = CASES[name]
+    torch.manual_seed(len(name))
+    rows = rows_of(rule, group)
+    plan = Plan(rule, rows, block=64)
+    found, inverse, clip = torch.zeros(()), torch.tensor(1 / 512), torch.tensor(0.75)
+    for count in range(1, 5):
+        grads = [
+            torch.randn(row.param.shape).mul(512.0).to(LOWER[i % 3] or torch.float32) for i, row in enumerate(rows)
+        ]
+        right = [
+            onepass_fp64.stepped(rule, row.param, [*row.states], grad.double() / 512 * 0.75, group, count)
+            for row, grad in zip(rows, grads, strict=True)
+        ]
+        plan.check(grads, found, [group])
+        plan.step(grads, [group], found, inverse, clip)
+        for row, (param, *states) in zip(rows, right, strict=True):
+            assert ulps(row.param, param) <= 2.0
+            assert all(ulps(one, state) <= 2.0 for one, state in zip(row.states, states, strict=False))
+            assert row.low is None or torch.equal(row.low, row.param.to(row.low.dtype))
+            assert row.step is not None
+            assert float(row.step) == count
+
+
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "SGD maximize", "Adam", "AdamW amsgrad", "Adagrad"])
+def test_many_steps_are_torchs(name: str) -> None:
+    rule, group = CASES[name]
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
+    kind = torch.optim.AdamW if rule.decoupled else kinds[rule.name]
+    torch.manual_seed(0)
+    rows = rows_of(rule, group, [(9, 5), (40,)])
+    params = [torch.nn.Parameter(row.param.clone()) for row in rows]
+    optimizer, plan = kind(params, **group), Plan(rule, rows, block=32)
+    for _ in range(10):
+        grads = [torch.randn(row.param.shape) for row in rows]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        plan.step(grads, [group])
+    for row, param in zip(rows, params, strict=True):
+        torch.testing.assert_close(row.param, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shapes_drawn_at_random(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    name = draw.choice([*CASES])
+    rule, group = CASES[name]
+    shapes = [tuple(draw.randint(0, 9) for _ in range(draw.randint(0, 3))) for _ in range(draw.randint(1, 9))]
+    rows = rows_of(rule, group, shapes)
+    plan = Plan(rule, rows, block=draw.choice([16, 128]))
+    grads = [None if draw.random() < 0.2 else torch.randn(row.param.shape) for row in rows]
+    before = [[row.param.clone(), *(state.clone() for state in row.states)] for row in rows]
+    plan.step(grads, [group])
+    for row, grad, (param, *states) in zip(rows, grads, before, strict=True):
+        if grad is None:
+            assert row.step is not None
+            assert torch.equal(row.param, param)
+            assert float(row.step) == 0.0
+            assert row.low is None or bool((row.low == 77.0).all())
+        else:
+            assert ulps(row.param, onepass_fp64.stepped(rule, param, states, grad, group, 1)[0]) <= 2.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_skipped_step_changes_no_bit(name: str) -> None:
+    rule, group = CASES[name]
+    rows = rows_of(rule, group)
+    plan, found = Plan(rule, rows, block=64), torch.zeros(1)
+    held = [t for row in rows for t in (row.param, row.low, *row.states, row.step) if t is not None]
+    before = [t.clone() for t in held]
+    grads = [torch.randn(row.param.shape) for row in rows]
+    grads[1][17] = torch.nan
+    plan.check(grads, found, [group])
+    plan.step(grads, [group], found, torch.ones(()))
+    assert float(found) == 1.0
+    assert all(map(torch.equal, held, before))
+
+
+def test_rates_and_counts_are_read_on_the_device() -> None:
+    rule, group = CASES["AdamW"]
+    param = torch.randn(50)
+    lr, count = torch.tensor(0.5, dtype=torch.float64), torch.zeros((), dtype=torch.int32)
+    row = Row(param.clone(), None, (torch.zeros(50), torch.zeros(50)))
+    plan, grad = Plan(rule, [row], block=32), torch.randn(50)
+    states = [torch.zeros(50), torch.zeros(50)]
+    for value in (0.5, 0.25):
+        lr.fill_(value)
+        count += 1
+        plan.step([grad], [{**group, "lr": lr, "step": count}])
+        param, *states = onepass_fp64.stepped(rule, param, states, grad, {**group, "lr": value}, int(count))
+    torch.testing.assert_close(row.param, param.float())
+
+
+def test_tensors_of_any_order_in_memory() -> None:
+    param = torch.randn(6, 4, 3, 5)[2:5].permute(3, 1, 2, 0).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn(5, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+    unaligned = torch.randn(101)[1:]
+    other = torch.randn(100)
+    before = param.clone(), unaligned.clone()
+    Plan(Rule("sgd"), [Row(param), Row(unaligned)], block=16).step([grad, other], [{"lr": 1.0}])
+    torch.testing.assert_close(param, before[0] - grad)
+    torch.testing.assert_close(unaligned, before[1] - other)
+
+
+@pytest.mark.parametrize(
+    ("param", "low"),
+    [
+        (torch.zeros(4, dtype=torch.float64), None),
+        (torch.zeros(4, 4)[:, ::2], None),
+        (torch.zeros(3).expand(2, 3), None),
+        (torch.zeros(4), torch.zeros(5, dtype=torch.float16)),
+        (torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.float16).t()),
+    ],
+)
+def test_what_kernels_do_not_take_is_refused(param: torch.Tensor, low: torch.Tensor | None) -> None:
+    with pytest.raises(ValueError, match=r"Plan: row 0 has a tensor .* kernels take fp32, fp16 and bf16"):
+        Plan(Rule("sgd"), [Row(param, low)])
+
+
+def test_elements_beyond_32_bits() -> None:
+    size, block = 2**31 + 2048, 2**20
+    param, grad = (
+        torch.empty(size, dtype=torch.float16),
+        torch.empty(size, dtype=torch.float16),
+    )  # reserved, not touched
+    param[-1024:], grad[-1024:] = 1.0, 0.5
+    plan = Plan(Rule("sgd"), [Row(param)], block=block)
+    last = plan._blocks - 1
+    assert last * block >= 2**31
+    plan._blocks = 1
+    plan._rows[11] = -last  # the first program takes the last block
+    plan.step([grad], [{"lr": 1.0}])
+    assert bool((param[-1024:] == 0.5).all())

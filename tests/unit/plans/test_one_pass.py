@@ -1,0 +1,223 @@
+"""Steps in one pass, by the kernels in Triton's interpreter, against fp64 and against the steps of torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from one_pass_loops import AS_TORCH, FORMS, IN_ONE_PASS, Loop, assert_alike, assert_near
+from torch import nn
+
+import xamp
+from xamp.errors import UnsupportedPolicy
+
+pytestmark = pytest.mark.usefixtures("interpreter")
+
+LEVELS = ("O2", "O5")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_follows_fp64(level: str, form: str) -> None:
+    """The reference steps fp64 parameters by torch's plain loop, with the very gradients that the backwards left."""
+    loop = Loop(IN_ONE_PASS, level, form)
+    kind, options = FORMS[form]
+    exact = [nn.Parameter(master.detach().double()) for master in loop.masters]
+    make: Any = kind
+    plain = make(exact, **options, foreach=False)
+    skips = {0, 3} if level == "O2" else set()
+    for number in range(6):
+        loop.iterate(number in skips)
+        if number in skips:
+            continue
+        for param, grad in zip(exact, loop.grads[-1], strict=True):
+            param.grad = grad
+        plain.step()
+        assert_near([m.detach() for m in loop.masters], [p.detach().float() for p in exact])
+    assert xamp.session(loop.optimizer).stats.skipped == len(skips)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "overflows": {"overflows": [0, 2, 3]},
+    "accumulates": {"micro": 2, "overflows": [2]},
+    "clips": {"clip": 0.1, "overflows": [1]},
+    "clips by the largest": {"clip": 0.01, "kind": math.inf},
+    "clips by the sum": {"clip": 1.0, "kind": 1.0},
+    "accumulates and clips": {"micro": 3, "clip": 0.1},
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("level", "form"), [("O2", "AdamW"), ("O2", "momentum"), ("O5", "Adam")])
+def test_a_run_is_that_of_torchs_steps(level: str, form: str, run: str) -> None:
+    options = {key: value for key, value in RUNS[run].items() if level == "O2" or key != "overflows"}
+    ours, theirs = Loop(IN_ONE_PASS, level, form), Loop(AS_TORCH, level, form)
+    ours.run(range(6), **options)
+    assert ours.waits() == (options.get("micro", 1) == 1)
+    theirs.run(range(6), **options)
+    assert_alike(ours, theirs)
+    assert_near(ours.norms, theirs.norms, 1e-5)
+
+
+def test_clipping_twice_clips_what_was_clipped() -> None:
+    loops = [Loop(fused) for fused in (IN_ONE_PASS, AS_TORCH)]
+    for loop in loops:
+        loop.run(range(2))
+        loop.optimizer.zero_grad()
+        loop.backward()
+        loop.norms = [xamp.clip_grad_norm_(loop.optimizer, limit) for limit in (0.1, 0.05, 10.0)]
+        loop.norms.append(torch.tensor(xamp.session(loop.optimizer).metrics()["grad_norm"]))
+    assert loops[0].waits()
+    assert_near(loops[0].norms, loops[1].norms, 1e-5)
+    for loop in loops:
+        loop.optimizer.step()
+    assert_alike(*loops)
+
+
+def test_a_skipped_first_step_leaves_no_state_and_any_skipped_step_changes_no_bit() -> None:
+    loop = Loop(IN_ONE_PASS, form="momentum")
+    before = loop.weights()
+    loop.iterate(overflow=True)
+    assert loop.moments() == {}
+    assert all(map(torch.equal, loop.weights(), before))
+    loop.iterate()
+    kept, moments = loop.weights(), loop.moments()
+    loop.iterate(overflow=True)
+    assert loop.waits()
+    assert all(map(torch.equal, loop.weights(), kept))
+    assert all(torch.equal(value, moments[key]) for key, value in loop.moments().items())
+    assert loop.counted()[1:3] == (1, 2)
+
+
+def test_frozen_parameters_stay_and_join_later() -> None:
+    loops = [Loop(fused, form=form) for form in ("AdamW", "momentum") for fused in (IN_ONE_PASS, AS_TORCH)]
+    for loop in loops:
+        loop.model[0].weight.requires_grad_(False)
+        loop.run(range(2))
+        loop.model[0].weight.requires_grad_(True)
+        loop.model[3].bias.requires_grad_(False)
+        loop.run(range(3), overflows=[1])
+    assert_alike(loops[0], loops[1])
+    assert_alike(loops[2], loops[3])
+
+
+def test_a_group_that_is_added_joins() -> None:
+    loops = [Loop(fused) for fused in (IN_ONE_PASS, AS_TORCH)]
+    added = [nn.Parameter(torch.linspace(-1.0, 1.0, 7).to(torch.float16)) for _ in loops]
+    for loop, param in zip(loops, added, strict=True):
+        loop.run(range(2))
+        loop.optimizer.zero_grad()
+        loop.optimizer.add_param_group({"params": [param], "lr": 0.5})
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            with xamp.scale_loss(loop.loss() + param.float().square().sum(), loop.optimizer) as scaled:
+                scaled.backward()
+            loop.optimizer.step()
+    assert loops[0].waits()
+    assert torch.equal(added[0], added[1])
+    assert_alike(loops[0], loops[1])
+
+
+def test_several_losses_have_their_scales() -> None:
+    loops = [Loop(fused, num_losses=2) for fused in (IN_ONE_PASS, AS_TORCH)]
+    for loop in loops:
+        for number in range(6):
+            loop.optimizer.zero_grad()
+            loop.backward(number == 2, loss_id=0)
+            loop.backward(number == 4, loss_id=1)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.backward(loss_id=number % 2)
+            loop.optimizer.step()
+    assert loops[0].waits()
+    assert_alike(loops[0], loops[1])
+
+
+def test_two_optimizers_step_in_one_pass_each() -> None:
+    made = []
+    for fused in (IN_ONE_PASS, AS_TORCH):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        pair: Any = [
+            torch.optim.AdamW(model[0].parameters(), lr=0.01, eps=1e-4),
+            torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.5),
+        ]
+        xamp.initialize(model, pair, "O2", fused=fused, init_scale=2.0**10, verbosity=0)
+        for number in range(5):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+            for optimizer in pair:
+                optimizer.zero_grad()
+            with xamp.scale_loss(model(x).square().mean() * (1e30 if number == 3 else 1.0), pair) as scaled:
+                scaled.backward()
+            for optimizer in pair if number % 2 else pair[::-1]:
+                optimizer.step()
+        made.append(([p.detach().clone() for p in model.parameters()], xamp.loss_scale(pair[0])))
+    assert made[0][1] == made[1][1]
+    assert_near(made[0][0], made[1][0])
+
+
+@pytest.mark.parametrize("first", [IN_ONE_PASS, AS_TORCH])
+@pytest.mark.parametrize("form", ["AdamW", "momentum"])
+def test_a_checkpoint_moves_between_the_two_ways(form: str, first: str) -> None:
+    """Bit for bit: what is loaded is what was saved, whichever way made it and goes on from it."""
+    other = AS_TORCH if first == IN_ONE_PASS else IN_ONE_PASS
+    run = Loop(first, form=form).run(range(4), overflows=[1])
+    resumed = Loop(other, form=form)
+    resumed.load(run.saved())
+    assert all(map(torch.equal, resumed.weights(), run.weights()))
+    before, after = run.moments(), resumed.moments()
+    assert list(before) == list(after)
+    assert all(before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]) for key in before)
+    resumed.made = run.made
+    run.run(range(3))
+    resumed.run(range(3))
+    assert_alike(resumed, run)
+
+
+def test_a_run_goes_back_to_a_checkpoint_bit_for_bit() -> None:
+    """With gradients of the last step on the model: they are looked at when the optimizer is asked for its form."""
+    run = Loop(IN_ONE_PASS, form="momentum").run(range(3))
+    saved, made = run.saved(), run.made
+    run.run(range(3))
+    first = run.weights()
+    run.load(saved)
+    run.made = made
+    run.run(range(3))
+    assert run.waits()
+    assert all(map(torch.equal, run.weights(), first))
+
+
+@pytest.mark.parametrize(("clip", "most"), [(None, 4), (0.1, 6)])
+def test_a_step_has_so_few_launches(clip: float | None, most: int) -> None:
+    """Of any kind, for any number of tensors and groups: here five tensors in two groups of two learning rates."""
+    loop = Loop(IN_ONE_PASS, norm=False)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float16))], "lr": 0.5})
+    for _ in range(4):
+        loop.iterate(clip=clip)
+    part, _ = loop.state.gradients.one_pass._plans.parts(loop.optimizer)
+    assert 0 < part.plan.launches <= most
+
+
+def test_the_class_of_an_optimizer_decides() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    for make, words in (
+        (torch.optim.RMSprop, "fused"),
+        (Own, "fused"),
+        (lambda params, **options: torch.optim.AdamW(params, foreach=True, **options), "fused"),
+    ):
+        model = nn.Linear(4, 2)
+        optimizer: Any = make(model.parameters(), lr=0.1)
+        with pytest.raises(UnsupportedPolicy, match=f"fused='one-pass'.*cannot step in one pass: .*{words}"):
+            xamp.initialize(model, optimizer, "O2", fused="one-pass", verbosity=0)
+        assert model.weight.dtype == torch.float32
+
+
+def test_a_level_without_masters_has_no_one_pass() -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(UnsupportedPolicy, match="there are no masters"):
+        xamp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1", fused="one-pass", verbosity=0)

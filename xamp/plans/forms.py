@@ -1,0 +1,130 @@
+"""Which optimizers of torch step in one pass, by which rule, and the state that each keeps.
+
+The state has the names, dtypes and places that torch's fused implementation gives it, so that a step of either can
+follow one of the other, and a checkpoint moves between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from xamp import onepass
+
+__all__ = ["FORMS", "Form", "make_states", "refusal", "rows_of"]
+
+Group = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One class of optimizers.
+
+    Attributes:
+        rule: returns the rule that a group asks for; all groups must have one.
+        keys: returns the names of the states that a group's parameters have, in the order of the rule.
+        counts: each parameter has its count of steps in ``state["step"]``.
+    """
+
+    rule: Callable[[Group], onepass.Rule]
+    keys: Callable[[Group], tuple[str, ...]]
+    counts: bool
+
+
+def _adam_rule(group: Group) -> onepass.Rule:
+    return onepass.Rule("adam", decoupled=bool(group.get("decoupled_weight_decay")))
+
+
+def _adam_keys(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+
+def _momentum(group: Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+
+FORMS: Mapping[type[Optimizer], Form] = {
+    SGD: Form(lambda _: onepass.Rule("sgd"), _momentum, counts=False),
+    Adam: Form(_adam_rule, _adam_keys, counts=True),
+    AdamW: Form(lambda _: onepass.Rule("adam", decoupled=True), _adam_keys, counts=True),
+}
+"""By class. A class derived from one of these may step otherwise, and is not taken for it."""
+
+
+def refusal(kind: type[Optimizer], optimizer: Optimizer) -> str:
+    """Return why ``optimizer``, of class ``kind`` before it was managed, cannot step in one pass; empty if it can."""
+    form = FORMS.get(kind)
+    if form is None:
+        return f"{kind.__name__} has no kernel; {', '.join(one.__name__ for one in FORMS)} of torch.optim have"
+    groups = optimizer.param_groups
+    if any(group.get("foreach") or group.get("differentiable") for group in groups):
+        return "it was made with foreach=True or differentiable=True"
+    if len({form.rule(group) for group in groups}) > 1:
+        return "its groups disagree on decoupled_weight_decay"
+    return ""
+
+
+def rows_of(
+    kind: type[Optimizer],
+    optimizer: Optimizer,
+    params: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    begun: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[list[onepass.Row], list[int]]:
+    """Return the rows of those of ``params`` whose state exists, and their places in ``params``.
+
+    Args:
+        kind: the class of the optimizer.
+        optimizer: the optimizer.
+        params: what is stepped, with the low-precision parameter into which the result is written too, if any.
+        begun: see :data:`xamp.plans.steps.Begun`. It tells the first step, of a state that has no count.
+    """
+    form, rows, places = FORMS[kind], [], []
+    groups, numbers = optimizer.param_groups, _groups_of(optimizer)
+    for place, (param, low) in enumerate(params):
+        number, state = numbers[id(param)], optimizer.state.get(param, {})
+        states = [state[key] for key in form.keys(groups[number]) if isinstance(state.get(key), torch.Tensor)]
+        momentum, first = begun.get(id(param), (None, None))
+        count = state.get("step") if form.counts else first if states and states[0] is momentum else None
+        if len(states) == len(form.keys(groups[number])) and (count is not None or not form.counts):
+            rows.append(onepass.Row(param, low, tuple(states), count, number))
+            places.append(place)
+    return rows, places
+
+
+def make_states(
+    kind: type[Optimizer],
+    optimizer: Optimizer,
+    params: Iterable[torch.Tensor],
+    counter_device: Callable[[Group, torch.Tensor], torch.device],
+    begin: Callable[[torch.Tensor, Mapping[str, Any]], None],
+) -> None:
+    """Make the state that torch makes at the first step of ``params``, in its order.
+
+    Args:
+        kind: the class of the optimizer.
+        optimizer: the optimizer.
+        params: parameters without state.
+        counter_device: says where the count of steps of a group's parameter belongs.
+        begin: is told of a parameter and its state before the optimizer has it.
+    """
+    form, new = FORMS[kind], set(map(id, params))
+    held = ((group, param) for group in optimizer.param_groups for param in group["params"])
+    for group, param in held:
+        if id(param) not in new:
+            continue
+        state: dict[str, Any] = {}
+        if form.counts:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=counter_device(group, param))
+        for key in form.keys(group):
+            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        begin(param, state)
+        optimizer.state[param].update(state)
+
+
+def _groups_of(optimizer: Optimizer) -> dict[int, int]:
+    groups = optimizer.param_groups
+    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}

@@ -1,0 +1,254 @@
+"""Gradients that wait on the model's parameters, scaled and in the model's dtype, for the pass that steps the masters.
+
+While they wait the masters have a class whose ``grad`` is a property. Whoever reads it, by whichever list of masters,
+gets the unscaled fp32 gradient: all of them then move into the masters, which are plain Parameters again, and the step
+reads them there. Pickles and copies are made of plain Parameters for the same reason.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from xamp.errors import StateError
+from xamp.ground import kernels
+
+__all__ = ["Waiting", "cleared_in_part", "has_gradient", "parameter_class", "plain_type", "written"]
+
+Pair = tuple[nn.Parameter, nn.Parameter]
+
+_slot: Any = torch.Tensor.grad
+_get, _set = _slot.__get__, _slot.__set__
+_version_of = operator.attrgetter("_version")
+
+
+def written(call: str) -> StateError:
+    """Return the error for gradients of the model that something besides a ``scale_loss`` has written to."""
+    return StateError(
+        f"{call}: there are gradients that did not come through scale_loss since the last step: a backward() "
+        "ran without it, or the gradients of the model's own parameters were written to. At this level "
+        "gradients are in the fp32 masters: clip and change those, with xamp.clip_grad_norm_(optimizer, "
+        "max_norm) or xamp.master_params(optimizer), and run every backward() inside the with block."
+    )
+
+
+def cleared_in_part(call: str) -> StateError:
+    """Return the error for gradients of which a part was cleared on the model's parameters."""
+    return StateError(
+        f"{call}: since scale_loss the gradients of a part of the model were cleared, by p.grad = None or by "
+        "zero_grad() of a submodule, and at this level the fp32 masters hold the gradients. Clear those of a "
+        "part inside of the with block, after backward(), and all of them with optimizer.zero_grad()."
+    )
+
+
+class _Waits(nn.Parameter):
+    """Masters while their gradients wait."""
+
+
+def plain_type(value: object) -> type:
+    """Return the class of ``value``; of a master as it is while no gradient waits."""
+    kind = type(value)
+    return nn.Parameter if issubclass(kind, _Waits) else kind
+
+
+def parameter_class(read: Callable[[], object], release: Callable[[nn.Parameter], object]) -> type[nn.Parameter]:
+    """Return the class of masters whose gradients wait.
+
+    Args:
+        read: a bound method, held weakly, that moves all gradients into their masters.
+        release: a bound method, held weakly, that clears the gradient that waits for one master.
+    """
+    weak_read: Any = weakref.WeakMethod(read)
+    weak_release: Any = weakref.WeakMethod(release)
+
+    def settle(master: nn.Parameter, *, cleared: bool = False) -> None:
+        if cleared and (clear := weak_release()) is not None:
+            clear(master)
+        elif not cleared and (move := weak_read()) is not None:
+            move()
+        master.__class__ = nn.Parameter
+
+    class Parameter(_Waits):
+        @property
+        def grad(self) -> torch.Tensor | None:
+            settle(self)
+            return self.grad
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            settle(self, cleared=value is None)
+            self.grad = value
+
+        @grad.deleter
+        def grad(self) -> None:
+            self.grad = None
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            settle(self)
+            return self.__deepcopy__(memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            settle(self)
+            return self.__reduce_ex__(protocol)
+
+    Parameter.__module__, Parameter.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
+    return Parameter
+
+
+class Waiting:
+    """The gradients of one backward, which wait on low-precision parameters.
+
+    Attributes:
+        pairs: low-precision parameters and their masters.
+        grads: by pair, the gradient that waits; None where there is none.
+        inverse: 1/scale, a copy; None: they have no scale.
+        clip: what ``clip_grad_norm_`` multiplies them by; None: 1.
+        whole: all that were checked still wait, so that the norm of the check is theirs.
+        launches: the parts of the step of these gradients.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None) -> None:
+        self.pairs = pairs
+        self.grads = grads
+        self.inverse = inverse
+        self.clip: torch.Tensor | None = None
+        self.whole = True
+        self.launches: Sequence[Any] = ()
+        self._versions = _versions(grads)
+        self._made: dict[int, torch.Tensor] = {}  # by index, the gradients that have moved
+        self._index: dict[int, int] = {}
+
+    @property
+    def began(self) -> bool:
+        """Whether the step of these gradients was launched, or was about to be when an interrupt came."""
+        return any(launch.began for launch in self.launches)
+
+    def hold(self, kind: type[nn.Parameter]) -> None:
+        """Give the masters ``kind``, made by :func:`parameter_class`."""
+        for (_, master), grad in zip(self.pairs, self.grads, strict=True):
+            if grad is not None:
+                master.__class__ = kind
+
+    def let_go(self) -> None:
+        """Make the masters plain Parameters again."""
+        for _, master in self.pairs:
+            master.__class__ = nn.Parameter
+
+    # ---------------------------------------------------------------- what became of them since
+
+    def settle(self, call: str) -> bool:
+        """Take in what happened to the gradients on the model; return whether any is left.
+
+        Args:
+            call: what asks, for messages. Empty: somebody reads a master's gradient.
+
+        Raises:
+            StateError: somebody wrote into them; or, if ``call`` is given, cleared a part of them.
+        """
+        now = [param.grad for param, _ in self.pairs]
+        if all(map(operator.is_, now, self.grads)) and _versions(self.grads) == self._versions and not self._made:
+            return True
+        held = [i for i, grad in enumerate(self.grads) if grad is not None and i not in self._made]
+        others = [i for i, grad in enumerate(now) if grad is not None and grad is not self.grads[i]]
+        gone = [i for i in held if now[i] is not self.grads[i]]
+        if len(gone) == len(held) and not self._made:
+            return False  # what others there are came later
+        self._refuse_written(call, [i for i in held if now[i] is self.grads[i]], others)
+        if self._are_zeroed(call):
+            return False
+        if gone and call:
+            raise cleared_in_part(call)
+        for i in gone:
+            self._forget(i)
+        return True
+
+    def _refuse_written(self, call: str, held: Sequence[int], others: Sequence[int]) -> None:
+        moved = [i for i in held if self.grads[i]._version != self._versions[i]]  # type: ignore[union-attr]
+        if others or (moved and not self._are_zeroed(call)):
+            raise written(call or "reading the gradient of a master")
+
+    def _are_zeroed(self, call: str) -> bool:
+        """Return whether all were written to and are zeros now: ``zero_()`` clears them, for the next backward."""
+        pairs = [(g, v) for g, v in zip(self.grads, self._versions, strict=True) if g is not None]
+        if call not in ("", "scale_loss") or any(g._version == v for g, v in pairs):
+            return False
+        return bool(pairs) and not any(bool(g.any()) for g, _ in pairs)
+
+    def release(self, master: nn.Parameter) -> bool:
+        """Clear the gradient that waits for ``master``; return whether another is left."""
+        if not self._index:
+            self._index = {id(m): i for i, (_, m) in enumerate(self.pairs)}
+        if (index := self._index.get(id(master))) is not None:
+            param = self.pairs[index][0]
+            if self.grads[index] is not None and param.grad is self.grads[index]:
+                param.grad = None
+            self._forget(index)
+        return any(grad is not None for grad in self.grads)
+
+    def _forget(self, index: int) -> None:
+        self.grads[index] = None
+        self._versions[index] = -1
+        self.whole = False
+
+    def clear(self) -> None:
+        """Clear them all on the model's parameters, but not what has come there since."""
+        for (param, _), grad in zip(self.pairs, self.grads, strict=True):
+            if grad is not None and param.grad is grad:
+                param.grad = None
+
+    # ---------------------------------------------------------------- into the masters
+
+    def move(self, limit: float) -> None:
+        """Give the masters unscaled fp32 gradients, and free the others, chunk by chunk of ``limit`` elements.
+
+        After an interrupt it runs again, and goes on where it was.
+        """
+        with torch.no_grad():
+            for chunk in self._chunks(limit):
+                self._move(chunk)
+
+    def _chunks(self, limit: float) -> Iterator[list[int]]:
+        chunk: list[int] = []
+        size = 0
+        for index, grad in enumerate(self.grads):
+            if grad is None:
+                continue
+            chunk.append(index)
+            size += grad.numel()
+            if size >= limit:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _move(self, chunk: Sequence[int]) -> None:
+        new = [i for i in chunk if i not in self._made]
+        if new:
+            full = [torch.empty_like(self.pairs[i][1]) for i in new]
+            kernels.copy_(full, [self.grads[i] for i in new])  # type: ignore[misc]
+            for factor in (self.inverse, self.clip):
+                if factor is not None:
+                    kernels.multiply_(full, factor)
+            self._made.update(zip(new, full, strict=True))
+        for index in chunk:
+            param, master = self.pairs[index]
+            made, before = self._made[index], _get(master)
+            if before is not made:  # autograd may have added to it, in a graph of the masters themselves
+                _set(master, made if before is None else made.add_(before))
+            if param.grad is self.grads[index]:
+                param.grad = None
+            self.grads[index] = None
+
+
+def has_gradient(master: torch.Tensor) -> bool:
+    """Return whether ``master`` itself has a gradient, whatever waits for it."""
+    return _get(master) is not None
+
+
+def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    return [-1 if grad is None else grad._version for grad in grads]

@@ -1,0 +1,206 @@
+"""One pass in place of the device's step: the masters' gradients stay where the backward left them until the kernel.
+
+This is the seam between a step and :mod:`xamp.plans`. :class:`OnePass` says for one optimizer whether the gradients of
+a backward may wait, takes their norm, and puts the kernels in the place of torch's step. Where anything does not suit,
+the gradients move into the masters, and the step is the ordinary one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from xamp import onepass
+from xamp.distributed.ranks import is_dtensor
+from xamp.ground.log import say
+from xamp.plans import forms, steps
+from xamp.plans.waiting import Waiting, has_gradient, parameter_class
+from xamp.scaling.fused import FusedChoice
+
+if TYPE_CHECKING:
+    from xamp.scaling.gradients import Gradients
+
+__all__ = ["OnePass", "OneStep", "refusal", "tell"]
+
+
+def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, device: torch.device) -> str:
+    """Return in one line why steps of ``optimizer`` are not taken in one pass; empty where they are.
+
+    ``device``: that of the loss scale.
+    """
+    if not gradients.pairs or gradients.leaves_low_precision:
+        return "there are no masters" if not gradients.pairs else "Apex's rules leave gradients in two places"
+    if fused.one_pass != "one-pass" and gradients.pairs[0][1].is_cpu:
+        return "torch's own kernels serve the host, where Triton only interprets"
+    if not fused.skips_on_device:
+        return "a group is not fused, so the host decides on its steps"
+    tensors = [tensor for pair in gradients.pairs for tensor in pair] + gradients.direct
+    if any(map(is_dtensor, tensors)) or gradients.in_shards:
+        return "parameters are sharded"
+    if any(tensor.device != device for tensor in tensors):
+        return "parameters are on several devices"
+    if not all(map(onepass.takes, tensors)):
+        return "a parameter is complex, sparse, in fp64 or not dense in memory"
+    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device)
+
+
+class OnePass:
+    """What one optimizer needs to step in one pass. It lives as long as the groups hold what they held.
+
+    Args:
+        gradients: the gradients of the optimizer.
+        fused: its form.
+        capturing: returns whether a graph is being captured now.
+    """
+
+    def __init__(self, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool]) -> None:
+        self._gradients = gradients
+        self._fused = fused
+        self._capturing = capturing
+        self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct)
+        self._checked: onepass.Plan | None = None  # by which the gradients that wait were checked
+        self._master_class = parameter_class(gradients.materialize, gradients.release)
+
+    # ---------------------------------------------------------------- after a backward
+
+    def wait(self, optimizer: Optimizer, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
+        """Let the gradients of a first backward wait, and check them; return whether they do.
+
+        Args:
+            optimizer: the optimizer.
+            inverse: 1/scale; None: there is no scale.
+            found_inf: raised where one is inf or nan; None: they are not checked.
+        """
+        gradients = self._gradients
+        grads = [param.grad for param, _ in gradients.pairs]
+        if torch.compiler.is_compiling() or not self._may_wait(grads) or self._capturing():
+            return False
+        try:
+            plan, own = self._plans.checker(optimizer, grads)
+        except ValueError as error:
+            self._give_up(optimizer, str(error))
+            return False
+        if not plan.suits(own):
+            return False
+        self._checked = None
+        inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
+        if found_inf is not None:
+            plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer))
+            self._checked = plan
+        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse)
+        waiting.hold(self._master_class)
+        return True
+
+    def _may_wait(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        held = [grad for grad in grads if grad is not None]
+        if not held or any(has_gradient(master) for _, master in self._gradients.pairs):
+            return False
+        if self._gradients.hidden is not None and any(grad._is_view() for grad in held):
+            return False  # DDP writes its buckets anew in the next forward
+        return not any(grad.requires_grad for grad in held)
+
+    def _give_up(self, optimizer: Optimizer, why: str) -> None:
+        self._gradients.one_pass = None
+        tell(optimizer, why)
+
+    # ---------------------------------------------------------------- clipping
+
+    def norm(self, optimizer: Optimizer, waiting: Waiting, kind: float) -> torch.Tensor:
+        """Return the norm of the unscaled gradients of the masters, after earlier clipping; fp32, no dimensions."""
+        if kind == 2.0 and waiting.whole and self._checked is not None:
+            norm = self._checked.checked_norm(waiting.inverse)
+        else:
+            plan, own = self._plans.checker(optimizer, waiting.grads)
+            norm = plan.norm(own, waiting.inverse, kind)
+        return norm if waiting.clip is None else norm * waiting.clip
+
+    def clip_factor(self, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
+        """Return what clips gradients of ``norm`` to ``max_norm``, by torch's rule; fp32, no dimensions."""
+        if self._checked is None or torch.is_tensor(max_norm):
+            return torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
+        return self._checked.clip_factor(norm, max_norm)
+
+    # ---------------------------------------------------------------- the step
+
+    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> OneStep | None:
+        """Return the step of the gradients that wait; None where the kernels do not suit it.
+
+        ``found_inf``: the kernels skip by it; None: nothing was checked.
+        """
+        gradients, waiting = self._gradients, self._gradients.waiting
+        if waiting is None or torch.compiler.is_compiling() or self._capturing() or not self._fused.skips_on_device:
+            return None
+        if any(getattr(optimizer, name, None) is not None for name in ("_xamp_own_step", "grad_scale")):
+            return None  # somebody steps, or scales, in a way of their own
+        if any(has_gradient(master) for _, master in gradients.pairs):
+            return None
+        plain = [param.grad for param in gradients.direct]
+        try:
+            new = self._plans.without_state(optimizer, waiting.grads, plain)
+            parts = self._plans.parts(optimizer)
+        except ValueError as error:
+            self._give_up(optimizer, str(error))
+            return None
+        fits = parts[0].suits(waiting.grads) and parts[1].suits(plain)
+        if not fits or any(optimizer.state.get(param) for param in new):
+            return None
+        return OneStep(self, waiting, new, found_inf)
+
+    def make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
+        """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
+        forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
+        self._fused.move_counters(optimizer)
+
+    def launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
+        """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
+        masters, others = self._plans.parts(optimizer)
+        hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.direct]
+        given = (masters, waiting.grads, waiting.inverse, waiting.clip), (others, plain, None, None)
+        return [
+            steps.Launch(part.plan, part.of(grads), hyper, found_inf, inverse, clip)
+            for part, grads, inverse, clip in given
+            if part.plan is not None
+        ]
+
+
+class OneStep:
+    """A step in one pass. It is called as the ``step`` of the optimizer's class.
+
+    Attributes:
+        is_first: some parameters are stepped for the first time, and have no state yet.
+    """
+
+    def __init__(
+        self, one_pass: OnePass, waiting: Waiting, new: Sequence[torch.Tensor], found_inf: torch.Tensor | None
+    ) -> None:
+        self.is_first = bool(new)
+        self._one_pass = one_pass
+        self._waiting = waiting
+        self._new = new
+        self._found_inf = found_inf
+
+    def __call__(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return what the closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._new:
+            self._one_pass.make_state(optimizer, self._new)
+        self._waiting.launches = launches = self._one_pass.launches(optimizer, self._waiting, self._found_inf)
+        try:
+            steps.launch_all(launches)
+        except Exception:
+            self._waiting.launches = ()
+            raise
+        return loss
+
+
+def tell(optimizer: Optimizer, why: str) -> None:
+    """Say at DEBUG whether an optimizer steps in one pass, or why not."""
+    name = getattr(optimizer, "_xamp_base", type(optimizer)).__name__
+    say("%s steps %s", name, f"as torch steps it: {why}" if why else "in one pass", level=logging.DEBUG)
