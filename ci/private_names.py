@@ -47,7 +47,21 @@ ADAPTERS = (
 TABLE = "xamp/ground/torch_private/names.py"  # of the names, as texts: it uses none
 OF_SCRIPTS = ("xamp/run/ages.py", "xamp/port/rules/")
 _COUNT = re.compile(r"\d+ private names of torch in \d+ modules, \d+ of them in the core")
-CORE = frozenset({"accel", "casting", "contract", "distributed", "ground", "policy", "registry", "scaling", "sessions"})
+CORE = frozenset(
+    {
+        "accel",
+        "casting",
+        "contract",
+        "distributed",
+        "ground",
+        "onepass",
+        "plans",
+        "policy",
+        "registry",
+        "scaling",
+        "sessions",
+    }
+)
 MOST = 50  # names that the core has
 
 

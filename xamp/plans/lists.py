@@ -16,11 +16,18 @@ from xamp import onepass
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
+from xamp.plans.trials import is_right
 from xamp.registry.registry import HOST
 
 __all__ = ["are_alike", "found_inf", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
+
+_FUSED: Mapping[tuple[str, bool], Any] = {
+    ("sgd", False): torch.optim.SGD,
+    ("adam", False): torch.optim.Adam,
+    ("adam", True): torch.optim.AdamW,
+}
 
 _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
@@ -133,6 +140,10 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         if len(dtypes) > 1 or (rule.name == "lamb" and dtypes != {torch.float32}):
             return None
         rows.append(onepass.Row(param, low, tuple(states)))
+    device = rows[0].param.device
+    if (form := _FUSED.get((rule.name, rule.decoupled))) is not None and device.type != HOST:
+        # A captured step does not come here, and in a capture nothing can be tried: torch's form is tried before.
+        is_right(form, device, torch.float32)
     try:
         return onepass.Plan(rule, rows)
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
