@@ -37,6 +37,8 @@ class Plan:
         self.rule = rule
         self.rows = list(rows)
         self.launches = 0
+        self._todo: list[Any] = []
+        self._base = 0
         self._places = [_places(row) for row in rows]
         self._checked: list[torch.Tensor] = []
 
@@ -72,6 +74,16 @@ class Plan:
 
     def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
         return torch.clamp(limit / (norm + eps), max=1.0)
+
+    def prepare(self, *given: Any) -> None:
+        self._todo, self._base = [given], self.launches
+
+    def started(self) -> bool:
+        return self.launches > self._base
+
+    def finish(self) -> None:
+        while self._todo:
+            self.step(*self._todo.pop(0))
 
     @torch.no_grad()
     def step(

@@ -254,10 +254,7 @@ def lamb_update(p, m, v, c, DECOUPLED: tl.constexpr):
 
 @triton.jit
 def stepped(p, g, m, v, w, c, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr):
-    """Return the parameter and the states after a step.
-
-    ``LATE``: SGD adds the weight decay to the update. Without a momentum its factors make ``m`` the gradient.
-    """
+    """Return parameter and states after a step. ``LATE``: SGD adds the decay to the update; see ``factors`` for it."""
     decay = of(c, WEIGHT_DECAY, p)
     if RULE == "sgd":
         if not LATE:
@@ -299,10 +296,7 @@ def step(
     rows, given, ids, found, cs, first, second, RULE: tl.constexpr, DECOUPLED: tl.constexpr, LATE: tl.constexpr,
     SKIPS: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
-    """Step a block, in arithmetic of the dtype ``WORK``.
-
-    ``PHASE`` 1 of LAMB moves the moments, and sums the squares of weights and updates; 2 moves the weights.
-    """
+    """Step a block in the dtype ``WORK``: ``PHASE`` 1 of LAMB moves moments and sums squares, 2 moves the weights."""
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
     grad_code = tl.load(given + 2 * t + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, Row, Rule, dtype_of_work, is_like, options_of
+from xamp.onepass.rules import CODES, STATES, Row, Rule, dtype_of_work, is_like, options_of
 
 __all__ = ["Plan"]
 
@@ -48,6 +49,8 @@ class Plan:
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
         self._sent: list[int] = []  # the words of the newest table
+        self._todo: list[Any] = []  # the launches of a step, and how many came before it
+        self._base = 0
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
@@ -55,11 +58,11 @@ class Plan:
             raise ValueError("Plan: no rows")
         device = rows[0].param.device
         for number, row in enumerate(rows):
-            if row.param.device != device:
-                raise ValueError(f"Plan: row {number} is on {row.param.device}, others are on {device}")
             vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
+            known = len(row.states) in STATES[self.rule.name] and len({state.dtype for state in vectors}) < 2
+            known = known and row.param.device == device
             for tensor in (row.param, *vectors, *([] if row.low is None else [row.low])):
-                if not is_like(tensor, row.param):
+                if not known or not is_like(tensor, row.param):
                     raise ValueError(
                         f"Plan: row {number} has a tensor {tensor.dtype}, strides {tensor.stride()} on {tensor.device} "
                         f"beside a parameter of {tuple(row.param.shape)}, strides {row.param.stride()}: kernels take "
@@ -89,6 +92,10 @@ class Plan:
         self._factors = torch.zeros((len(self.rows), 16), dtype=torch.float64, device=self.device)
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(2 * len(self.rows) + self._groups * 21, self.device)
+
+    def started(self) -> bool:
+        """Whether a kernel of the step that was prepared last has been launched."""
+        return self.launches > self._base
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
@@ -132,7 +139,12 @@ class Plan:
         self._run("clip_factor", (1,), norm, float(limit), float(eps), out)
         return out
 
-    def step(
+    def step(self, *given: Any) -> None:
+        """Step by what :meth:`prepare` is given."""
+        self.prepare(*given)
+        self.finish()
+
+    def prepare(
         self,
         grads: Grads,
         hyper: Sequence[Mapping[str, Any]],
@@ -140,35 +152,33 @@ class Plan:
         inv_scale: torch.Tensor | None = None,
         clip: torch.Tensor | None = None,
     ) -> None:
-        """Step all rows that have a gradient. Where ``found_inf`` is raised no bit changes, counts neither.
+        """Make ready to step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
 
-        The kernels do not raise the versions that autograd keeps of the tensors.
-
-        Args:
-            grads: one for each row, or None.
-            hyper: the options of each group; see :class:`Rule`.
-            found_inf: fp32, one element, read on the device; None: step.
-            inv_scale: fp32, one element, on the device: gradients are multiplied by it; None for 1.
-            clip: fp32, one element, on the device: gradients are multiplied by it too; None for 1.
+        ``hyper`` has the options of each group, see :class:`Rule`; the tensors are fp32 with one element, read on the
+        device, and gradients are multiplied by the last two. Versions that autograd keeps of tensors are not raised.
         """
         table = self._send(grads, hyper)
-        flags = {"SKIPS": found_inf is not None}
-        found, inverse = (self._one if given is None else given for given in (found_inf, inv_scale))
-        scaled = {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
+        flags, scaled = {"SKIPS": found_inf is not None}, {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
+        found, inverse, factor = (self._one if given is None else given for given in (found_inf, inv_scale, clip))
         name, options, rows = self.rule.name, table[2 * len(self.rows) :], (len(self.rows),)
-        factor = self._one if clip is None else clip
         these = self._rows, table, options, found
-        self._run("factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)
+        run: Any = functools.partial
+        todo = [run(self._run, "factors", rows, *these, inverse, factor, self._factors, RULE=name, **flags, **scaled)]
         by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
             blocks = self._rows, table, self._ids, self._first, self._second
-            self._run("row_sums", (self._blocks,), *blocks, BLOCK=self._block)
-            self._run("by_row", rows, *by_row, **over)
+            todo.append(run(self._run, "row_sums", (self._blocks,), *blocks, BLOCK=self._block))
+            todo.append(run(self._run, "by_row", rows, *by_row, **over))
         if name == "lamb":
-            self._step(table, found, 1, flags)
-            self._run("by_row", rows, *by_row, **over)
-        self._step(table, found, 2, flags)
+            todo.append(run(self._step, table, found, 1, flags))
+            todo.append(run(self._run, "by_row", rows, *by_row, **over))
+        self._todo, self._base = [*todo, run(self._step, table, found, 2, flags)], self.launches
+
+    def finish(self) -> None:
+        """Launch what is left of the step. After an interrupt call it again: a kernel counts once it is launched."""
+        while (done := self.launches - self._base) < len(self._todo):
+            self._todo[done]()
         self._ring.used()
 
     # ---------------------------------------------------------------- launches
@@ -184,10 +194,8 @@ class Plan:
         self._ring.used()
 
     def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:
-        out = torch.empty_like(self._one)
-        scale = self._one if inverse is None else inverse
-        scaled = {"SCALED": inverse is not None, "CHUNK": 1024}
-        self._run("total", (1,), parts, self._blocks, scale, out, order, KIND=kind, **scaled)
+        out, given = torch.empty_like(self._one), (parts, self._blocks, self._one if inverse is None else inverse)
+        self._run("total", (1,), *given, out, order, KIND=kind, SCALED=inverse is not None, CHUNK=1024)
         return out
 
     def _run(self, name: str, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -196,7 +204,7 @@ class Plan:
         if grid[0]:
             with _on(self.device):
                 getattr(kernels, name)[grid](*args, **constants, num_warps=8)
-            self.launches += 1
+        self.launches += 1
 
     def _send(self, grads: Grads, hyper: Sequence[Mapping[str, Any]] | None) -> torch.Tensor:
         """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
@@ -215,7 +223,7 @@ class Plan:
 
 
 def _on(device: torch.device) -> Any:
-    """Return what makes ``device`` the current one, as launches need it."""
+    """Return what makes ``device`` the current one."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 

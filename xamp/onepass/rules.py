@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["CODES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes"]
+__all__ = ["CODES", "STATES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes"]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
 
+STATES = {"sgd": (0, 1), "adam": (2, 3), "adagrad": (1,), "lamb": (2,), "novograd": (2,)}
 _SCALARS = {torch.float32: 1, torch.float64: 4, torch.int32: 5}
 
 _NUMBERS = ("eps", "momentum", "dampening", "nesterov", "maximize", "amsgrad")

@@ -95,7 +95,9 @@ def rows_of(
     form, rows, places = FORMS[kind], [], []
     groups, numbers = optimizer.param_groups, _groups_of(optimizer)
     for place, (param, low) in enumerate(params):
-        number, state = numbers[id(param)], optimizer.state.get(param, {})
+        number, state = numbers.get(id(param)), optimizer.state.get(param, {})
+        if number is None:  # a script has taken it out of the groups
+            continue
         states = [state[key] for key in form.keys(groups[number]) if isinstance(state.get(key), torch.Tensor)]
         momentum, first = begun.get(id(param), (None, None))
         count = state.get("step") if form.counts else first if states and states[0] is momentum else None

@@ -1,10 +1,12 @@
 """Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
 
-The tables of a step are kept for the next one with the same tensors, for as long as the first parameter lives.
+The tables of a step are kept for the next one with the same tensors, for as long as the first state lives, or the first
+parameter where there is none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.plans.trials import is_right
+from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
 __all__ = ["are_alike", "found_inf", "scale_", "step"]
@@ -33,7 +36,7 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By the first parameter, for each rule: where the tensors were, and their plan, or None where they suit no kernel."""
+"""By the first state, or parameter, for each rule: where tensors were, and their plan; None: no kernel takes them."""
 
 
 def step(
@@ -123,7 +126,7 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | No
     if not _are_plain(lists):
         return None
     places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
-    kept = _plans.setdefault(lists[0][0], {})
+    kept = _plans.setdefault(lists[1 if len(lists) > 1 + copies else 0][0], {})
     if rule not in kept or kept[rule][0] != places:
         kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
         kept[rule] = places, _new_plan(rule, lists, copies)
@@ -133,7 +136,7 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | No
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
     rows = []
-    # Detached: what a plan holds must not keep alive the parameter that the plan is kept for.
+    # Detached: what a plan holds must not keep alive the tensor that the plan is kept for.
     for param, *others in zip(*([t.detach() for t in tensors] for tensors in lists), strict=True):
         states, low = others[: len(others) - copies], others[-1] if copies else None
         dtypes = {state.dtype for state in states}
@@ -143,7 +146,8 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
     device = rows[0].param.device
     if (form := _FUSED.get((rule.name, rule.decoupled))) is not None and device.type != HOST:
         # A captured step does not come here, and in a capture nothing can be tried: torch's form is tried before.
-        is_right(form, device, torch.float32)
+        with contextlib.suppress(NotNow):
+            is_right(form, device, torch.float32)
     try:
         return onepass.Plan(rule, rows)
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take

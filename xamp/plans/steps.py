@@ -35,13 +35,16 @@ class Part:
         rows, self._places = forms.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
         self._states, self._tensors = _held(optimizer)
+        self._asked = _asked(kind, optimizer)
+        self._kind = kind
         self.plan = onepass.Plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
 
     def is_stale(self, optimizer: Optimizer) -> bool:
-        """Return whether a tensor lies elsewhere, or another has taken its place in the optimizer's state."""
+        """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
         states, tensors = _held(optimizer)
         same = len(states) == len(self._states) and all(map(operator.is_, states, self._states))
         same = same and len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        same = same and self._asked == _asked(self._kind, optimizer)
         return not same or (self.plan is not None and self.plan.moved())
 
     def left_out(self, grads: Grads) -> list[int]:
@@ -60,6 +63,12 @@ class Part:
 def _held(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     states = [*optimizer.state.values()]
     return states, [value for state in states for value in state.values()]
+
+
+def _asked(kind: type[Optimizer], optimizer: Optimizer) -> list[tuple[onepass.Rule, tuple[str, ...]]]:
+    """Return the rule and the states that each group asks for: a script may change a momentum in place."""
+    form = forms.FORMS[kind]
+    return [(form.rule(group), form.keys(group)) for group in optimizer.param_groups]
 
 
 class Plans:
@@ -87,8 +96,14 @@ class Plans:
         for number, params in enumerate(self._params):
             part = self._parts.get(number)
             if part is None or part.is_stale(optimizer):
+                held = {id(tensor) for tensor in _held(optimizer)[1]}
+                self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
                 self._parts[number] = Part(self._kind, optimizer, params, self._begun)
         return self._parts[0], self._parts[1]
+
+    def clear(self) -> None:
+        """Forget the plans: they hold the optimizer's state."""
+        self._parts, self._begun, self._bare = {}, {}, None
 
     def checker(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
         """Return a plan that reads the masters' ``grads``, and these as it takes them. Raises as :meth:`parts`."""
@@ -115,12 +130,18 @@ class Plans:
             self._begun[id(param)] = momentum, count
 
 
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad")
+"""What torch's classes read. A script may keep more in a group, under any name."""
+
+
 def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
     """Return the options of the groups. A learning rate in host memory becomes a number, which costs no wait."""
-    return [
-        {**group, "lr": float(group["lr"])} if torch.is_tensor(group["lr"]) and group["lr"].is_cpu else group
-        for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
+    found: list[Any] = [{key: group[key] for key in _OPTIONS if key in group} for group in groups]
+    for options in found:
+        if torch.is_tensor(options["lr"]) and options["lr"].is_cpu:
+            options["lr"] = float(options["lr"])
+    return found
 
 
 class Launch:
@@ -129,25 +150,25 @@ class Launch:
     def __init__(self, plan: onepass.Plan, *arguments: Any) -> None:
         self._plan = plan
         self._arguments = arguments
-        self._before: int | None = None  # launches of the plan when this began
+        self._is_prepared = False
 
     @property
     def began(self) -> bool:
-        """Whether it has been run, or was about to step when an interrupt came."""
-        return self._before is not None
+        """Whether one of its kernels has been launched."""
+        return self._is_prepared and self._plan.started()
 
     def run(self) -> None:
-        """Step. After an interrupt run it again: it steps where nothing was launched, and counts as done else."""
-        if self._before is None or self._plan.launches in (0, self._before):
-            self._before = self._plan.launches
-            self._plan.step(*self._arguments)
+        """Step. After an interrupt run it again: it launches the kernels that were not launched yet."""
+        if not self._is_prepared:
+            self._plan.prepare(*self._arguments)
+            self._is_prepared = True
+        self._plan.finish()
 
 
 def launch_all(launches: Sequence[Launch]) -> None:
     """Run ``launches``, each once. An interrupt is raised when all have run: a part of a step is none.
 
-    Nobody can tell of a kernel that was being launched when an interrupt came whether it is on its way. It counts as
-    launched, so that no step is taken twice.
+    A kernel is counted right after its launch, so none runs twice but where an interrupt comes between these two.
     """
     done = 0
     try:
@@ -193,7 +214,7 @@ class OneStep:
         self._waiting.launches = launches = self._launches()
         try:
             launch_all(launches)
-        except Exception:  # of a launch that did not come about
-            self._waiting.launches = ()
+        except Exception:  # of a launch that did not come about; what was launched before must not be again
+            self._waiting.launches = [launch for launch in launches if launch.began]
             raise
         return loss

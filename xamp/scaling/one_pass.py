@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +54,17 @@ class OnePass:
     """What one optimizer needs to step in one pass. It lives as long as the groups hold what they held.
 
     Args:
-        gradients: the gradients of the optimizer.
+        optimizer: the optimizer, held weakly.
+        gradients: its gradients.
         fused: its form.
         capturing: returns whether a graph is being captured now.
     """
 
-    def __init__(self, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, gradients: Gradients, fused: FusedChoice, capturing: Callable[[], bool]
+    ) -> None:
+        own: Any = weakref.WeakMethod(self._drop)
+        self._end = weakref.ref(optimizer, lambda _: None if own() is None else own()())
         self._gradients = gradients
         self._fused = fused
         self._capturing = capturing
@@ -104,6 +110,13 @@ class OnePass:
             return False  # DDP writes its buckets anew in the next forward
         return not any(grad.requires_grad for grad in held)
 
+    def _drop(self) -> None:
+        """Let the state of an optimizer that is gone go: plans hold it."""
+        self._plans.clear()
+        self._checked = None
+        if self._gradients.waiting is not None:
+            self._gradients.waiting.launches = ()
+
     def _give_up(self, optimizer: Optimizer, why: str) -> None:
         self._gradients.one_pass = None
         tell(optimizer, why)
@@ -139,6 +152,8 @@ class OnePass:
             return None  # somebody steps, or scales, in a way of their own
         if any(has_gradient(master) for _, master in gradients.pairs):
             return None
+        if gradients.not_held(optimizer.param_groups) is not None:
+            return None  # a script has put other parameters into the groups since
         plain = [param.grad for param in gradients.direct]
         try:
             new = self._plans.without_state(optimizer, waiting.grads, plain)

@@ -122,7 +122,7 @@ class OptimizerState:
         why = refusal(self.optimizer, fused, gradients, engine.device)
         if engine.saturates:
             why = "the chip tells of an overflow by a flag"
-        gradients.one_pass = None if why else OnePass(gradients, fused, self.outcomes.replays.capturing)
+        gradients.one_pass = None if why else OnePass(self.optimizer, gradients, fused, self.outcomes.replays.capturing)
         if gradients.pairs:
             tell(self.optimizer, why)
         if fused.insists:
@@ -176,7 +176,7 @@ class OptimizerState:
 
     def zero_grad(self, base: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run ``optimizer.zero_grad(*args, **kwargs)``. ``base`` is its own; the model's gradients go too."""
-        if self.gradients.waiting is not None and not (args or kwargs):
+        if self.gradients.waiting is not None and (*args, *kwargs.values()) in ((), (True,)):
             self.gradients.clear_waiting()
         base(*args, **kwargs)
         self.gradients.cleared()
@@ -451,8 +451,11 @@ class OptimizerState:
         """End the step: write the masters into the model and lower ``found_inf_since_step``."""
         self.outcomes.last, gradients = outcome, self.gradients
         if gradients.pairs and outcome is not StepOutcome.SKIPPED:
+            written = self.master_versions.pairs(changed=True) if gradients.waiting is not None else []
             if not gradients.stepped_in_one_pass():
                 masters.copy_back(gradients.pairs)
+            elif written:  # by a script; the pass writes where there is a gradient, and nothing where it is skipped
+                masters.copy_back(written)
             self.master_versions.note()
         if self.master_versions.lent:
             self.master_versions.follow()

@@ -50,7 +50,8 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plans_of(param: torch.Tensor) -> list[onepass.Plan]:
-    return [plan for _, plan in lists._plans.get(param, {}).values() if plan is not None]
+    kept = [plan for plans in lists._plans.values() for _, plan in plans.values() if plan is not None]
+    return [plan for plan in kept if plan.rows[0].param.data_ptr() == param.data_ptr()]
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> None:
