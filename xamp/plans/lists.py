@@ -1,7 +1,6 @@
 """Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
 
-The tables of a step are kept for the next one with the same tensors, for as long as the first state lives, or the first
-parameter where there is none.
+The tables of a step are kept for the next one with the same tensors, for as long as the first parameter lives.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By the first state, or parameter, for each rule: where tensors were, and their plan; None: no kernel takes them."""
+"""By the first parameter, for each rule: where tensors were, and their plan; None: no kernel takes them."""
 
 
 def step(
@@ -126,7 +125,7 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | No
     if not _are_plain(lists):
         return None
     places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
-    kept = _plans.setdefault(lists[1 if len(lists) > 1 + copies else 0][0], {})
+    kept = _plans.setdefault(lists[0][0], {})
     if rule not in kept or kept[rule][0] != places:
         kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
         kept[rule] = places, _new_plan(rule, lists, copies)

@@ -50,8 +50,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plans_of(param: torch.Tensor) -> list[onepass.Plan]:
-    kept = [plan for plans in lists._plans.values() for _, plan in plans.values() if plan is not None]
-    return [plan for plan in kept if plan.rows[0].param.data_ptr() == param.data_ptr()]
+    return [plan for _, plan in lists._plans.get(param, {}).values() if plan is not None]
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> None:
