@@ -62,8 +62,8 @@ def _one_pass(can: Capabilities, device: torch.device) -> Iterator[Finding]:
     """Tell whether steps at O2 and O5 are taken in one pass; not of the host, where torch's own kernels serve."""
     if {"O2", "O5"}.intersection(can.levels) and not torch.empty(0, device=device).is_cpu:
         why = onepass.refusal(device)
-        if why.startswith("Triton compiles for"):
-            return  # another device: nobody expects its kernels on this one
+        if why.startswith(("Triton compiles for", "Triton is not installed")):
+            return  # nobody expects its kernels on this device; a DEBUG line says so
         yield Finding(NOTE, f"steps in one pass at O2 and O5: {f'no, {why}' if why else 'yes'}")
 
 

@@ -14,9 +14,8 @@ __all__ = ["refusal"]
 def refusal(device: torch.device | str) -> str:
     """Say in one line why the kernels cannot run on ``device``; the empty string where they can.
 
-    Triton is looked for, and imported only where the device could be one of its own; there a kernel is tried, once a
-    process. On a CPU they run with ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for
-    tests.
+    Triton is imported only where the device could be one of its own; there a kernel is tried, once a process. On a CPU
+    they run with ``TRITON_INTERPRET=1`` in the environment, set before Triton is first imported: for tests.
     """
     device = torch.device(device)
     if importlib.util.find_spec("triton") is None:
