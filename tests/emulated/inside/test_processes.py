@@ -195,7 +195,7 @@ torch.npu.ExternalStream(stream.value).npu_stream
 def test_a_compiled_model_is_one_graph_after_transfer_to_npu(first: str) -> None:
     """It replaces the functions that ask for the state of autocast."""
     imports = ["from torch_npu.contrib import transfer_to_npu", "import xamp"]
-    # Where Triton is installed, torch's compiler compares torch.cuda's capability, which is None then, without xamp too.
+    # Where Triton is installed, torch's compiler compares torch.cuda's capability, which is None then.
     code = f"""
 import sys
 sys.modules["triton"] = None
