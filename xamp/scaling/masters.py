@@ -71,9 +71,9 @@ class _Entry:
         is_unused: no backward has used the master yet, so it follows what is written into the parameter.
     """
 
-    master: nn.Parameter | None = None
-    original: torch.Tensor | None = None
-    version: int = 0
+    master: nn.Parameter | None
+    original: torch.Tensor | None
+    version: int
     is_unused: bool = True
 
 
