@@ -34,7 +34,7 @@ def counts(device: torch.device) -> list[Figure]:
     figures = []
     for clips in (False, True):
         plan.check(grads, found, groups)
-        factor = plan.clip_factor(plan.checked_norm(inverse), 1.0) if clips else None
+        factor = plan.clip_factor(grads, plan.checked_norm(inverse), 1.0) if clips else None
         plan.step(grads, groups, found, inverse, factor)
         bound = bounds.ONE_PASS_CLIPPED_LAUNCHES if clips else bounds.ONE_PASS_LAUNCHES
         name = "one pass, AdamW at O2: launches" + (" with clipping" if clips else "")

@@ -54,26 +54,50 @@ class Plan:
         grads: Grads,
         found_inf: torch.Tensor,
         hyper: Sequence[Mapping[str, Any]] | None = None,
+        inv_scale: torch.Tensor | None = None,
     ) -> None:
         Plan.calls.append("check")
         held = [grad for grad in grads if grad is not None]
         if any(not bool(grad.isfinite().all()) for grad in held):
             found_inf.fill_(1.0)
         self._checked = [grad.double().square().sum() for grad in held]
+        if inv_scale is not None:
+            self._multiply(grads, inv_scale)
 
     def checked_norm(self, inv_scale: torch.Tensor | None = None) -> torch.Tensor:
         Plan.calls.append("checked_norm")
         total = torch.stack(self._checked).sum().sqrt() * (1.0 if inv_scale is None else inv_scale.double())
         return total.float()
 
-    def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
+    def norm(
+        self,
+        grads: Grads,
+        inv_scale: torch.Tensor | None = None,
+        kind: float = 2.0,
+        clip: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         Plan.calls.append("norm")
-        flat = torch.cat([grad.double().flatten() for grad in grads if grad is not None])
+        pairs = [(row, grad) for row, grad in zip(self.rows, grads, strict=True) if grad is not None]
+        flat = torch.cat([self._read(row, grad, inv_scale, clip).flatten() for row, grad in pairs])
         found: torch.Tensor = torch.linalg.vector_norm(flat, kind)
-        return (found if inv_scale is None else found * inv_scale.double()).float()
+        return found.float()
 
-    def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
-        return torch.clamp(limit / (norm + eps), max=1.0)
+    def clip_factor(self, grads: Grads, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
+        factor = torch.clamp(limit / (norm + eps), max=1.0)
+        self._multiply(grads, factor)
+        return factor
+
+    def _multiply(self, grads: Grads, factor: torch.Tensor) -> None:
+        for row, grad in zip(self.rows, grads, strict=True):
+            if row.in_place and grad is not None:
+                grad.data.mul_(factor)
+
+    @staticmethod
+    def _read(row: onepass.Row, grad: torch.Tensor, *factors: torch.Tensor | None) -> torch.Tensor:
+        wide = grad.double()
+        for factor in factors:
+            wide = wide if factor is None or row.in_place else wide * factor.double()
+        return wide
 
     def prepare(self, *given: Any) -> None:
         self._todo, self._base = [given], self.launches
@@ -102,9 +126,7 @@ class Plan:
         for row, grad in zip(self.rows, grads, strict=True):
             if grad is None:
                 continue
-            wide = grad.double()
-            for factor in (inv_scale, clip):
-                wide = wide if factor is None else wide * factor.double()
+            wide = self._read(row, grad, inv_scale, clip)
             group = hyper[row.group]
             new = rule(row, -wide if group.get("maximize") else wide, group)
             # Through .data: kernels leave the versions as they are.

@@ -12,7 +12,7 @@ import triton.language as tl
 # Words of a row in the table of rows.
 PARAM, LOW, STATE, STEP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(5)
 SIZE, GROUP, PARAM_CODE, LOW_CODE, STATE_CODE = (tl.constexpr(word) for word in range(6, 11))
-FIRST_BLOCK, BLOCKS, ROW = tl.constexpr(11), tl.constexpr(12), tl.constexpr(13)
+FIRST_BLOCK, BLOCKS, IN_PLACE, ROW = (tl.constexpr(word) for word in range(11, 15))
 
 # Words of a group in the table of options: fp64 numbers, then addresses and codes.
 LR, DECAY, BETA1, BETA2, EPS, MOMENTUM, DAMPENING, NESTEROV = (tl.constexpr(word) for word in range(8))
@@ -124,18 +124,35 @@ def finished(total, KIND: tl.constexpr, ORDER):
 
 
 @triton.jit
-def sums(rows, given, ids, found, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Read the gradients: raise ``found`` at what is not finite, where ``CHECKS``, and sum each block into ``out``."""
+def sums(
+    rows, given, ids, found, inverse, clip, out, order, KIND: tl.constexpr, CHECKS: tl.constexpr, SCALED: tl.constexpr,
+    CLIPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum each block of the gradients into ``out``. A row ``IN_PLACE`` holds them unscaled and clipped already.
+
+    Where ``CHECKS``, nothing is unscaled yet: what is not finite raises ``found``, and rows ``IN_PLACE`` are unscaled.
+    """
     b = tl.program_id(0)
     t = tl.load(ids + b).to(tl.int64)
-    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.load(rows + t * ROW + SIZE)
-    x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK)
+    row = rows + t * ROW
+    at, code, in_place = tl.load(given + 2 * t), tl.load(given + 2 * t + 1), tl.load(row + IN_PLACE) != 0
+    i = (b - tl.load(row + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < tl.load(row + SIZE)
+    x = load(at, code, i, mask, BLOCK)
+    factor = tl.full([], 1.0, tl.float64)
+    if SCALED:
+        factor = factor * tl.load(inverse).to(tl.float64)
     if CHECKS:
         bad = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 0)
         if bad > 0:
             tl.store(found, 1.0)
-    tl.store(out + b, summed(x.to(tl.float64), KIND, order))
+        if SCALED and in_place:
+            store(at, code, i, mask, (x.to(tl.float64) * factor).to(tl.float32))
+        tl.store(out + b, summed(x.to(tl.float64), KIND, order))
+    else:
+        if CLIPPED:
+            factor = factor * tl.load(clip).to(tl.float64)
+        tl.store(out + b, summed(x.to(tl.float64) * tl.where(in_place, 1.0, factor), KIND, order))
 
 
 @triton.jit
@@ -156,11 +173,19 @@ def total(parts, count, inverse, out, order, KIND: tl.constexpr, SCALED: tl.cons
 
 
 @triton.jit
-def clip_factor(norm, limit, eps, out):
-    """Write ``min(1, limit / (norm + eps))``; nan stays nan."""
+def clip_factor(norm, limit, eps, out, rows, given, ids, start, MULTIPLIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Write ``min(1, limit / (norm + eps))``; nan stays nan. Multiply gradients ``IN_PLACE``, from block ``start``."""
     x = tl.load(norm).to(tl.float64)
-    factor = limit / (x + eps)
-    tl.store(out, tl.where(factor > 1.0, 1.0, factor).to(tl.float32))
+    factor = tl.where(limit / (x + eps) > 1.0, 1.0, limit / (x + eps)).to(tl.float32)
+    if tl.program_id(0) == 0:
+        tl.store(out, factor)
+    if MULTIPLIES:
+        b = tl.program_id(0) + start
+        t = tl.load(ids + b).to(tl.int64)
+        i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < tl.load(rows + t * ROW + SIZE)
+        at, code = tl.load(given + 2 * t), tl.load(given + 2 * t + 1)
+        store(at, code, i, mask, load(at, code, i, mask, BLOCK) * factor)
 
 
 @triton.jit
@@ -187,11 +212,13 @@ def factors(
         lr = tl.load(numbers + LR)
         if tl.load(group + LR_CODE) != 0:
             lr = number(tl.load(group + LR_AT), tl.load(group + LR_CODE))
-        factor = tl.where(tl.load(numbers + MAXIMIZE) != 0.0, -1.0, 1.0).to(tl.float64)
+        sign = tl.where(tl.load(numbers + MAXIMIZE) != 0.0, -1.0, 1.0).to(tl.float64)
+        factor = sign
         if SCALED:
             factor = factor * tl.load(inverse).to(tl.float64)
         if CLIPPED:
             factor = factor * tl.load(clip).to(tl.float64)
+        factor = tl.where(tl.load(rows + t * ROW + IN_PLACE) != 0, sign, factor)
         beta1, beta2 = tl.load(numbers + BETA1), tl.load(numbers + BETA2)
         decay, corrects = tl.load(numbers + DECAY), (tl.load(numbers + CORRECTS) != 0.0) & (count > 0.0)
         hat1 = 1.0 / tl.where(corrects, 1.0 - power(beta1, count), 1.0)
@@ -392,15 +419,3 @@ def by_row(
             new = rounded(new)
             tl.store(at, new.to(tl.float32))
             tl.store(c + RATIO, 1.0 / (new * tl.sqrt(tl.load(c + HAT2)) + tl.load(c + SMALL)))
-
-
-@triton.jit
-def row_sums(rows, given, ids, first, second, BLOCK: tl.constexpr):
-    """Sum the squares of each block's gradients, and take the largest magnitude: for NovoGrad."""
-    b = tl.program_id(0)
-    t = tl.load(ids + b).to(tl.int64)
-    i = (b - tl.load(rows + t * ROW + FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.load(rows + t * ROW + SIZE)
-    x = load(tl.load(given + 2 * t), tl.load(given + 2 * t + 1), i, mask, BLOCK).to(tl.float64)
-    tl.store(first + b, summed(x, "2", 2.0))
-    tl.store(second + b, summed(x, "inf", 0.0))

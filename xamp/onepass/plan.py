@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, STATES, Row, Rule, dtype_of_work, is_like, options_of
+from xamp.onepass.rules import CODES, STATES, Row, Rule, dtype_of_work, is_like, options_of, takes_largest
 
 __all__ = ["Plan"]
 
@@ -54,8 +54,8 @@ class Plan:
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
-        if not rows:
-            raise ValueError("Plan: no rows")
+        if not rows or [row.in_place for row in rows] != sorted(row.in_place for row in rows):
+            raise ValueError("Plan: no rows" if not rows else "Plan: rows whose gradients change in place come last")
         device = rows[0].param.device
         for number, row in enumerate(rows):
             vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
@@ -81,9 +81,10 @@ class Plan:
             low = (0, 0) if row.low is None else (row.low.data_ptr(), CODES[row.low.dtype])
             words += [row.param.data_ptr(), low[0], *states, 0 if row.step is None else row.step.data_ptr()]
             words += [row.param.numel(), row.group, CODES[row.param.dtype], low[1]]
-            words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks]
+            words += [CODES[row.states[0].dtype] if row.states else 0, len(tensors), blocks, row.in_place]
             tensors += [number] * blocks
         self._blocks = len(tensors)
+        self._in_place = sum(self.rows[number].in_place for number in tensors)  # the blocks of these rows, the last
         self._rows = torch.tensor(words, dtype=torch.int64, device=self.device)
         self._ids = torch.tensor(tensors, dtype=torch.int32, device=self.device)
         count = 3 if self.rule.name in ("lamb", "novograd") else 2
@@ -111,32 +112,45 @@ class Plan:
         grads: Grads,
         found_inf: torch.Tensor,
         hyper: Sequence[Mapping[str, Any]] | None = None,
+        inv_scale: torch.Tensor | None = None,
     ) -> None:
         """Read the gradients once: raise ``found_inf`` at an inf or nan, and sum the squares by block.
 
         Args:
-            grads: one for each row, or None.
+            grads: one for each row, or None. Those of rows ``in_place`` are multiplied by ``inv_scale`` here.
             found_inf: fp32, one element; becomes 1 where something is found and keeps what it holds otherwise.
             hyper: the options of each group as they are now, which saves a copy if the step has the same.
+            inv_scale: see :meth:`prepare`.
         """
         self.launches = 0
-        self._sum(self._send(grads, hyper), found_inf, self._checked, "2", 2.0)
+        self._sum(self._send(grads, hyper), found_inf, inv_scale, None, self._checked, "2", 2.0)
 
     def checked_norm(self, inv_scale: torch.Tensor | None = None) -> torch.Tensor:
         """Return the L2 norm of ``grads * inv_scale`` at the last check, fp32, shape ``[]``, finite where fp64's is."""
         return self._total(self._checked, inv_scale, "2", 2.0)
 
-    def norm(self, grads: Grads, inv_scale: torch.Tensor | None = None, kind: float = 2.0) -> torch.Tensor:
-        """Return the norm of order ``kind`` (above 0) of ``grads * inv_scale``, fp32, shape ``[]``, by its own pass."""
+    def norm(
+        self,
+        grads: Grads,
+        inv_scale: torch.Tensor | None = None,
+        kind: float = 2.0,
+        clip: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the norm of order ``kind`` (above 0) of what a step takes, fp32, shape ``[]``, by its own pass."""
         name = {2.0: "2", math.inf: "inf"}.get(float(kind), "p")
         order = float(kind) if name == "p" else 2.0
-        self._sum(self._send(grads, None), None, self._first, name, order)
-        return self._total(self._first, inv_scale, name, order)
+        self._sum(self._send(grads, None), None, inv_scale, clip, self._first, name, order)
+        return self._total(self._first, None, name, order)
 
-    def clip_factor(self, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
-        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``; nan stays nan. Apex's LAMB has ``eps`` 0."""
-        out = torch.empty_like(self._one)
-        self._run("clip_factor", (1,), norm, float(limit), float(eps), out)
+    def clip_factor(self, grads: Grads, norm: torch.Tensor, limit: float, eps: float = 1e-6) -> torch.Tensor:
+        """Return ``min(1, limit / (norm + eps))``, fp32, shape ``[]``; nan stays nan. Apex's LAMB has ``eps`` 0.
+
+        Gradients of rows ``in_place`` are multiplied by it; the others when the step reads them.
+        """
+        out, tables = torch.empty_like(self._one), (self._rows, self._send(grads, None), self._ids)
+        given, many = (norm, float(limit), float(eps), out, *tables, self._blocks - self._in_place), self._in_place > 0
+        self._run("clip_factor", (max(1, self._in_place),), *given, MULTIPLIES=many, BLOCK=self._block)
+        self._ring.used()
         return out
 
     def step(self, *given: Any) -> None:
@@ -155,7 +169,8 @@ class Plan:
         """Make ready to step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
 
         ``hyper`` has the options of each group, see :class:`Rule`; the tensors are fp32 with one element, read on the
-        device, and gradients are multiplied by the last two. Versions that autograd keeps of tensors are not raised.
+        device, and gradients are multiplied by the last two, those of rows ``in_place`` excepted. Versions that
+        autograd keeps of tensors are not raised.
         """
         table = self._send(grads, hyper)
         flags, scaled = {"SKIPS": found_inf is not None}, {"SCALED": inv_scale is not None, "CLIPPED": clip is not None}
@@ -167,8 +182,8 @@ class Plan:
         by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
-            blocks = self._rows, table, self._ids, self._first, self._second
-            todo.append(run(self._run, "row_sums", (self._blocks,), *blocks, BLOCK=self._block))
+            kinds = {("inf", self._second) if takes_largest(group) else ("2", self._first) for group in hyper}
+            todo += [run(self._sum, table, None, None, None, out, kind, 2.0) for kind, out in kinds]
             todo.append(run(self._run, "by_row", rows, *by_row, **over))
         if name == "lamb":
             todo.append(run(self._step, table, found, 1, flags))
@@ -188,9 +203,20 @@ class Plan:
         blocks = self._rows, given, self._ids, found, self._factors, self._first, self._second
         self._run("step", (self._blocks,), *blocks, **rule, **flags, PHASE=phase, BLOCK=self._block, WORK=self._work)
 
-    def _sum(self, given: torch.Tensor, found: torch.Tensor | None, out: torch.Tensor, kind: str, order: float) -> None:
-        blocks = self._rows, given, self._ids, self._one if found is None else found, out, order
-        self._run("sums", (self._blocks,), *blocks, KIND=kind, CHECKS=found is not None, BLOCK=self._block)
+    def _sum(
+        self,
+        given: torch.Tensor,
+        found: torch.Tensor | None,
+        inverse: torch.Tensor | None,
+        clip: torch.Tensor | None,
+        out: torch.Tensor,
+        kind: str,
+        order: float,
+    ) -> None:
+        flags = {"CHECKS": found is not None, "SCALED": inverse is not None, "CLIPPED": clip is not None}
+        numbers = [self._one if number is None else number for number in (found, inverse, clip)]
+        blocks = self._rows, given, self._ids, *numbers, out, order
+        self._run("sums", (self._blocks,), *blocks, KIND=kind, BLOCK=self._block, **flags)
         self._ring.used()
 
     def _total(self, parts: torch.Tensor, inverse: torch.Tensor | None, kind: str, order: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CODES", "STATES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes"]
+__all__ = ["CODES", "STATES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes", "takes_largest"]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
@@ -58,6 +58,7 @@ class Row:
         step: the count of this row's steps so far, fp32 with one element, on the device, to which a step adds 1. No two
             rows share it. None: the group's options say it. With SGD it tells the first step.
         group: index into the options that each step is given.
+        in_place: its gradient belongs to others, who read it: what checks and clips it changes it in place.
     """
 
     param: torch.Tensor
@@ -65,6 +66,7 @@ class Row:
     states: tuple[torch.Tensor, ...] = ()
     step: torch.Tensor | None = None
     group: int = 0
+    in_place: bool = False
 
 
 def takes(tensor: torch.Tensor) -> bool:
@@ -96,11 +98,16 @@ def is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
 
 def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[float], list[int]]:
     """Return the options of a group as the kernels read them: fp64 numbers, then addresses and codes of tensors."""
-    lr, count, order = group.get("lr", 1e-3), group.get("step", 0), group.get("norm_type", 2)
+    lr, count = group.get("lr", 1e-3), group.get("step", 0)
     first = [0.0 if _is_there(lr, device) else lr, group.get("weight_decay", 0.0), *group.get("betas", (0.9, 0.999))]
     named = [group.get(name, _DEFAULTS.get(name, 0.0)) for name in _NUMBERS + _MORE]
-    numbers = [*first, *named, order == 0 or order == math.inf, 0.0 if _is_there(count, device) else count]
+    numbers = [*first, *named, takes_largest(group), 0.0 if _is_there(count, device) else count]
     return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
+
+
+def takes_largest(group: Mapping[str, Any]) -> bool:
+    """Whether NovoGrad's norm of a tensor is its largest magnitude."""
+    return group.get("norm_type", 2) in (0, math.inf)
 
 
 def _is_there(value: Any, device: torch.device) -> bool:

@@ -102,7 +102,7 @@ def rows_of(
         momentum, first = begun.get(id(param), (None, None))
         count = state.get("step") if form.counts else first if states and states[0] is momentum else None
         if len(states) == len(form.keys(groups[number])) and (count is not None or not form.counts):
-            rows.append(onepass.Row(param, low, tuple(states), count, number))
+            rows.append(onepass.Row(param, low, tuple(states), count, number, in_place=low is None))
             places.append(place)
     return rows, places
 

@@ -1,4 +1,4 @@
-"""The plans of one optimizer: one for its masters, one for the parameters that it steps as they are."""
+"""The plan of one optimizer, over its masters and the parameters that it steps as they are."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from torch.optim import Optimizer
 
 from xamp import onepass
 from xamp.plans import forms
-from xamp.plans.waiting import Waiting
+from xamp.plans.waiting import Grads, Waiting
 
-__all__ = ["Grads", "Launch", "OneStep", "Part", "Plans", "hyper_of"]
+__all__ = ["Launch", "OneStep", "Plans", "hyper_of"]
 
-Param = tuple[torch.Tensor, "torch.Tensor | None"]
-Grads = Sequence["torch.Tensor | None"]
+Params = Sequence[tuple[torch.Tensor, "torch.Tensor | None"]]
 Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By the id of a parameter: the momentum that was made for it, and its count of steps."""
 
 
-class Part:
-    """A plan over some parameters of an optimizer, with what tells that it is out of date.
+class _Kept:
+    """A plan over those parameters of an optimizer that have their state, with what tells that it is out of date.
 
     Attributes:
-        plan: None where no parameter has its state yet, or there is none.
+        plan: None where no parameter has its state yet.
 
     Raises:
         ValueError: the kernels do not take one of the tensors.
     """
 
-    def __init__(self, kind: type[Optimizer], optimizer: Optimizer, params: Sequence[Param], begun: Begun) -> None:
+    def __init__(self, kind: type[Optimizer], optimizer: Optimizer, params: Params, begun: Begun) -> None:
         rows, self._places = forms.rows_of(kind, optimizer, params, begun)
         self._left_out = sorted(set(range(len(params))) - set(self._places))
         self._states, self._tensors = _held(optimizer)
@@ -55,10 +54,6 @@ class Part:
         """Return those of ``grads`` for which there are rows."""
         return [grads[place] for place in self._places] if self._left_out else grads
 
-    def suits(self, grads: Grads) -> bool:
-        """Return whether the kernels take ``grads``, one or None for each parameter."""
-        return self.plan is None or self.plan.suits(self.of(grads))
-
 
 def _held(optimizer: Optimizer) -> tuple[list[Any], list[Any]]:
     states = [*optimizer.state.values()]
@@ -72,56 +67,64 @@ def _asked(kind: type[Optimizer], optimizer: Optimizer) -> list[tuple[onepass.Ru
 
 
 class Plans:
-    """The plans of one optimizer, each made again where something has moved.
+    """The plan of one optimizer, made again where something has moved.
+
+    Gradients are given in the order of the masters, and then of the other parameters.
 
     Args:
         kind: the class of the optimizer before it was managed.
         masters: masters, each with its low-precision parameter.
-        plain: what is stepped besides.
+        direct: what is stepped besides. Its gradients are on the model too, so they are unscaled and clipped in place.
     """
 
-    def __init__(self, kind: type[Optimizer], masters: Sequence[Param], plain: Sequence[torch.Tensor]) -> None:
+    def __init__(self, kind: type[Optimizer], masters: Params, direct: Sequence[torch.Tensor]) -> None:
         self._kind = kind
-        self._params: tuple[Sequence[Param], Sequence[Param]] = (masters, [(param, None) for param in plain])
-        self._parts: dict[int, Part] = {}
+        self._params: Params = [*masters, *((param, None) for param in direct)]
+        self._kept: _Kept | None = None
         self._begun: Begun = {}
-        self._bare: onepass.Plan | None = None  # of masters that have no state yet: it checks
+        self._bare: onepass.Plan | None = None  # of parameters that have no state yet: it checks
 
-    def parts(self, optimizer: Optimizer) -> tuple[Part, Part]:
-        """Return the part of the masters and that of the others.
-
-        Raises:
-            ValueError: see :class:`Part`.
-        """
-        for number, params in enumerate(self._params):
-            part = self._parts.get(number)
-            if part is None or part.is_stale(optimizer):
-                held = {id(tensor) for tensor in _held(optimizer)[1]}
-                self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
-                self._parts[number] = Part(self._kind, optimizer, params, self._begun)
-        return self._parts[0], self._parts[1]
+    def _current(self, optimizer: Optimizer) -> _Kept:
+        """Return what is kept of the plan, up to date. Raises ValueError: see :class:`_Kept`."""
+        if self._kept is None or self._kept.is_stale(optimizer):
+            held = {id(tensor) for tensor in _held(optimizer)[1]}
+            self._begun = {key: value for key, value in self._begun.items() if id(value[0]) in held}
+            self._kept = None  # it holds memory that the next one may need
+            self._kept = _Kept(self._kind, optimizer, self._params, self._begun)
+        return self._kept
 
     def clear(self) -> None:
         """Forget the plans: they hold the optimizer's state."""
-        self._parts, self._begun, self._bare = {}, {}, None
+        self._kept, self._begun, self._bare = None, {}, None
+
+    def stepper(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
+        """Return the plan of a step, and those of ``grads`` for which it has rows.
+
+        Raises:
+            ValueError: see :class:`_Kept`; or no parameter has its state.
+        """
+        kept = self._current(optimizer)
+        if kept.plan is None:
+            raise ValueError("no parameter has its state")
+        return kept.plan, kept.of(grads)
 
     def checker(self, optimizer: Optimizer, grads: Grads) -> tuple[onepass.Plan, Grads]:
-        """Return a plan that reads the masters' ``grads``, and these as it takes them. Raises as :meth:`parts`."""
-        part, _ = self.parts(optimizer)
-        if part.plan is not None and not part.left_out(grads):
-            return part.plan, part.of(grads)
+        """Return a plan that reads all ``grads``, and these as it takes them. Raises as :meth:`stepper`."""
+        kept = self._current(optimizer)
+        if kept.plan is not None and not kept.left_out(grads):
+            return kept.plan, kept.of(grads)
         if self._bare is None or self._bare.moved():
-            self._bare = onepass.Plan(onepass.Rule("sgd"), [onepass.Row(m, low) for m, low in self._params[0]])
+            rows = [onepass.Row(param, low, in_place=low is None) for param, low in self._params]
+            self._bare = onepass.Plan(onepass.Rule("sgd"), rows)
         return self._bare, grads
 
     def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:
         """Return the options to send with a check by ``plan``, so that the step need not; None where it cannot step."""
         return None if plan is self._bare else hyper_of(optimizer)
 
-    def without_state(self, optimizer: Optimizer, grads: Grads, plain: Grads) -> list[torch.Tensor]:
+    def without_state(self, optimizer: Optimizer, grads: Grads) -> list[torch.Tensor]:
         """Return the parameters that have a gradient and no state: this is their first step."""
-        found = zip(self._params, self.parts(optimizer), (grads, plain), strict=True)
-        return [params[place][0] for params, part, given in found for place in part.left_out(given)]
+        return [self._params[place][0] for place in self._current(optimizer).left_out(grads)]
 
     def begin(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Note that ``state`` is about to become that of ``param``: SGD's first momentum is the gradient itself."""
@@ -145,7 +148,7 @@ def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
 
 
 class Launch:
-    """One plan's part of a step."""
+    """The kernels of one step."""
 
     def __init__(self, plan: onepass.Plan, *arguments: Any) -> None:
         self._plan = plan
@@ -154,33 +157,27 @@ class Launch:
 
     @property
     def began(self) -> bool:
-        """Whether one of its kernels has been launched."""
+        """Whether one of the kernels has been launched."""
         return self._is_prepared and self._plan.started()
 
     def run(self) -> None:
-        """Step. After an interrupt run it again: it launches the kernels that were not launched yet."""
+        """Step. An interrupt is raised when all kernels have run: a part of a step is none.
+
+        A kernel is counted right after its launch, so none runs twice but where an interrupt comes between these two.
+        """
+        try:
+            self._run()
+        except Exception:
+            raise
+        except BaseException:
+            self._run()
+            raise
+
+    def _run(self) -> None:
         if not self._is_prepared:
             self._plan.prepare(*self._arguments)
             self._is_prepared = True
         self._plan.finish()
-
-
-def launch_all(launches: Sequence[Launch]) -> None:
-    """Run ``launches``, each once. An interrupt is raised when all have run: a part of a step is none.
-
-    A kernel is counted right after its launch, so none runs twice but where an interrupt comes between these two.
-    """
-    done = 0
-    try:
-        for launch in launches:
-            launch.run()
-            done += 1
-    except Exception:
-        raise
-    except BaseException:
-        for launch in launches[done:]:
-            launch.run()
-        raise
 
 
 class OneStep:
@@ -189,19 +186,17 @@ class OneStep:
     Args:
         waiting: the gradients.
         begin: makes the state of parameters that are stepped for the first time; None: all have it.
-        launches: returns the parts of the step.
+        launch: returns the kernels of the step; None where no parameter has a gradient.
 
     Attributes:
         is_first: some parameters are stepped for the first time.
     """
 
-    def __init__(
-        self, waiting: Waiting, begin: Callable[[], None] | None, launches: Callable[[], Sequence[Launch]]
-    ) -> None:
+    def __init__(self, waiting: Waiting, begin: Callable[[], None] | None, launch: Callable[[], Launch]) -> None:
         self.is_first = begin is not None
         self._waiting = waiting
         self._begin = begin
-        self._launches = launches
+        self._launch = launch
 
     def __call__(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and return what the closure returns."""
@@ -211,10 +206,6 @@ class OneStep:
                 loss = closure()
         if self._begin is not None:
             self._begin()
-        self._waiting.launches = launches = self._launches()
-        try:
-            launch_all(launches)
-        except Exception:  # of a launch that did not come about; what was launched before must not be again
-            self._waiting.launches = [launch for launch in launches if launch.began]
-            raise
+        self._waiting.launch = launch = self._launch()
+        launch.run()
         return loss

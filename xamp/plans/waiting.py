@@ -15,12 +15,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from xamp import onepass
 from xamp.errors import StateError
 from xamp.ground import kernels
 
-__all__ = ["Waiting", "cleared_in_part", "has_gradient", "is_plain", "parameter_class", "written"]
+__all__ = [
+    "Check",
+    "Grads",
+    "Waiting",
+    "cleared_in_part",
+    "has_gradient",
+    "is_plain",
+    "mark_written",
+    "parameter_class",
+    "written",
+]
 
 Pair = tuple[nn.Parameter, nn.Parameter]
+Grads = Sequence["torch.Tensor | None"]
 
 _slot: Any = torch.Tensor.grad
 _get, _set = _slot.__get__, _slot.__set__
@@ -108,7 +120,7 @@ class Waiting:
         inverse: 1/scale, a copy; None: they have no scale.
         clip: what ``clip_grad_norm_`` multiplies them by; None: 1.
         whole: all that were checked still wait, so that the norm of the check is theirs.
-        launches: the parts of the step of these gradients.
+        launch: the kernels of the step of these gradients; None before.
     """
 
     def __init__(self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None) -> None:
@@ -117,7 +129,7 @@ class Waiting:
         self.inverse = inverse
         self.clip: torch.Tensor | None = None
         self.whole = True
-        self.launches: Sequence[Any] = ()
+        self.launch: Any = None
         self._versions = _versions(grads)
         self._made: dict[int, torch.Tensor] = {}  # by index, the gradients that have moved
         self._index: dict[int, int] = {}
@@ -125,7 +137,7 @@ class Waiting:
     @property
     def began(self) -> bool:
         """Whether the step of these gradients was launched, or was about to be when an interrupt came."""
-        return any(launch.began for launch in self.launches)
+        return self.launch is not None and bool(self.launch.began)
 
     def hold(self, kind: type[nn.Parameter]) -> None:
         """Give the masters ``kind``, made by :func:`parameter_class`."""
@@ -244,10 +256,32 @@ class Waiting:
             self.grads[index] = None
 
 
+class Check:
+    """The check of gradients that wait, and what tells that its sums are still those of all gradients.
+
+    Args:
+        plan: what has checked them.
+        direct: the gradients of parameters without a master, which were checked with them.
+    """
+
+    def __init__(self, plan: onepass.Plan, direct: Grads) -> None:
+        self.plan = plan
+        self._direct, self._versions = direct, _versions(direct)
+
+    def holds(self, direct: Grads) -> bool:
+        """Return whether ``direct`` are what was checked: others read and write them on the model."""
+        return all(map(operator.is_, direct, self._direct)) and _versions(direct) == self._versions
+
+
+def mark_written(grads: Grads) -> None:
+    """Tell autograd that a kernel has written into ``grads``."""
+    torch.autograd.graph.increment_version([g for g in grads if g is not None and not g.is_inference()])
+
+
 def has_gradient(master: torch.Tensor) -> bool:
     """Return whether ``master`` itself has a gradient, whatever waits for it."""
     return _get(master) is not None
 
 
-def _versions(grads: Sequence[torch.Tensor | None]) -> list[int]:
+def _versions(grads: Grads) -> list[int]:
     return [-1 if grad is None else grad._version for grad in grads]

@@ -39,7 +39,6 @@ from torch.optim import Optimizer
 from xamp.contract import Backend
 from xamp.distributed.ranks import is_part, is_shard, local
 from xamp.errors import StateError
-from xamp.ground import kernels
 from xamp.ground.compiler import keep_eager
 from xamp.plans.waiting import Waiting
 from xamp.policy import Policy
@@ -213,6 +212,10 @@ class Gradients:
         known = set(map(id, self._held))
         return [p for p in now if id(p) not in known]
 
+    def of_direct(self) -> list[torch.Tensor | None]:
+        """Return the gradients of :attr:`direct`, in its order."""
+        return [param.grad for param in self.direct]
+
     def model_params(self) -> list[torch.Tensor]:
         """Return the parameters as the models and their wrappers know them: low-precision parameters, not masters."""
         return [*self.direct, *(p for p, _ in self.pairs)]
@@ -357,10 +360,11 @@ class Gradients:
                 self.used.update({index: owed.updates for index, owed in self.owed.items()})
         else:
             self.used.setdefault(scaler.index)
-        grads = [g for p in self.direct for g in (p.grad,) if g is not None]
-        if self._scales:
+        waits = self._wait(scaler, found_inf)
+        grads = [g for g in self.of_direct() if g is not None]
+        if self._scales and not (waits and found_inf is not None):
             self._unscale(grads, scaler, found_inf, self.direct)
-        moved = self._move_to_masters(scaler, found_inf, first) if self.pairs else False
+        moved = waits or (bool(self.pairs) and self._move_to_masters(scaler, found_inf, first))
         if self._entry.stash is not None:
             back = self._entry.to_put_back()
             if first and found_inf is not None:
@@ -372,12 +376,14 @@ class Gradients:
         if self._joins and (optimizer := self._optimizer()) is not None:
             self._backend.join_gradients(optimizer)
 
+    def _wait(self, scaler: LossScaler, found_inf: torch.Tensor | None) -> bool:
+        """Let the gradients wait for a step in one pass, if they may; see :meth:`OnePass.wait`."""
+        if self.one_pass is None or self._early is not None or (optimizer := self._optimizer()) is None:
+            return False
+        return self.one_pass.wait(optimizer, scaler.inverse if self._scales else None, found_inf)
+
     def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
         """Move the gradients from the low-precision parameters to the masters; return whether there was any."""
-        if self.one_pass is not None and self._early is None and (optimizer := self._optimizer()) is not None:
-            inverse = scaler.inverse if self._scales else None
-            if self.one_pass.wait(optimizer, inverse, found_inf):
-                return True
         moved_early = self._early is not None and self._early.end(found_inf)
         self._early = None
         if first and found_inf is not None:
@@ -609,35 +615,23 @@ class Gradients:
             self.waiting = None
 
     def waiting_norm(self, norm_type: Any) -> torch.Tensor | None:
-        """Return the norm of all unscaled gradients where they wait, fp32; None where they do not, or no kernel has it.
-
-        Those of parameters without a master are unscaled already.
-        """
+        """Return the norm of all unscaled gradients where they wait, fp32; None if they do not, or no kernel has it."""
         waiting, optimizer = self.waiting, self._optimizer()
         if waiting is None or self.one_pass is None or optimizer is None or not _is_order(norm_type):
             return None
-        norm = self.one_pass.norm(optimizer, waiting, float(norm_type))
-        plain = [g for p in self.direct for g in (p.grad,) if g is not None]
-        if not plain:
-            return norm
-        others: Any = torch.nn.utils.get_total_norm(plain, norm_type, foreach=kernels.foreach_of(plain))
-        both: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm, others.to(norm.dtype)]), float(norm_type))
-        return both
+        return self.one_pass.norm(optimizer, waiting, float(norm_type))
 
     def clip_waiting(self, norm: torch.Tensor, max_norm: Any) -> None:
         """Clip gradients whose norm is ``norm``: those that wait when the pass reads them, the others now."""
-        waiting, one_pass = self.waiting, self.one_pass
-        if waiting is None or one_pass is None:
-            return
-        factor = one_pass.clip_factor(norm, max_norm)
-        waiting.clip = factor if waiting.clip is None else waiting.clip * factor
-        unscale.multiply_([g for p in self.direct for g in (p.grad,) if g is not None], factor)
+        waiting, optimizer = self.waiting, self._optimizer()
+        if waiting is not None and self.one_pass is not None and optimizer is not None:
+            self.one_pass.clip(optimizer, waiting, norm, max_norm)
 
     def count_missing(self) -> int:
         """Return how many stepped tensors have no gradient."""
         if self.waiting is None:
             return [param.grad for param in self.stepped].count(None)
-        return self.waiting.grads.count(None) + [param.grad for param in self.direct].count(None)
+        return self.waiting.grads.count(None) + self.of_direct().count(None)
 
     def stepped_in_one_pass(self) -> bool:
         """Return whether a pass has written the model with the masters; give these their new versions then."""

@@ -20,7 +20,8 @@ from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.ground.log import say
 from xamp.plans import forms, steps
-from xamp.plans.waiting import Waiting, has_gradient, parameter_class
+from xamp.plans.waiting import Check, Grads, Waiting, has_gradient, mark_written, parameter_class
+from xamp.scaling import unscale
 from xamp.scaling.fused import FusedChoice
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class OnePass:
         self._fused = fused
         self._capturing = capturing
         self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct)
-        self._checked: onepass.Plan | None = None  # by which the gradients that wait were checked
+        self._check: Check | None = None  # of the gradients that wait
         self._master_class = parameter_class(gradients.materialize, gradients.release)
 
     # ---------------------------------------------------------------- after a backward
@@ -77,45 +78,48 @@ class OnePass:
     def wait(self, optimizer: Optimizer, inverse: torch.Tensor | None, found_inf: torch.Tensor | None) -> bool:
         """Let the gradients of a first backward wait, and check them; return whether they do.
 
+        Those of parameters without a master are checked and unscaled with them, in place, where there is a check.
+
         Args:
             optimizer: the optimizer.
             inverse: 1/scale; None: there is no scale.
             found_inf: raised where one is inf or nan; None: they are not checked.
         """
         gradients = self._gradients
-        grads = [param.grad for param, _ in gradients.pairs]
-        if torch.compiler.is_compiling() or not self._may_wait(grads) or self._capturing():
+        grads, direct = [param.grad for param, _ in gradients.pairs], gradients.of_direct()
+        if torch.compiler.is_compiling() or not self._may_wait(grads, direct) or self._capturing():
             return False
         try:
-            plan, own = self._plans.checker(optimizer, grads)
+            plan, own = self._plans.checker(optimizer, [*grads, *direct])
         except ValueError as error:
             self._give_up(optimizer, str(error))
             return False
         if not plan.suits(own):
             return False
-        self._checked = None
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
+        self._check = None
         if found_inf is not None:
-            plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer))
-            self._checked = plan
+            plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
+            mark_written(direct)
+            self._check = Check(plan, direct)
         gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse)
         waiting.hold(self._master_class)
         return True
 
-    def _may_wait(self, grads: Sequence[torch.Tensor | None]) -> bool:
+    def _may_wait(self, grads: Grads, direct: Grads) -> bool:
         held = [grad for grad in grads if grad is not None]
         if not held or any(has_gradient(master) for _, master in self._gradients.pairs):
             return False
         if self._gradients.hidden is not None and any(grad._is_view() for grad in held):
             return False  # DDP writes its buckets anew in the next forward
-        return not any(grad.requires_grad for grad in held)
+        return not any(grad.requires_grad for grad in (*held, *direct) if grad is not None)
 
     def _drop(self) -> None:
         """Let the state of an optimizer that is gone go: plans hold it."""
         self._plans.clear()
-        self._checked = None
+        self._check = None
         if self._gradients.waiting is not None:
-            self._gradients.waiting.launches = ()
+            self._gradients.waiting.launch = None
 
     def _give_up(self, optimizer: Optimizer, why: str) -> None:
         self._gradients.one_pass = None
@@ -123,20 +127,34 @@ class OnePass:
 
     # ---------------------------------------------------------------- clipping
 
-    def norm(self, optimizer: Optimizer, waiting: Waiting, kind: float) -> torch.Tensor:
-        """Return the norm of the unscaled gradients of the masters, after earlier clipping; fp32, no dimensions."""
-        if kind == 2.0 and waiting.whole and self._checked is not None:
-            norm = self._checked.checked_norm(waiting.inverse)
-        else:
-            plan, own = self._plans.checker(optimizer, waiting.grads)
-            norm = plan.norm(own, waiting.inverse, kind)
-        return norm if waiting.clip is None else norm * waiting.clip
+    def _reader(self, optimizer: Optimizer, waiting: Waiting) -> tuple[onepass.Plan, Grads] | None:
+        """Return a plan that reads all gradients as they are now; None where there is something that it does not take."""
+        try:
+            plan, own = self._plans.checker(optimizer, [*waiting.grads, *self._gradients.of_direct()])
+        except ValueError:
+            return None
+        return (plan, own) if plan.suits(own) else None
 
-    def clip_factor(self, norm: torch.Tensor, max_norm: Any) -> torch.Tensor:
-        """Return what clips gradients of ``norm`` to ``max_norm``, by torch's rule; fp32, no dimensions."""
-        if self._checked is None or torch.is_tensor(max_norm):
-            return torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
-        return self._checked.clip_factor(norm, max_norm)
+    def norm(self, optimizer: Optimizer, waiting: Waiting, kind: float) -> torch.Tensor | None:
+        """Return the norm of all unscaled and clipped gradients, fp32, no dimensions; None: no kernel can."""
+        check = self._check
+        if kind == 2.0 and check is not None and waiting.whole and check.holds(self._gradients.of_direct()):
+            norm = check.plan.checked_norm(waiting.inverse)
+            return norm if waiting.clip is None else norm * waiting.clip
+        reader = self._reader(optimizer, waiting)
+        return None if reader is None else reader[0].norm(reader[1], waiting.inverse, kind, waiting.clip)
+
+    def clip(self, optimizer: Optimizer, waiting: Waiting, norm: torch.Tensor, max_norm: Any) -> None:
+        """Clip gradients of ``norm`` by torch's rule: those that wait when the pass reads them, the others now."""
+        direct = self._gradients.of_direct()
+        reader = None if torch.is_tensor(max_norm) else self._reader(optimizer, waiting)
+        if reader is None:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(torch.float32)
+            unscale.multiply_([grad for grad in direct if grad is not None], factor)
+        else:
+            factor = reader[0].clip_factor(reader[1], norm, max_norm)
+            mark_written(direct)
+        waiting.clip = factor if waiting.clip is None else waiting.clip * factor
 
     # ---------------------------------------------------------------- the step
 
@@ -154,34 +172,24 @@ class OnePass:
             return None
         if gradients.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
-        plain = [param.grad for param in gradients.direct]
         try:
-            new = self._plans.without_state(optimizer, waiting.grads, plain)
-            parts = self._plans.parts(optimizer)
+            new = self._plans.without_state(optimizer, [*waiting.grads, *gradients.of_direct()])
         except ValueError as error:
             self._give_up(optimizer, str(error))
             return None
-        fits = parts[0].suits(waiting.grads) and parts[1].suits(plain)
-        if not fits or any(optimizer.state.get(param) for param in new):
+        if self._reader(optimizer, waiting) is None or any(optimizer.state.get(param) for param in new):
             return None
         begin = functools.partial(self._make_state, optimizer, new) if new else None
-        return steps.OneStep(waiting, begin, functools.partial(self._launches, optimizer, waiting, found_inf))
+        return steps.OneStep(waiting, begin, functools.partial(self._launch, optimizer, waiting, found_inf))
 
     def _make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
         """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
         forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
 
-    def _launches(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> list[steps.Launch]:
-        """Return the launches of a step: of the masters, and of the parameters without one, which are unscaled."""
-        masters, others = self._plans.parts(optimizer)
-        hyper, plain = steps.hyper_of(optimizer), [param.grad for param in self._gradients.direct]
-        given = (masters, waiting.grads, waiting.inverse, waiting.clip), (others, plain, None, None)
-        return [
-            steps.Launch(part.plan, part.of(grads), hyper, found_inf, inverse, clip)
-            for part, grads, inverse, clip in given
-            if part.plan is not None
-        ]
+    def _launch(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> steps.Launch:
+        plan, own = self._plans.stepper(optimizer, [*waiting.grads, *self._gradients.of_direct()])
+        return steps.Launch(plan, own, steps.hyper_of(optimizer), found_inf, waiting.inverse, waiting.clip)
 
 
 def tell(optimizer: Optimizer, why: str) -> None:

@@ -72,8 +72,50 @@ def test_a_norm_of_another_kind_keeps_the_sums_of_the_check() -> None:
 
 @pytest.mark.parametrize(("norm", "factor"), [(0.5, 1.0), (4.0, 0.25), (math.inf, 0.0), (math.nan, math.nan)])
 def test_the_factor_of_clipping_is_torchs(norm: float, factor: float) -> None:
-    found = plan_over([torch.zeros(1)]).clip_factor(torch.tensor(norm), 1.0)
+    found = plan_over(grads := [torch.zeros(1)]).clip_factor(grads, torch.tensor(norm), 1.0)
     torch.testing.assert_close(found, torch.tensor(factor), equal_nan=True, rtol=1e-5, atol=0.0)
+
+
+def test_gradients_that_others_read_are_unscaled_and_clipped_in_place() -> None:
+    """Those of the last rows are, to the bit of torch's own product; norms and the step take each as it is."""
+    torch.manual_seed(2)
+    kept, direct = torch.randn(20).half(), [torch.randn(19), torch.randn(3, 5), torch.zeros(0)]
+    before = [grad.clone() for grad in direct]
+    params = [torch.randn(grad.shape) for grad in (kept, *direct)]
+    plan = Plan(Rule("sgd"), [Row(p, in_place=number > 0) for number, p in enumerate(params)], block=8)
+    grads, inverse, found = [kept, *direct], torch.tensor(2.0**-3), torch.zeros(())
+    plan.check(grads, found, None, inverse)
+    assert all(torch.equal(now, old * inverse) for now, old in zip(direct, before, strict=True))
+    flat = torch.cat([kept.double() / 8, *(grad.double().flatten() for grad in direct)])
+    torch.testing.assert_close(plan.checked_norm(inverse), flat.norm().float())
+    unclipped = [grad.clone() for grad in direct]
+    clip = plan.clip_factor(grads, plan.checked_norm(inverse), 0.5)
+    assert float(clip) == pytest.approx(0.5 / (float(flat.norm()) + 1e-6))
+    assert all(torch.equal(now, old * clip) for now, old in zip(direct, unclipped, strict=True))
+    for kind in (1.0, 2.0, 3.0, math.inf):
+        right = torch.linalg.vector_norm(flat * clip.double(), kind).float()
+        torch.testing.assert_close(plan.norm(grads, inverse, kind, clip), right)
+    wanted = [p.double() - 0.5 * g.double() for p, g in zip(params[1:], direct, strict=True)]
+    wanted.insert(0, params[0].double() - 0.5 * kept.double() / 8 * clip.double())
+    plan.step(grads, [{"lr": 0.5}], found, inverse, clip)
+    assert kept.dtype == torch.float16
+    for now, right in zip(params, wanted, strict=True):
+        torch.testing.assert_close(now, right.float(), rtol=2.0**-23, atol=0.0)
+
+
+def test_an_inf_of_a_gradient_that_others_read_is_found() -> None:
+    grads = [torch.ones(3), torch.tensor([1.0, math.inf, 2.0])]
+    plan = Plan(Rule("sgd"), [Row(torch.zeros(3)), Row(torch.zeros(3), in_place=True)])
+    plan.check(grads, found := torch.zeros(()), None, torch.tensor(0.5))
+    assert float(found) == 1.0
+    assert grads[1].tolist() == [0.5, math.inf, 1.0]
+    assert math.isinf(float(plan.checked_norm()))
+
+
+def test_rows_whose_gradients_change_in_place_come_last() -> None:
+    rows = [Row(torch.zeros(3), in_place=True), Row(torch.zeros(3))]
+    with pytest.raises(ValueError, match="come last"):
+        Plan(Rule("sgd"), rows)
 
 
 def test_bf16_is_rounded_as_torch_rounds_it() -> None:
@@ -116,7 +158,7 @@ def test_launches_do_not_depend_on_what_is_stepped(count: int) -> None:
         plan.step(grads, groups, found, inverse)
         assert plan.launches <= 4
         plan.check(grads, found, groups)
-        plan.step(grads, groups, found, inverse, plan.clip_factor(plan.checked_norm(inverse), 1.0))
+        plan.step(grads, groups, found, inverse, plan.clip_factor(grads, plan.checked_norm(inverse), 1.0))
         assert plan.launches <= 6
 
 

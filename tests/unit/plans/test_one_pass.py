@@ -190,15 +190,42 @@ def test_a_run_goes_back_to_a_checkpoint_bit_for_bit() -> None:
     assert all(map(torch.equal, run.weights(), first))
 
 
+@pytest.mark.parametrize("change", ["nothing", "multiplied", "replaced", "cleared"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_gradients_without_a_master_are_what_a_script_made_of_them(level: str, change: str) -> None:
+    """They are on the model, unscaled, and may change before they are clipped; clipping shows there too."""
+    pair = [Loop(way, level) for way in (IN_ONE_PASS, AS_TORCH)]
+    for number in range(3):
+        for loop in pair:
+            loop.optimizer.zero_grad()
+            loop.backward()
+            weight: Any = loop.model[1].weight
+            if change == "multiplied":
+                weight.grad.mul_(3.0)
+            elif change != "nothing":
+                weight.grad = weight.grad * 2.0 if change == "replaced" else None
+            loop.norms += [xamp.clip_grad_norm_(loop.optimizer, limit) for limit in (0.5, 0.1)]
+        first, second = ([p.grad for p in loop.model[1].parameters()] for loop in pair)
+        for found, wanted in zip(first, second, strict=True):
+            assert (found is None) == (wanted is None)
+            if found is not None and wanted is not None:
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
+        assert pair[0].waits(), number
+        for loop in pair:
+            loop.optimizer.step()
+    torch.testing.assert_close(torch.stack(pair[0].norms), torch.stack(pair[1].norms), rtol=1e-5, atol=0.0)
+    assert_near(pair[0].weights(), pair[1].weights(), 1e-5)
+
+
 @pytest.mark.parametrize(("clip", "most"), [(None, 4), (0.1, 6)])
 def test_a_step_has_so_few_launches(clip: float | None, most: int) -> None:
-    """Of any kind, for any number of tensors and groups: here five tensors in two groups of two learning rates."""
-    loop = Loop(IN_ONE_PASS, norm=False)
+    """Of any kind, for any number of tensors, groups and dtypes: fp16 and a batch norm's fp32, in two groups."""
+    loop = Loop(IN_ONE_PASS)
     loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float16))], "lr": 0.5})
     for _ in range(4):
         loop.iterate(clip=clip)
-    part, _ = loop.state.gradients.one_pass._plans.parts(loop.optimizer)
-    assert 0 < part.plan.launches <= most
+    plan, _ = loop.state.gradients.one_pass._plans.stepper(loop.optimizer, [None] * len(loop.state.gradients.stepped))
+    assert 0 < plan.launches <= most
 
 
 def test_the_class_of_an_optimizer_decides() -> None:
