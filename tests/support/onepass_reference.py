@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from xamp import onepass
+from xamp.plans import available
 
 Grads = Sequence["torch.Tensor | None"]
 
@@ -186,6 +187,6 @@ def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     """Put the reference in the place of the kernels, on any device."""
     patched.setattr(onepass, "Plan", Plan)
     patched.setattr(onepass, "takes", takes)
-    patched.setattr(onepass, "refusal", lambda device: "")
+    patched.setattr(available, "refusal", lambda device: "")
     Plan.calls = []
     return Plan

@@ -18,9 +18,11 @@ import torch
 from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
 from xamp.ground.torch_private import operators
+from xamp.plans import lists as one_pass
 from xamp.registry.registry import HOST
 
 __all__ = [
+    "global_norm",
     "joined",
     "limit_of",
     "multi_tensor_axpby",
@@ -248,6 +250,12 @@ def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
         return parts.new_zeros(1)
     norm: torch.Tensor = torch.linalg.vector_norm(parts, order)
     return norm.reshape(1)
+
+
+def global_norm(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm over ``grads``, one of each of ``params``, shape ``[1]``."""
+    norm = one_pass.norm(params, grads)
+    return whole_norm(norms(grads)) if norm is None else norm.reshape(1)
 
 
 def raise_flag(flag: torch.Tensor, *values: Sequence[torch.Tensor]) -> None:

@@ -1,12 +1,13 @@
 """Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
 
-The tables of a step are kept for the next one with the same tensors, for as long as the first parameter lives.
+The tables of a step are kept for the next one with the same tensors, while the first parameter and its state live.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from xamp import onepass
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
+from xamp.plans import available
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "has_fused", "norm", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,7 +37,8 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By the first parameter, for each rule: where tensors were, and their plan; None: no kernel takes them."""
+"""By the first parameter, for each rule: where tensors were; their plan, or None where no kernel takes them; and a
+reference to the first state, at whose end the plan lets go of the memory of all states."""
 
 
 def step(
@@ -81,6 +84,16 @@ def step(
     return True
 
 
+def norm(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the L2 norm of ``grads``, one of each of ``params``, fp32, no dimensions; None where no kernel can."""
+    if not len(grads) or not _may_run(params[0].device) or not _are_plain([grads]):
+        return None
+    plan = _plan_of(onepass.Rule("sgd"), [params], 0)
+    if plan is None or any(grad.is_neg() for grad in grads) or not plan.suits(grads):
+        return None
+    return plan.norm(grads)
+
+
 def scale_(tensors: Sequence[torch.Tensor], factor: Any, limit: int, skip: torch.Tensor | None) -> None:
     """Multiply tensors by ``factor`` in fp32, in pieces of ``limit`` elements; not where ``skip`` is not zero."""
 
@@ -108,6 +121,20 @@ def are_alike(lists: Lists) -> bool:
     return True
 
 
+def has_fused(cls: Any, lists: Lists) -> bool:
+    """Return whether torch's fused kernel for ``cls``, a class of torch.optim, can step ``lists``.
+
+    That takes tensors whose elements are in one order, without gaps. A CPU has such kernels too; there the steps stay
+    those of torch's plain optimizers, bit for bit.
+    """
+    if not len(lists[0]) or (device := lists[0][0].device).type == HOST or not are_alike(lists):
+        return False
+    try:
+        return is_right(cls, device, torch.float32)
+    except NotNow:
+        return False
+
+
 def _may_run(device: torch.device) -> bool:
     if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
         return False
@@ -117,7 +144,7 @@ def _may_run(device: torch.device) -> bool:
 
 @functools.cache
 def _refusal(device_type: str) -> str:
-    return onepass.refusal(device_type)
+    return available.refusal(device_type)
 
 
 def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
@@ -128,9 +155,21 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | No
     kept = _plans.setdefault(lists[0][0], {})
     if rule not in kept or kept[rule][0] != places:
         kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
-        kept[rule] = places, _new_plan(rule, lists, copies)
+        kept[rule] = places, _new_plan(rule, lists, copies), _watch(lists, rule)
     plan: onepass.Plan | None = kept[rule][1]
     return plan
+
+
+def _watch(lists: Lists, rule: onepass.Rule) -> Any:
+    """Return what drops the plan of ``rule`` when the first state is gone; None where there is no state."""
+    owner = weakref.ref(lists[0][0])
+
+    def forget(of: Any) -> None:
+        found = _plans.get(owner(), {}) if owner() is not None else {}
+        if rule in found and found[rule][2] is of:
+            del found[rule]
+
+    return weakref.ref(lists[1][0], forget) if len(lists) > 1 else None
 
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
@@ -139,7 +178,7 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
     for param, *others in zip(*([t.detach() for t in tensors] for tensors in lists), strict=True):
         states, low = others[: len(others) - copies], others[-1] if copies else None
         dtypes = {state.dtype for state in states}
-        if len(dtypes) > 1 or (rule.name == "lamb" and dtypes != {torch.float32}):
+        if len(dtypes) > 1 or (rule.name in ("lamb", "novograd") and dtypes != {torch.float32}):
             return None
         rows.append(onepass.Row(param, low, tuple(states)))
     device = rows[0].param.device

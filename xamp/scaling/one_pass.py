@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.ground.log import say
-from xamp.plans import forms, steps
+from xamp.plans import available, forms, steps
 from xamp.plans.waiting import Check, Grads, Waiting, has_gradient, mark_written, parameter_class
 from xamp.scaling import unscale
 from xamp.scaling.fused import FusedChoice
@@ -48,7 +48,7 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
         return "parameters are on several devices"
     if not all(map(onepass.takes, tensors)):
         return "a parameter is complex, sparse, in fp64 or not dense in memory"
-    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device)
+    return forms.refusal(fused.kind, optimizer) or available.refusal(device)
 
 
 class OnePass:
@@ -128,7 +128,7 @@ class OnePass:
     # ---------------------------------------------------------------- clipping
 
     def _reader(self, optimizer: Optimizer, waiting: Waiting) -> tuple[onepass.Plan, Grads] | None:
-        """Return a plan that reads all gradients as they are now; None where there is something that it does not take."""
+        """Return a plan that reads all gradients as they are now; None where it does not take something."""
         try:
             plan, own = self._plans.checker(optimizer, [*waiting.grads, *self._gradients.of_direct()])
         except ValueError:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from xamp import onepass
 from xamp.onepass import Plan, PointerRing, Row, Rule, ring
 from xamp.onepass.rules import dtype_of_work
+from xamp.plans import available
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -219,11 +219,11 @@ def test_no_table_is_written_again_before_it_was_copied(monkeypatch: pytest.Monk
 
 
 def test_the_reason_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert onepass.refusal("cpu") == ""
+    assert available.refusal("cpu") == ""
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "Triton has no kernels for a CPU" in onepass.refusal("cpu")
+    assert "Triton has no kernels for a CPU" in available.refusal("cpu")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert onepass.refusal("cpu") == "Triton is not installed"
+    assert available.refusal("cpu") == "Triton is not installed"
 
 
 @pytest.mark.parametrize(("version", "wide"), [((9, 0), True), ((8, 0), True), ((8, 9), False), ((12, 0), False)])

@@ -17,7 +17,7 @@ from apex_oracles import ORACLES, make_case, trained
 
 from xamp import onepass
 from xamp.apex import amp, amp_C, optimizers
-from xamp.plans import lists
+from xamp.plans import available, lists
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("FusedAdam", {"lr": 3e-3, "weight_decay": 0.1}),
@@ -32,6 +32,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("FusedLAMB", {"weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False, "grad_averaging": False}),
     ("FusedLAMB", {"adam_w_mode": False, "weight_decay": 0.1, "max_grad_norm": 5.0}),
     ("FusedMixedPrecisionLamb", {"lr": 3e-3, "max_grad_norm": 5.0}),
+    ("FusedNovoGrad", {"lr": 3e-3, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"norm_type": 0, "init_zero": True, "bias_correction": False, "grad_averaging": False}),
+    ("FusedNovoGrad", {"reg_inside_moment": True, "weight_decay": 0.1}),
     ("FusedAdagrad", {"lr": 3e-2, "weight_decay": 0.1}),
     ("FusedAdagrad", {"adagrad_w_mode": True, "weight_decay": 0.1}),
 ]
@@ -42,7 +45,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels run in the interpreter, for tensors of the host. Triton reads its variable at its first import."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     importlib.import_module("xamp.onepass.kernels")
-    assert onepass.refusal("cpu") == ""
+    assert available.refusal("cpu") == ""
     lists._refusal.cache_clear()
     monkeypatch.setattr(lists, "_on_host", True)
     yield
@@ -50,7 +53,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plans_of(param: torch.Tensor) -> list[onepass.Plan]:
-    return [plan for _, plan in lists._plans.get(param, {}).values() if plan is not None]
+    return [plan for _, plan, _ in lists._plans.get(param, {}).values() if plan is not None]
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> None:
@@ -66,15 +69,17 @@ def test_steps_are_those_of_a_loop_in_fp64_and_of_the_other_path(
     name, options = case
     params, steps = make_case(5)
     seen: list[torch.Tensor] = []
+    alive: list[torch.optim.Optimizer] = []
 
     def make(own: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(optimizers, name)(own, **options)
         masters = getattr(made, "param_groups_master", [{"params": [None]}])[0]["params"][0]
         seen.append(own[0] if masters is None else masters)
+        alive.append(made)
         return made
 
     found = trained(make, params, steps)
-    assert len(plans_of(seen[0])) == 1
+    assert len(plans_of(seen[0])) == (2 if name == "FusedLAMB" else 1)  # it also takes the norm of all gradients
     monkeypatch.setattr(lists, "_on_host", False)
     other = trained(make, params, steps)
     assert not plans_of(seen[1])
@@ -151,10 +156,12 @@ def test_a_plan_is_kept_made_anew_for_what_moved_and_let_go_with_its_parameter()
     stepped(optimizer, [param], [torch.ones(4)])
     assert plans_of(param) != first
     assert param.tolist() == [-0.5] * 4  # with these betas each step is of the size of the learning rate
-    kept = weakref.ref(plans_of(param)[0])
-    del first, param, optimizer
+    kept, moment = weakref.ref(plans_of(param)[0]), weakref.ref(optimizer.state[param]["exp_avg"])
+    del first, optimizer
     gc.collect()
-    assert kept() is None
+    assert moment() is None
+    assert kept() is None  # with it goes the memory of the moments, though the parameter lives
+    param.grad = None
 
 
 def test_versions_are_raised_as_by_any_write() -> None:
@@ -237,3 +244,39 @@ def test_amp_trains_as_apex_was_recorded(name: str, monkeypatch: pytest.MonkeyPa
     for name, line in recorded["values"].items():
         mine, theirs = ([float.fromhex(x) for x in each.split()[1:]] for each in (found["values"][name], line))
         assert mine == pytest.approx(theirs, rel=3e-2, abs=3e-2)  # after 6 steps, as the whole suite of cases has it
+
+
+def test_a_plan_without_states_is_let_go_with_its_parameter() -> None:
+    param = torch.zeros(3)
+    assert lists.step(onepass.Rule("sgd"), [[torch.ones(3)], [param]], {"lr": 0.5, "momentum": 0.0})
+    assert param.tolist() == [-0.5] * 3
+    kept = weakref.ref(plans_of(param)[0])
+    del param
+    gc.collect()
+    assert kept() is None
+
+
+def test_the_norms_of_novograd_stay_where_they_are() -> None:
+    """So a plan serves all steps; where a parameter has no gradient its norm is left alone."""
+    params = [torch.nn.Parameter(torch.full((size,), 1.0)) for size in (3, 4, 5)]
+    optimizer = optimizers.FusedNovoGrad(params, lr=0.1)
+    stepped(optimizer, params, [torch.full_like(param, 2.0) for param in params])
+    norms, plans = optimizer.param_groups[0]["exp_avg_sq"][1], plans_of(params[0])
+    stepped(optimizer, params, [torch.full_like(param, 2.0) for param in params])
+    assert optimizer.param_groups[0]["exp_avg_sq"][1] is norms
+    assert plans_of(params[0]) == plans
+    torch.testing.assert_close(norms, torch.tensor([12.0, 16.0, 20.0]).sqrt())
+    for param in params:
+        param.grad = None
+    stepped(optimizer, params[::2], [torch.full_like(param, 4.0) for param in params[::2]])
+    wanted = [(0.999 * 4 * n + 0.001 * 16 * n if n != 4 else 16.0) ** 0.5 for n in (3, 4, 5)]
+    torch.testing.assert_close(norms, torch.tensor(wanted))
+
+
+def test_the_norm_for_lamb_is_that_of_all_gradients() -> None:
+    params = [torch.zeros(7), torch.zeros(3, 5, dtype=torch.float16)]
+    grads = [torch.linspace(-3, 2, 7), torch.full((3, 5), 200.0, dtype=torch.float16)]
+    found = lists.norm(params, grads)
+    assert found is not None
+    torch.testing.assert_close(found, torch.cat([g.double().flatten() for g in grads]).norm().float())
+    assert lists.norm(params, [grads[0], grads[1].to_sparse()]) is None

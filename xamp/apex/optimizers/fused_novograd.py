@@ -110,14 +110,18 @@ class FusedNovoGrad(FusedOptimizer):
         lists = list(self._with_gradients(group))
         group["step"] = int(group.get("step", 0)) + 1
         self._sort_norms(group)
-        places = self._places(group)
+        number = self._places(group)
         for params in lists:
             kept = group["exp_avg_sq"][0 if params[0].dtype in _LOWER else 1]
-            index = torch.tensor([places[id(param)] for param in params], device=kept.device)
+            places = [number[id(param)] for param in params]
+            index = torch.tensor(places, device=kept.device)
             if not group["init_zero"] and (fresh := [p for p in params if "exp_avg" not in self.state[p]]):
                 order = 2.0 if group["norm_type"] == 2 else float("inf")
-                first = torch.tensor([places[id(param)] for param in fresh], device=kept.device)
+                first = torch.tensor([number[id(param)] for param in fresh], device=kept.device)
                 kept[first] = norms([param.grad for param in fresh if param.grad is not None], order).to(kept)
+            if places == list(range(places[0], places[-1] + 1)):  # in place, so that tables of addresses stay true
+                self._step_params(group, params, kept[places[0] : places[-1] + 1])
+                continue
             used = kept[index]
             self._step_params(group, params, used)
             kept[index] = used

@@ -1,4 +1,4 @@
-"""Whether the kernels can run on a device."""
+"""Whether the kernels of :mod:`xamp.onepass` can run on a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import os
 
 import torch
+
+from xamp.onepass import Plan, Row, Rule
 
 __all__ = ["refusal"]
 
@@ -36,9 +38,6 @@ def _tried(device_type: str) -> str:
         own = "no device"
     if own != device_type:
         return f"Triton compiles for {own} here"
-    from xamp.onepass.plan import Plan
-    from xamp.onepass.rules import Row, Rule
-
     try:
         param, grad = torch.ones(3, device=device_type), torch.ones(3, device=device_type)
         Plan(Rule("sgd"), [Row(param)]).step([grad], [{"lr": 0.5}])
