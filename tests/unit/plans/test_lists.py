@@ -79,14 +79,14 @@ def test_steps_are_those_of_a_loop_in_fp64_and_of_the_other_path(
         return made
 
     found = trained(make, params, steps)
-    assert len(plans_of(seen[0])) == (2 if name == "FusedLAMB" else 1)  # it also takes the norm of all gradients
+    assert len(plans_of(seen[0])) == (2 if name.upper().endswith("LAMB") else 1)  # it takes the norm of all gradients too
     monkeypatch.setattr(lists, "_on_host", False)
     other = trained(make, params, steps)
     assert not plans_of(seen[1])
     expected = ORACLES[name](params, steps, **options)
     assert max(float((after - before).abs().max()) for after, before in zip(expected, params, strict=True)) > 1e-3
     for mine, same, theirs in zip(found, other, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-7)
+        torch.testing.assert_close(mine, theirs, rtol=2.0**-23, atol=2e-7)
         torch.testing.assert_close(mine, same, rtol=0, atol=1e-6)
 
 
