@@ -79,7 +79,8 @@ def test_steps_are_those_of_a_loop_in_fp64_and_of_the_other_path(
         return made
 
     found = trained(make, params, steps)
-    assert len(plans_of(seen[0])) == (2 if name.upper().endswith("LAMB") else 1)  # it takes the norm of all gradients too
+    takes_norm = name.upper().endswith("LAMB")  # of all gradients
+    assert len(plans_of(seen[0])) == (2 if takes_norm else 1)
     monkeypatch.setattr(lists, "_on_host", False)
     other = trained(make, params, steps)
     assert not plans_of(seen[1])
