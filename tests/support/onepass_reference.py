@@ -50,6 +50,10 @@ class Plan:
         pairs = zip(self.rows, grads, strict=True)
         return all(g is None or (_is_like(g, row.param) and g.layout is torch.strided) for row, g in pairs)
 
+    def written(self, grads: Grads) -> list[torch.Tensor]:
+        held = [row for row, grad in zip(self.rows, grads, strict=True) if grad is not None]
+        return [t for row in held for t in (row.param, row.low, *row.states, row.step) if t is not None]
+
     def check(
         self,
         grads: Grads,

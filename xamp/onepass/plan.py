@@ -45,7 +45,9 @@ class Plan:
         self._check_rows(rows)
         self.launches = 0
         self.device = rows[0].param.device
-        self._places = _places(self.rows)
+        self._tensors = [tensor for row in self.rows for tensor in _tensors_of(row)]
+        self._places = [*map(torch.Tensor.data_ptr, self._tensors)]
+        self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
         self._sent: list[int] = []  # the words of the newest table
@@ -100,12 +102,27 @@ class Plan:
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
-        return _places(self.rows) != self._places
+        return [*map(torch.Tensor.data_ptr, self._tensors)] != self._places
 
     def suits(self, grads: Grads) -> bool:
         """Whether all gradients have a dtype, device, shape and order in memory that the kernels take."""
-        pairs = zip(self.rows, grads, strict=True)
-        return all(grad is None or is_like(grad, row.param) for row, grad in pairs)
+        for row, layout, grad in zip(self.rows, self._layouts, grads, strict=True):
+            if grad is None:
+                continue
+            known = grad.layout is torch.strided and (grad.shape, grad.stride()) == layout  # the usual case, first
+            known = known and grad.dtype in CODES and grad.device == self.device and not grad.is_neg()
+            if not known and not is_like(grad, row.param):
+                return False
+        return True
+
+    def written(self, grads: Grads) -> list[torch.Tensor]:
+        """Return the tensors that a step by ``grads`` writes."""
+        held = zip(self.rows, grads, strict=True)
+        return (
+            self._tensors
+            if all(g is not None for g in grads)
+            else [t for r, g in held if g is not None for t in _tensors_of(r)]
+        )
 
     def check(
         self,
@@ -253,5 +270,5 @@ def _on(device: torch.device) -> Any:
     return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
-def _places(rows: Sequence[Row]) -> list[int]:
-    return [t.data_ptr() for row in rows for t in (row.param, row.low, *row.states, row.step) if t is not None]
+def _tensors_of(row: Row) -> list[torch.Tensor]:
+    return [tensor for tensor in (row.param, row.low, *row.states, row.step) if tensor is not None]

@@ -122,9 +122,9 @@ class Plans:
         """Return the options to send with a check by ``plan``, so that the step need not; None where it cannot step."""
         return None if plan is self._bare else hyper_of(optimizer)
 
-    def without_state(self, optimizer: Optimizer, grads: Grads) -> list[torch.Tensor]:
-        """Return the parameters that have a gradient and no state: this is their first step."""
-        return [self._params[place][0] for place in self._current(optimizer).left_out(grads)]
+    def new(self, grads: Grads) -> list[torch.Tensor]:
+        """Return the parameters that have a gradient and, when the plan was last asked for, no state."""
+        return [] if self._kept is None else [self._params[place][0] for place in self._kept.left_out(grads)]
 
     def begin(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Note that ``state`` is about to become that of ``param``: SGD's first momentum is the gradient itself."""
@@ -152,13 +152,17 @@ class Launch:
 
     def __init__(self, plan: onepass.Plan, *arguments: Any) -> None:
         self._plan = plan
-        self._arguments = arguments
+        self._grads, *self._more = arguments
         self._is_prepared = False
 
     @property
     def began(self) -> bool:
         """Whether one of the kernels has been launched."""
         return self._is_prepared and self._plan.started()
+
+    def written(self) -> list[torch.Tensor]:
+        """Return what the kernels write."""
+        return self._plan.written(self._grads)
 
     def run(self) -> None:
         """Step. An interrupt is raised when all kernels have run: a part of a step is none.
@@ -175,7 +179,7 @@ class Launch:
 
     def _run(self) -> None:
         if not self._is_prepared:
-            self._plan.prepare(*self._arguments)
+            self._plan.prepare(self._grads, *self._more)
             self._is_prepared = True
         self._plan.finish()
 

@@ -20,8 +20,8 @@ from xamp.errors import StateError
 from xamp.ground import kernels
 
 __all__ = [
-    "Check",
     "Grads",
+    "Seen",
     "Waiting",
     "cleared_in_part",
     "has_gradient",
@@ -119,12 +119,16 @@ class Waiting:
         grads: by pair, the gradient that waits; None where there is none.
         inverse: 1/scale, a copy; None: they have no scale.
         clip: what ``clip_grad_norm_`` multiplies them by; None: 1.
+        seen: what a plan has seen of them.
         whole: all that were checked still wait, so that the norm of the check is theirs.
         launch: the kernels of the step of these gradients; None before.
     """
 
-    def __init__(self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None) -> None:
+    def __init__(
+        self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None, seen: Seen
+    ) -> None:
         self.pairs = pairs
+        self.seen = seen
         self.grads = grads
         self.inverse = inverse
         self.clip: torch.Tensor | None = None
@@ -256,21 +260,28 @@ class Waiting:
             self.grads[index] = None
 
 
-class Check:
-    """The check of gradients that wait, and what tells that its sums are still those of all gradients.
+class Seen:
+    """What a plan has seen of gradients that wait, and whether it is still true.
 
     Args:
-        plan: what has checked them.
-        direct: the gradients of parameters without a master, which were checked with them.
+        plan: the plan, which takes all of these gradients.
+        direct: the gradients of parameters without a master. Others read and write them on the model.
+        checked: the plan has checked them, and keeps the sum of their squares.
     """
 
-    def __init__(self, plan: onepass.Plan, direct: Grads) -> None:
-        self.plan = plan
-        self._direct, self._versions = direct, _versions(direct)
+    def __init__(self, plan: onepass.Plan, direct: Grads, checked: bool) -> None:
+        self.plan: onepass.Plan | None = plan
+        self._direct, self._versions, self._checked = direct, _versions(direct), checked
 
-    def holds(self, direct: Grads) -> bool:
-        """Return whether ``direct`` are what was checked: others read and write them on the model."""
-        return all(map(operator.is_, direct, self._direct)) and _versions(direct) == self._versions
+    def suits(self, plan: onepass.Plan, direct: Grads) -> bool:
+        """Return whether ``plan`` is known to take the gradients that wait and ``direct``."""
+        return plan is self.plan and all(map(operator.is_, direct, self._direct))
+
+    def norm(self, direct: Grads, inverse: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the L2 norm by the check, if all still wait; None where ``direct`` are not what was checked."""
+        if self.plan is None or not self._checked or not self.suits(self.plan, direct):
+            return None
+        return self.plan.checked_norm(inverse) if _versions(direct) == self._versions else None
 
 
 def mark_written(grads: Grads) -> None:

@@ -638,10 +638,7 @@ class Gradients:
         waiting = self.waiting
         if waiting is None or not waiting.began:
             return False
-        stepped = [tensor for pair in self.pairs for tensor in pair] + [p for p in self.direct if p.grad is not None]
-        optimizer: Any = self._optimizer()
-        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        torch.autograd.graph.increment_version(stepped + states)
+        torch.autograd.graph.increment_version(waiting.launch.written())
         return True
 
 

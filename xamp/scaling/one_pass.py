@@ -20,7 +20,7 @@ from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.ground.log import say
 from xamp.plans import available, forms, steps
-from xamp.plans.waiting import Check, Grads, Waiting, has_gradient, mark_written, parameter_class
+from xamp.plans.waiting import Grads, Seen, Waiting, has_gradient, mark_written, parameter_class
 from xamp.scaling import unscale
 from xamp.scaling.fused import FusedChoice
 
@@ -70,7 +70,6 @@ class OnePass:
         self._fused = fused
         self._capturing = capturing
         self._plans = steps.Plans(fused.kind, [(m, p) for p, m in gradients.pairs], gradients.direct)
-        self._check: Check | None = None  # of the gradients that wait
         self._master_class = parameter_class(gradients.materialize, gradients.release)
 
     # ---------------------------------------------------------------- after a backward
@@ -97,12 +96,11 @@ class OnePass:
         if not plan.suits(own):
             return False
         inverse = None if inverse is None else inverse.clone()  # the scale moves before the step
-        self._check = None
         if found_inf is not None:
             plan.check(own, found_inf, self._plans.hyper_for(plan, optimizer), inverse)
             mark_written(direct)
-            self._check = Check(plan, direct)
-        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse)
+        seen = Seen(plan, direct, found_inf is not None)
+        gradients.waiting = waiting = Waiting(gradients.pairs, grads, inverse, seen)
         waiting.hold(self._master_class)
         return True
 
@@ -117,9 +115,8 @@ class OnePass:
     def _drop(self) -> None:
         """Let the state of an optimizer that is gone go: plans hold it."""
         self._plans.clear()
-        self._check = None
         if self._gradients.waiting is not None:
-            self._gradients.waiting.launch = None
+            self._gradients.waiting.launch = self._gradients.waiting.seen.plan = None
 
     def _give_up(self, optimizer: Optimizer, why: str) -> None:
         self._gradients.one_pass = None
@@ -129,17 +126,19 @@ class OnePass:
 
     def _reader(self, optimizer: Optimizer, waiting: Waiting) -> tuple[onepass.Plan, Grads] | None:
         """Return a plan that reads all gradients as they are now; None where it does not take something."""
+        direct = self._gradients.of_direct()
         try:
-            plan, own = self._plans.checker(optimizer, [*waiting.grads, *self._gradients.of_direct()])
-        except ValueError:
+            plan, own = self._plans.checker(optimizer, [*waiting.grads, *direct])
+        except ValueError as error:
+            self._give_up(optimizer, str(error))
             return None
-        return (plan, own) if plan.suits(own) else None
+        return (plan, own) if waiting.seen.suits(plan, direct) or plan.suits(own) else None
 
     def norm(self, optimizer: Optimizer, waiting: Waiting, kind: float) -> torch.Tensor | None:
         """Return the norm of all unscaled and clipped gradients, fp32, no dimensions; None: no kernel can."""
-        check = self._check
-        if kind == 2.0 and check is not None and waiting.whole and check.holds(self._gradients.of_direct()):
-            norm = check.plan.checked_norm(waiting.inverse)
+        checked = kind == 2.0 and waiting.whole
+        norm = waiting.seen.norm(self._gradients.of_direct(), waiting.inverse) if checked else None
+        if norm is not None:
             return norm if waiting.clip is None else norm * waiting.clip
         reader = self._reader(optimizer, waiting)
         return None if reader is None else reader[0].norm(reader[1], waiting.inverse, kind, waiting.clip)
@@ -158,10 +157,10 @@ class OnePass:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None) -> steps.OneStep | None:
+    def step(self, optimizer: Optimizer, found_inf: torch.Tensor | None, hooked: bool) -> steps.OneStep | None:
         """Return the step of the gradients that wait; None where the kernels do not suit it.
 
-        ``found_inf``: the kernels skip by it; None: nothing was checked.
+        ``found_inf``: the kernels skip by it; None: nothing was checked. ``hooked``: other code runs before the step.
         """
         gradients, waiting = self._gradients, self._gradients.waiting
         if waiting is None or torch.compiler.is_compiling() or self._capturing() or not self._fused.skips_on_device:
@@ -172,23 +171,21 @@ class OnePass:
             return None
         if gradients.not_held(optimizer.param_groups) is not None:
             return None  # a script has put other parameters into the groups since
-        try:
-            new = self._plans.without_state(optimizer, [*waiting.grads, *gradients.of_direct()])
-        except ValueError as error:
-            self._give_up(optimizer, str(error))
-            return None
-        if self._reader(optimizer, waiting) is None or any(optimizer.state.get(param) for param in new):
+        reader = self._reader(optimizer, waiting)
+        new = self._plans.new([*waiting.grads, *gradients.of_direct()])
+        if reader is None or any(optimizer.state.get(param) for param in new):
             return None
         begin = functools.partial(self._make_state, optimizer, new) if new else None
-        return steps.OneStep(waiting, begin, functools.partial(self._launch, optimizer, waiting, found_inf))
+        known = None if new or hooked else reader
+        return steps.OneStep(waiting, begin, functools.partial(self._launch, optimizer, waiting, found_inf, known))
 
     def _make_state(self, optimizer: Optimizer, new: Sequence[torch.Tensor]) -> None:
         """Make the state of parameters that are stepped for the first time, as the form that the user gave makes it."""
         forms.make_states(self._fused.kind, optimizer, new, self._fused.counter_device, self._plans.begin)
         self._fused.move_counters(optimizer)
 
-    def _launch(self, optimizer: Optimizer, waiting: Waiting, found_inf: torch.Tensor | None) -> steps.Launch:
-        plan, own = self._plans.stepper(optimizer, [*waiting.grads, *self._gradients.of_direct()])
+    def _launch(self, optimizer: Optimizer, waiting: Waiting, found_inf: Any, known: Any) -> steps.Launch:
+        plan, own = known or self._plans.stepper(optimizer, [*waiting.grads, *self._gradients.of_direct()])
         return steps.Launch(plan, own, steps.hyper_of(optimizer), found_inf, waiting.inverse, waiting.clip)
 
 

@@ -307,9 +307,9 @@ class OptimizerState:
         gradients, checks = self.gradients, self.engine.policy.checks
         waiting, one_pass = gradients.waiting, gradients.one_pass
         found_inf = self.found_inf_since_step if checks else None
-        one = None if one_pass is None else one_pass.step(self.optimizer, found_inf)
-        own = unwrapped(self.fused.kind.step)
         is_hooked = getattr(base, "func", None) is not call_step
+        one = None if one_pass is None else one_pass.step(self.optimizer, found_inf, is_hooked)
+        own = unwrapped(self.fused.kind.step)
         # A hook that reads gradients would leave a first step to torch.
         if one is None or own is None or (is_hooked and one.is_first):
             gradients.materialize("optimizer.step()")
