@@ -18,9 +18,11 @@ import torch
 from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
 from xamp.ground.torch_private import operators
+from xamp.plans import lists as one_pass
 from xamp.registry.registry import HOST
 
 __all__ = [
+    "grad_norm",
     "joined",
     "limit_of",
     "multi_tensor_axpby",
@@ -108,7 +110,7 @@ def multi_tensor_unscale_l2norm(
 
 def multi_tensor_norm_out(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     out: torch.Tensor,
     alpha: float,
@@ -250,8 +252,15 @@ def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     return norm.reshape(1)
 
 
-def raise_flag(flag: torch.Tensor, *values: Sequence[torch.Tensor]) -> None:
-    """Set ``flag`` to 1 if an element of ``values`` is inf or nan. The host does not wait."""
+def grad_norm(owner: object, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm over the gradients of ``params``, which ``owner`` steps, as :func:`whole_norm` does."""
+    grads = [param.grad for param in params if param.grad is not None]
+    found = one_pass.norm(owner, params, grads)
+    return whole_norm(norms(grads)) if found is None else found
+
+
+def raise_flag(flag: torch.Tensor | None, *values: Sequence[torch.Tensor]) -> None:
+    """Set ``flag``, if there is one, to 1 if an element of ``values`` is inf or nan. The host does not wait."""
     for tensors in values:
-        if len(tensors):
+        if flag is not None and len(tensors):
             flag.masked_fill_(~torch.isfinite(norms(tensors, float("inf"))).all().to(flag.device), 1)

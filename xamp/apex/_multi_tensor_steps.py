@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from xamp.apex import _updates as updates
-from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number
+from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number, raise_flag
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
@@ -170,7 +170,7 @@ def multi_tensor_adagrad(
 
 def multi_tensor_novograd(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     grad_norms: torch.Tensor,
     lr: float,
@@ -188,7 +188,7 @@ def multi_tensor_novograd(
 
     Args:
         chunk_size: makes no difference.
-        noop_flag: becomes 1 where a gradient is inf or nan.
+        noop_flag: becomes 1 where a gradient is inf or nan; unlike in Apex it may be None.
         tensor_lists: see above.
         grad_norms: fp32, the moving norm of each tensor, in the order of the lists; changed in place.
         lr: the learning rate.
@@ -205,8 +205,13 @@ def multi_tensor_novograd(
     grads = tensor_lists[0]
     if not len(grads):
         return
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "beta3": 1.0 - beta1 if grad_averaging else 1.0}
+    numbers |= {"eps": epsilon, "weight_decay": weight_decay}
+    lists, counted = [*tensor_lists, grad_norms.unbind()], (step, bias_correction)
+    if one_pass.step(Rule("novograd", decoupled=mode != 0), lists, numbers | {"norm_type": norm_type}, counted):
+        raise_flag(noop_flag, grads)
+        return
     multi_tensor_norm_out(chunk_size, noop_flag, [grads], grad_norms, beta2, 1.0 - beta2, norm_type)
-    numbers = {"lr": lr, "beta1": beta1, "beta3": 1.0 - beta1 if grad_averaging else 1.0, "weight_decay": weight_decay}
     correction = 1.0 - beta1**step if bias_correction else 1.0
     norm_correction = (1.0 - beta2**step) ** 0.5 if bias_correction else 1.0
     divisors = list((grad_norms / norm_correction + epsilon).unbind())

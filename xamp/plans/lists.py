@@ -1,6 +1,7 @@
 """Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
 
-The tables of a step are kept for the next one with the same tensors, for as long as the first parameter lives.
+The tables of a step are kept for the next one with the same tensors. They hold its tensors' memory, so they are let go
+with what the optimizer owns: the first of its states, or the first parameter where there are none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "norm", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,7 +36,7 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By the first parameter, for each rule: where tensors were, and their plan; None: no kernel takes them."""
+"""By what lets plans go, for each rule: where tensors were, and their plan; None: no kernel takes them."""
 
 
 def step(
@@ -64,8 +65,8 @@ def step(
     """
     if not len(lists[0]) or len(copies) > 1 or not _may_run(device := lists[1][0].device):
         return False
-    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies))
-    if plan is None or not _are_plain([grads]) or any(grad.is_neg() for grad in grads) or not plan.suits(grads):
+    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies), lists[min(2, len(lists) - 1)][0])
+    if plan is None or not _suits(plan, grads):
         return False
     factor = None if divisor is None else _scalar(divisor, device).reciprocal()
     plan.step(
@@ -79,6 +80,20 @@ def step(
     written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
     torch.autograd.graph.increment_version(written)
     return True
+
+
+def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the L2 norm over ``grads``, fp32, shape ``[1]``, by one pass over them; None where the kernels cannot.
+
+    Args:
+        owner: the optimizer. The tables are kept for as long as it lives.
+        params: the parameters of which these are all the gradients.
+        grads: as many.
+    """
+    if not len(params) or not _may_run(params[0].device):
+        return None
+    plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
+    return None if plan is None or not _suits(plan, grads) else plan.norm(grads).reshape(1)
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: Any, limit: int, skip: torch.Tensor | None) -> None:
@@ -120,12 +135,19 @@ def _refusal(device_type: str) -> str:
     return onepass.refusal(device_type)
 
 
-def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
-    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only."""
+def _suits(plan: onepass.Plan, grads: Sequence[torch.Tensor]) -> bool:
+    return _are_plain([grads]) and not any(grad.is_neg() for grad in grads) and plan.suits(grads)
+
+
+def _plan_of(rule: onepass.Rule, lists: Lists, copies: int, owner: object) -> onepass.Plan | None:
+    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only.
+
+    It is kept until ``owner`` is gone.
+    """
     if not _are_plain(lists):
         return None
     places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
-    kept = _plans.setdefault(lists[0][0], {})
+    kept = _plans.setdefault(owner, {})
     if rule not in kept or kept[rule][0] != places:
         kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
         kept[rule] = places, _new_plan(rule, lists, copies)
@@ -135,13 +157,16 @@ def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | No
 
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
     rows = []
-    # Detached: what a plan holds must not keep alive the tensor that the plan is kept for.
+    # Detached: what a plan holds must not keep alive the tensor for which the plan is kept.
     for param, *others in zip(*([t.detach() for t in tensors] for tensors in lists), strict=True):
         states, low = others[: len(others) - copies], others[-1] if copies else None
+        moving = [states.pop()] if rule.name == "novograd" else []
+        if any(size.dtype != torch.float32 or size.device != param.device for size in moving):
+            return None
         dtypes = {state.dtype for state in states}
         if len(dtypes) > 1 or (rule.name == "lamb" and dtypes != {torch.float32}):
             return None
-        rows.append(onepass.Row(param, low, tuple(states)))
+        rows.append(onepass.Row(param, low, (*states, *moving)))
     device = rows[0].param.device
     if (form := _FUSED.get((rule.name, rule.decoupled))) is not None and device.type != HOST:
         # A captured step does not come here, and in a capture nothing can be tried: torch's form is tried before.
