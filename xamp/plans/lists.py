@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "norm", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "may_run", "norm", "prepared", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,7 +39,15 @@ _plans: Any = WeakIdKeyDictionary()
 """By what lets plans go, for each rule: where tensors were, and their plan; None: no kernel takes them."""
 
 
-def step(
+def step(*given: Any, **options: Any) -> bool:
+    """Do what :func:`prepared` returns for the same arguments; return False, and change nothing, where that is None."""
+    run = prepared(*given, **options)
+    if run is not None:
+        run()
+    return run is not None
+
+
+def prepared(
     rule: onepass.Rule,
     lists: Lists,
     numbers: Mapping[str, Any],
@@ -48,8 +56,8 @@ def step(
     skip: torch.Tensor | None = None,
     scale: Any = None,
     divisor: torch.Tensor | None = None,
-) -> bool:
-    """Step parameters and states in one pass. Returns False, and changes nothing, where the kernels cannot.
+) -> Callable[[], None] | None:
+    """Return what steps parameters and states in one pass; None where the kernels cannot, and then nothing changes.
 
     A graph that is being captured keeps the addresses of what a replay reads again, so the tables are not for it.
 
@@ -63,23 +71,26 @@ def step(
         scale: a number or a tensor; the gradients are multiplied by it first.
         divisor: one element; the gradients are divided by it first.
     """
-    if not len(lists[0]) or len(copies) > 1 or not _may_run(device := lists[1][0].device):
-        return False
+    if not len(lists[0]) or len(copies) > 1 or not may_run(device := lists[1][0].device):
+        return None
     grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies), lists[min(2, len(lists) - 1)][0])
     if plan is None or not _suits(plan, grads):
-        return False
-    factor = None if divisor is None else _scalar(divisor, device).reciprocal()
-    plan.step(
-        grads,
-        [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
-        None if (flag := found_inf(skip)) is None else _scalar(flag, device),
-        None if scale is None or _is_one(scale) else _scalar(scale, device),
-        factor,
-    )
-    # What keeps copies of a tensor asks for its version, which kernels do not raise.
-    written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(written)
-    return True
+        return None
+
+    def run() -> None:
+        factor = None if divisor is None else _scalar(divisor, device).reciprocal()
+        plan.step(
+            grads,
+            [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
+            None if (flag := found_inf(skip)) is None else _scalar(flag, device),
+            None if scale is None or _is_one(scale) else _scalar(scale, device),
+            factor,
+        )
+        # What keeps copies of a tensor asks for its version, which kernels do not raise.
+        written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(written)
+
+    return run
 
 
 def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -90,7 +101,7 @@ def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Te
         params: the parameters of which these are all the gradients.
         grads: as many.
     """
-    if not len(params) or not _may_run(params[0].device):
+    if not len(params) or not may_run(params[0].device):
         return None
     plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
     return None if plan is None or not _suits(plan, grads) else plan.norm(grads).reshape(1)
@@ -123,7 +134,8 @@ def are_alike(lists: Lists) -> bool:
     return True
 
 
-def _may_run(device: torch.device) -> bool:
+def may_run(device: torch.device) -> bool:
+    """Return whether the kernels run on ``device`` now: they do not in compiled code and while a graph is captured."""
     if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
         return False
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)

@@ -273,6 +273,54 @@ def test_versions_are_raised_as_by_any_write() -> None:
     assert low._version > before[1]
 
 
+NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
+    ("NpuFusedSGD", {"lr": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ("NpuFusedAdam", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.Adam),
+    ("NpuFusedAdam", {"lr": 3e-3, "amsgrad": True, "betas": (0.5, 0.9)}, torch.optim.Adam),
+    ("NpuFusedAdamW", {"lr": 3e-3}, torch.optim.AdamW),
+]
+
+
+@pytest.mark.parametrize("case", NPU, ids=str)
+def test_ascends_names_take_torchs_steps_in_one_pass(
+    case: tuple[str, dict[str, Any], type[torch.optim.Optimizer]],
+) -> None:
+    """Those of fp64; one parameter comes later, and one is left out once. Hooks run once, states are torch's."""
+    name, options, torchs = case
+    params, steps = make_case(5)
+    mine = [torch.nn.Parameter(param.clone()) for param in params]
+    theirs = [torch.nn.Parameter(param.double()) for param in params]
+    optimizer, reference = getattr(optimizers, name)(mine, **options), torchs(theirs, **options, foreach=False)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for number, grads in enumerate(steps):
+        left_out = {0: 1, 3: 2}.get(number)
+        for index, grad in enumerate(grads):
+            mine[index].grad = None if index == left_out else grad
+            theirs[index].grad = None if index == left_out else grad.double()
+        assert optimizer.step(lambda: 7) == 7
+        reference.step()
+    assert made_for(mine[0])
+    assert seen == [1] * 5
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach().double(), other.detach(), rtol=0, atol=2e-7)
+        assert set(optimizer.state[one]) == set(reference.state[other])
+        for key, value in optimizer.state[one].items():
+            if value is not None:
+                torch.testing.assert_close(value.double(), reference.state[other][key].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"differentiable": True}])
+def test_ascends_names_step_as_torch_where_a_group_asks_for_that(options: dict[str, Any]) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = optimizers.NpuFusedSGD([{"params": [param], **options}], lr=0.5)
+    stepped(optimizer, [param], [torch.ones(3)])
+    assert param.tolist() == [0.5] * 3
+    assert not made_for(param)
+
+
 class _Shard(torch.Tensor):
     """A tensor of another class, whose memory is not for the kernels."""
 
