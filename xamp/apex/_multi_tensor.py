@@ -19,6 +19,7 @@ from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
 from xamp.ground.torch_private import operators
 from xamp.plans import lists as one_pass
+from xamp.plans.updates import number
 from xamp.registry.registry import HOST
 
 __all__ = [
@@ -211,11 +212,6 @@ def split(lists: Lists) -> Iterator[tuple[slice, Piece]]:
     return ((places, piece) for places, group in groups(lists, limit) for piece in cut(group, limit))
 
 
-def number(value: Any) -> Any:
-    """Return ``value`` as what a foreach operator takes: a Python number, or a tensor without dimensions."""
-    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
-
-
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
     """Return the norm of each tensor, computed in fp32 (fp64 for fp64), shape ``[len(tensors)]``."""
     wide = kernels.plain([t.detach() for t in tensors])
@@ -254,8 +250,9 @@ def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
 
 def grad_norm(owner: object, params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm over the gradients of ``params``, which ``owner`` steps, as :func:`whole_norm` does."""
-    grads = [param.grad for param in params if param.grad is not None]
-    found = one_pass.norm(owner, params, grads)
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    grads = [grad for _, grad in pairs]
+    found = one_pass.norm(owner, [param for param, _ in pairs], grads)
     return whole_norm(norms(grads)) if found is None else found
 
 

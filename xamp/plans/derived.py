@@ -1,16 +1,17 @@
-"""Steps in one pass of optimizers that are torch's SGD, Adam or AdamW under another name."""
+"""Steps in one pass of optimizers that are torch's SGD, Adam or AdamW under another name, or in another notation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from xamp import onepass
 from xamp.plans import forms, lists
 
-__all__ = ["StepsInOnePass"]
+__all__ = ["StepsInOnePass", "step_as_adamw"]
 
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad")
 
@@ -76,5 +77,36 @@ class StepsInOnePass(Optimizer):
             for count, params in parts.items():
                 states = [[self.state.get(param, {}).get(key) for param in params] for key in form.keys(group)]
                 given: list[list[Any]] = [[param.grad for param in params], params, *states]
-                is_known = all(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for row in given for t in row)
-                yield (form.rule(group), given, numbers, (count + 1.0, True)) if is_known else None
+                yield (form.rule(group), given, numbers, (count + 1.0, True)) if _are_fp32(given) else None
+
+
+def step_as_adamw(
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    params: Sequence[torch.Tensor],
+    numbers: Mapping[str, Any],
+    divisor: torch.Tensor | None,
+) -> bool:
+    """Step by AdamW without a correction of the bias; return False, and change nothing, where the kernels cannot.
+
+    Args:
+        state: of each parameter a count of steps, the same for all, and the moments. Without them the kernels cannot.
+        params: parameters with gradients, fp32.
+        numbers: see :func:`xamp.plans.lists.step`.
+        divisor: the gradients are divided by it first.
+    """
+    found = [state.get(param, {}) for param in params]
+    if not params or not lists.may_run(params[0].device) or len({one.get("step") for one in found}) > 1:
+        return False
+    moments = [[one.get(name) for one in found] for name in ("exp_avg", "exp_avg_sq")]
+    given: list[list[Any]] = [[param.grad for param in params], list(params), *moments]
+    if not _are_fp32(given) or not lists.step(
+        onepass.Rule("adam", decoupled=True), given, numbers, (1, False), divisor=divisor
+    ):
+        return False
+    for one in found:
+        one["step"] += 1
+    return True
+
+
+def _are_fp32(rows: Sequence[Sequence[Any]]) -> bool:
+    return all(isinstance(t, torch.Tensor) and t.dtype == torch.float32 for row in rows for t in row)

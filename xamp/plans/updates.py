@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from xamp.apex._multi_tensor import number
 from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
@@ -22,9 +21,14 @@ from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "sgd_"]
+__all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "number", "sgd_"]
 
 Numbers = Mapping[str, Any]
+
+
+def number(value: Any) -> Any:
+    """Return ``value`` as what a foreach operator takes: a Python number, or a tensor without dimensions."""
+    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
 
 
 def has_fused(cls: Any, lists: Lists) -> bool:
