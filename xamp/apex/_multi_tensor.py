@@ -19,10 +19,11 @@ from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
 from xamp.ground.torch_private import operators
 from xamp.plans import lists as one_pass
+from xamp.plans.updates import number
 from xamp.registry.registry import HOST
 
 __all__ = [
-    "global_norm",
+    "grad_norm",
     "joined",
     "limit_of",
     "multi_tensor_axpby",
@@ -110,7 +111,7 @@ def multi_tensor_unscale_l2norm(
 
 def multi_tensor_norm_out(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     out: torch.Tensor,
     alpha: float,
@@ -211,11 +212,6 @@ def split(lists: Lists) -> Iterator[tuple[slice, Piece]]:
     return ((places, piece) for places, group in groups(lists, limit) for piece in cut(group, limit))
 
 
-def number(value: Any) -> Any:
-    """Return ``value`` as what a foreach operator takes: a Python number, or a tensor without dimensions."""
-    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
-
-
 def norms(tensors: Sequence[torch.Tensor], order: float = 2.0) -> torch.Tensor:
     """Return the norm of each tensor, computed in fp32 (fp64 for fp64), shape ``[len(tensors)]``."""
     wide = kernels.plain([t.detach() for t in tensors])
@@ -252,14 +248,16 @@ def whole_norm(parts: torch.Tensor, order: float = 2.0) -> torch.Tensor:
     return norm.reshape(1)
 
 
-def global_norm(grads: Sequence[torch.Tensor], params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm over ``grads``, one of each of ``params``, shape ``[1]``."""
-    norm = one_pass.norm(params, grads)
-    return whole_norm(norms(grads)) if norm is None else norm.reshape(1)
+def grad_norm(owner: object, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norm over the gradients of ``params``, which ``owner`` steps, as :func:`whole_norm` does."""
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    grads = [grad for _, grad in pairs]
+    found = one_pass.norm(owner, [param for param, _ in pairs], grads)
+    return whole_norm(norms(grads)) if found is None else found
 
 
-def raise_flag(flag: torch.Tensor, *values: Sequence[torch.Tensor]) -> None:
-    """Set ``flag`` to 1 if an element of ``values`` is inf or nan. The host does not wait."""
+def raise_flag(flag: torch.Tensor | None, *values: Sequence[torch.Tensor]) -> None:
+    """Set ``flag``, if there is one, to 1 if an element of ``values`` is inf or nan. The host does not wait."""
     for tensors in values:
-        if len(tensors):
+        if flag is not None and len(tensors):
             flag.masked_fill_(~torch.isfinite(norms(tensors, float("inf"))).all().to(flag.device), 1)

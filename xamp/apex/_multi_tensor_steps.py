@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from xamp.apex import _updates as updates
 from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number, raise_flag
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.onepass import Rule
 from xamp.plans import lists as one_pass
+from xamp.plans import updates
 
 __all__ = [
     "multi_tensor_adagrad",
@@ -55,7 +55,7 @@ def multi_tensor_sgd(
     sgd = Rule("sgd", wd_after_momentum=wd_after_momentum)
     if one_pass.step(sgd, lists, numbers, copies=copies, skip=noop_flag, scale=scale):
         return
-    if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and one_pass.has_fused(torch.optim.SGD, lists):
+    if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
         rule = functools.partial(updates.fused_sgd_, skip=noop_flag, numbers=numbers)
         pieces.apply(rule, lists, limit_of(lists), copies, noop_flag, obeys=True)
     else:
@@ -131,7 +131,7 @@ def _adam(
         if inv_scale is not None:  # it gets into the gradients
             one_pass.scale_(lists[0], number(inv_scale), limit_of(lists), skip)
         return
-    is_fused = one_pass.has_fused(torch.optim.AdamW if options[1] else torch.optim.Adam, lists)
+    is_fused = updates.has_fused(torch.optim.AdamW if options[1] else torch.optim.Adam, lists)
 
     def rule(piece: Piece) -> None:
         if inv_scale is not None:  # what is written into the fifth list gets into the gradients
@@ -170,7 +170,7 @@ def multi_tensor_adagrad(
 
 def multi_tensor_novograd(
     chunk_size: int,
-    noop_flag: torch.Tensor,
+    noop_flag: torch.Tensor | None,
     tensor_lists: Lists,
     grad_norms: torch.Tensor,
     lr: float,
@@ -188,7 +188,7 @@ def multi_tensor_novograd(
 
     Args:
         chunk_size: makes no difference.
-        noop_flag: becomes 1 where a gradient is inf or nan.
+        noop_flag: becomes 1 where a gradient is inf or nan; unlike in Apex it may be None.
         tensor_lists: see above.
         grad_norms: fp32, the moving norm of each tensor, in the order of the lists; changed in place.
         lr: the learning rate.
@@ -205,9 +205,10 @@ def multi_tensor_novograd(
     grads = tensor_lists[0]
     if not len(grads):
         return
-    numbers = {"lr": lr, "beta1": beta1, "beta3": 1.0 - beta1 if grad_averaging else 1.0, "weight_decay": weight_decay}
-    more, each = {"beta2": beta2, "eps": epsilon, "norm_type": norm_type}, list(grad_norms.unbind())
-    if one_pass.step(Rule("novograd", mode != 0), [*tensor_lists, each], numbers | more, (step, bool(bias_correction))):
+    numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "beta3": 1.0 - beta1 if grad_averaging else 1.0}
+    numbers |= {"eps": epsilon, "weight_decay": weight_decay}
+    lists, counted = [*tensor_lists, grad_norms.unbind()], (step, bias_correction)
+    if one_pass.step(Rule("novograd", decoupled=mode != 0), lists, numbers | {"norm_type": norm_type}, counted):
         raise_flag(noop_flag, grads)
         return
     multi_tensor_norm_out(chunk_size, noop_flag, [grads], grad_norms, beta2, 1.0 - beta2, norm_type)

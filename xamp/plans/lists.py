@@ -1,14 +1,14 @@
 """Steps over lists of tensors in one pass, where the kernels of :mod:`xamp.onepass` can run.
 
-The tables of a step are kept for the next one with the same tensors, while the first parameter and its state live.
+The tables of a step are kept for the next one with the same tensors. They hold its tensors' memory, so they are let go
+with what the optimizer owns: the first of its states, or the first parameter where there are none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "has_fused", "norm", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "may_run", "norm", "prepared", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,11 +37,18 @@ _on_host = False
 """Whether tensors of the host are stepped too, by Triton's interpreter: set by tests only."""
 
 _plans: Any = WeakIdKeyDictionary()
-"""By the first parameter, for each rule: where tensors were; their plan, or None where no kernel takes them; and a
-reference to the first state, at whose end the plan lets go of the memory of all states."""
+"""By what lets plans go, for each rule: where tensors were, and their plan; None: no kernel takes them."""
 
 
-def step(
+def step(*given: Any, **options: Any) -> bool:
+    """Do what :func:`prepared` returns for the same arguments; return False, and change nothing, where that is None."""
+    run = prepared(*given, **options)
+    if run is not None:
+        run()
+    return run is not None
+
+
+def prepared(
     rule: onepass.Rule,
     lists: Lists,
     numbers: Mapping[str, Any],
@@ -50,8 +57,8 @@ def step(
     skip: torch.Tensor | None = None,
     scale: Any = None,
     divisor: torch.Tensor | None = None,
-) -> bool:
-    """Step parameters and states in one pass. Returns False, and changes nothing, where the kernels cannot.
+) -> Callable[[], None] | None:
+    """Return what steps parameters and states in one pass; None where the kernels cannot, and then nothing changes.
 
     A graph that is being captured keeps the addresses of what a replay reads again, so the tables are not for it.
 
@@ -65,33 +72,40 @@ def step(
         scale: a number or a tensor; the gradients are multiplied by it first.
         divisor: one element; the gradients are divided by it first.
     """
-    if not len(lists[0]) or len(copies) > 1 or not _may_run(device := lists[1][0].device):
-        return False
-    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies))
-    if plan is None or not _are_plain([grads]) or any(grad.is_neg() for grad in grads) or not plan.suits(grads):
-        return False
-    factor = None if divisor is None else _scalar(divisor, device).reciprocal()
-    plan.step(
-        grads,
-        [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
-        None if (flag := found_inf(skip)) is None else _scalar(flag, device),
-        None if scale is None or _is_one(scale) else _scalar(scale, device),
-        factor,
-    )
-    # What keeps copies of a tensor asks for its version, which kernels do not raise.
-    written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(written)
-    return True
+    if not len(lists[0]) or len(copies) > 1 or not may_run(device := lists[1][0].device):
+        return None
+    grads, plan = lists[0], _plan_of(rule, [*lists[1:], *copies], len(copies), lists[min(2, len(lists) - 1)][0])
+    if plan is None or not _suits(plan, grads):
+        return None
+
+    def run() -> None:
+        factor = None if divisor is None else _scalar(divisor, device).reciprocal()
+        plan.step(
+            grads,
+            [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
+            None if (flag := found_inf(skip)) is None else _scalar(flag, device),
+            None if scale is None or _is_one(scale) else _scalar(scale, device),
+            factor,
+        )
+        # What keeps copies of a tensor asks for its version, which kernels do not raise.
+        written = [tensor for tensors in (*lists[1:], *copies) for tensor in tensors if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(written)
+
+    return run
 
 
-def norm(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the L2 norm of ``grads``, one of each of ``params``, fp32, no dimensions; None where no kernel can."""
-    if not len(grads) or not _may_run(params[0].device) or not _are_plain([grads]):
+def norm(owner: object, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the L2 norm over ``grads``, fp32, shape ``[1]``, by one pass over them; None where the kernels cannot.
+
+    Args:
+        owner: the optimizer. The tables are kept for as long as it lives.
+        params: the parameters of which these are all the gradients.
+        grads: as many.
+    """
+    if not len(params) or not may_run(params[0].device):
         return None
-    plan = _plan_of(onepass.Rule("sgd"), [params], 0)
-    if plan is None or any(grad.is_neg() for grad in grads) or not plan.suits(grads):
-        return None
-    return plan.norm(grads)
+    plan = _plan_of(onepass.Rule("sgd"), [params], 0, owner)
+    return None if plan is None or not _suits(plan, grads) else plan.norm(grads).reshape(1)
 
 
 def scale_(tensors: Sequence[torch.Tensor], factor: Any, limit: int, skip: torch.Tensor | None) -> None:
@@ -121,21 +135,8 @@ def are_alike(lists: Lists) -> bool:
     return True
 
 
-def has_fused(cls: Any, lists: Lists) -> bool:
-    """Return whether torch's fused kernel for ``cls``, a class of torch.optim, can step ``lists``.
-
-    That takes tensors whose elements are in one order, without gaps. A CPU has such kernels too; there the steps stay
-    those of torch's plain optimizers, bit for bit.
-    """
-    if not len(lists[0]) or (device := lists[0][0].device).type == HOST or not are_alike(lists):
-        return False
-    try:
-        return is_right(cls, device, torch.float32)
-    except NotNow:
-        return False
-
-
-def _may_run(device: torch.device) -> bool:
+def may_run(device: torch.device) -> bool:
+    """Return whether the kernels run on ``device`` now: they do not in compiled code and while a graph is captured."""
     if (device.type == HOST and not _on_host) or torch.compiler.is_compiling():
         return False
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -147,40 +148,38 @@ def _refusal(device_type: str) -> str:
     return available.refusal(device_type)
 
 
-def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
-    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only."""
+def _suits(plan: onepass.Plan, grads: Sequence[torch.Tensor]) -> bool:
+    return _are_plain([grads]) and not any(grad.is_neg() for grad in grads) and plan.suits(grads)
+
+
+def _plan_of(rule: onepass.Rule, lists: Lists, copies: int, owner: object) -> onepass.Plan | None:
+    """Return the plan of parameters and states, of which the last ``copies`` lists are written to only.
+
+    It is kept until ``owner`` is gone.
+    """
     if not _are_plain(lists):
         return None
     places = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for tensors in lists for t in tensors]
-    kept = _plans.setdefault(lists[0][0], {})
+    kept = _plans.setdefault(owner, {})
     if rule not in kept or kept[rule][0] != places:
         kept.pop(rule, None)  # an old plan holds its tensors' memory, which the new one may need
-        kept[rule] = places, _new_plan(rule, lists, copies), _watch(lists, rule)
+        kept[rule] = places, _new_plan(rule, lists, copies)
     plan: onepass.Plan | None = kept[rule][1]
     return plan
 
 
-def _watch(lists: Lists, rule: onepass.Rule) -> Any:
-    """Return what drops the plan of ``rule`` when the first state is gone; None where there is no state."""
-    owner = weakref.ref(lists[0][0])
-
-    def forget(of: Any) -> None:
-        found = _plans.get(owner(), {}) if owner() is not None else {}
-        if rule in found and found[rule][2] is of:
-            del found[rule]
-
-    return weakref.ref(lists[1][0], forget) if len(lists) > 1 else None
-
-
 def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
     rows = []
-    # Detached: what a plan holds must not keep alive the tensor that the plan is kept for.
+    # Detached: what a plan holds must not keep alive the tensor for which the plan is kept.
     for param, *others in zip(*([t.detach() for t in tensors] for tensors in lists), strict=True):
         states, low = others[: len(others) - copies], others[-1] if copies else None
-        dtypes = {state.dtype for state in states}
-        if len(dtypes) > 1 or (rule.name in ("lamb", "novograd") and dtypes != {torch.float32}):
+        moving = [states.pop()] if rule.name == "novograd" else []
+        if any(size.dtype != torch.float32 or size.device != param.device for size in moving):
             return None
-        rows.append(onepass.Row(param, low, tuple(states)))
+        dtypes = {state.dtype for state in states}
+        if len(dtypes) > 1 or (rule.name == "lamb" and dtypes != {torch.float32}):
+            return None
+        rows.append(onepass.Row(param, low, (*states, *moving)))
     device = rows[0].param.device
     if (form := _FUSED.get((rule.name, rule.decoupled))) is not None and device.type != HOST:
         # A captured step does not come here, and in a capture nothing can be tried: torch's form is tried before.

@@ -11,8 +11,9 @@ import torch
 from apex_oracles import ORACLES, make_case, trained
 from torch import nn
 
-from xamp.apex import _multi_tensor, _updates, amp, optimizers
+from xamp.apex import _multi_tensor, amp, optimizers
 from xamp.apex.optimizers._older import FusedAdam as OlderAdam
+from xamp.plans import updates
 from xamp.testing.measure import Storages
 
 Make = Callable[[Any], Any]
@@ -131,7 +132,7 @@ FUSED: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's fused kernels, which a CPU has too, as on a card."""
-    monkeypatch.setattr(_updates, "HOST", "no device")
+    monkeypatch.setattr(updates, "HOST", "no device")
 
 
 @pytest.mark.usefixtures("fused")

@@ -6,7 +6,7 @@ import gc
 import importlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import apex_training
 import pytest
 import torch
 from apex_oracles import ORACLES, make_case, trained
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from xamp import onepass
-from xamp.apex import amp, amp_C, optimizers
+from xamp.apex import _multi_tensor, amp, amp_C, optimizers
 from xamp.plans import available, lists
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -32,11 +33,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("FusedLAMB", {"weight_decay": 0.0, "use_nvlamb": True, "bias_correction": False, "grad_averaging": False}),
     ("FusedLAMB", {"adam_w_mode": False, "weight_decay": 0.1, "max_grad_norm": 5.0}),
     ("FusedMixedPrecisionLamb", {"lr": 3e-3, "max_grad_norm": 5.0}),
-    ("FusedNovoGrad", {"lr": 3e-3, "weight_decay": 0.1}),
-    ("FusedNovoGrad", {"norm_type": 0, "init_zero": True, "bias_correction": False, "grad_averaging": False}),
-    ("FusedNovoGrad", {"reg_inside_moment": True, "weight_decay": 0.1}),
     ("FusedAdagrad", {"lr": 3e-2, "weight_decay": 0.1}),
     ("FusedAdagrad", {"adagrad_w_mode": True, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"lr": 3e-3, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"reg_inside_moment": True, "weight_decay": 0.1}),
+    ("FusedNovoGrad", {"grad_averaging": False, "bias_correction": False}),
+    ("FusedNovoGrad", {"norm_type": 0, "betas": (0.95, 0.98), "eps": 1e-3}),
+    ("FusedNovoGrad", {"init_zero": True, "set_grad_none": False}),
 ]
 
 
@@ -48,12 +51,27 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert available.refusal("cpu") == ""
     lists._refusal.cache_clear()
     monkeypatch.setattr(lists, "_on_host", True)
+    monkeypatch.setattr(onepass, "Plan", _Noted)
+    _made.clear()
     yield
     lists._refusal.cache_clear()
 
 
-def plans_of(param: torch.Tensor) -> list[onepass.Plan]:
-    return [plan for _, plan, _ in lists._plans.get(param, {}).values() if plan is not None]
+_made: dict[int, list[weakref.ReferenceType[onepass.Plan]]] = {}
+"""The plans that were made, by the address of the first parameter."""
+
+
+class _Noted(onepass.Plan):
+    """A plan that is noted when it is made."""
+
+    def __init__(self, rule: onepass.Rule, rows: Sequence[onepass.Row]) -> None:
+        super().__init__(rule, rows)
+        _made.setdefault(rows[0].param.data_ptr(), []).append(weakref.ref(self))
+
+
+def made_for(param: torch.Tensor) -> list[weakref.ReferenceType[onepass.Plan]]:
+    """Return the plans that were made to step ``param`` and others; they may be gone."""
+    return _made.get(param.data_ptr(), [])
 
 
 def stepped(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> None:
@@ -69,30 +87,27 @@ def test_steps_are_those_of_a_loop_in_fp64_and_of_the_other_path(
     name, options = case
     params, steps = make_case(5)
     seen: list[torch.Tensor] = []
-    alive: list[torch.optim.Optimizer] = []
 
     def make(own: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = getattr(optimizers, name)(own, **options)
         masters = getattr(made, "param_groups_master", [{"params": [None]}])[0]["params"][0]
         seen.append(own[0] if masters is None else masters)
-        alive.append(made)
         return made
 
     found = trained(make, params, steps)
-    takes_norm = name.upper().endswith("LAMB")  # of all gradients
-    assert len(plans_of(seen[0])) == (2 if takes_norm else 1)
+    assert len(made_for(seen[0])) == (2 if "LAMB" in name or "Lamb" in name else 1)  # theirs takes a norm, too
     monkeypatch.setattr(lists, "_on_host", False)
     other = trained(make, params, steps)
-    assert not plans_of(seen[1])
+    assert not made_for(seen[1])
     expected = ORACLES[name](params, steps, **options)
     assert max(float((after - before).abs().max()) for after, before in zip(expected, params, strict=True)) > 1e-3
     for mine, same, theirs in zip(found, other, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2.0**-23, atol=2e-7)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-7)
         torch.testing.assert_close(mine, same, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedMixedPrecisionLamb"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedAdagrad", "FusedMixedPrecisionLamb", "FusedNovoGrad"])
 def test_weights_of_16_bits_take_a_step_that_is_rounded_once(name: str, dtype: torch.dtype) -> None:
     params, steps = make_case(1)
     low = [param.to(dtype) for param in params]
@@ -109,7 +124,7 @@ def test_masters_move_and_the_model_gets_them() -> None:
     for _ in range(4):
         stepped(optimizer, [param], [torch.ones(3)])
     master = optimizer.param_groups_master[0]["params"][0]
-    assert len(plans_of(master)) == 1
+    assert len(made_for(master)) == 1
     torch.testing.assert_close(master, torch.full((3,), 1.0 - 4e-4), rtol=0, atol=1e-7)
     assert torch.equal(param.detach(), master.half())
 
@@ -124,7 +139,7 @@ def test_a_grad_scaler_scales_and_skips_on_the_device(dtype: torch.dtype) -> Non
         before = [each[0].clone() for each in tensors]
         noop = torch.tensor([flag], dtype=torch.int32)
         amp_C.multi_tensor_adam_capturable(1, noop, tensors, lr, 0.9, 0.99, 1e-8, step, 1, 1, 0.0, inv)
-        assert len(plans_of(tensors[1][0])) == 1
+        assert len(made_for(tensors[1][0])) == 1
         if flag:
             assert all(torch.equal(each[0], old) for each, old in zip(tensors, before, strict=True))
         else:
@@ -139,30 +154,114 @@ def test_sgd_scales_writes_a_copy_and_heeds_the_flag(scale: float) -> None:
         noop = torch.tensor([flag], dtype=torch.int32)
         given = [[torch.ones(5, dtype=torch.float16)], [param], [moving], [low]]
         amp_C.multi_tensor_sgd(1, noop, given, 0.0, 0.9, 0.0, 0.5, False, True, False, scale)
-        assert len(plans_of(param)) == 1
+        assert len(made_for(param)) == 1
         assert param.tolist() == [-moved] * 5
         assert low.tolist() == [-moved] * 5
         assert moving.tolist() == [7.0 if flag else scale] * 5
 
 
-def test_a_plan_is_kept_made_anew_for_what_moved_and_let_go_with_its_parameter() -> None:
+def test_norms_of_novograd_stay_one_tensor_and_those_without_gradient_stay() -> None:
+    """The first, then a parameter in the middle has no gradient: there the norms do not lie side by side."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = optimizers.FusedNovoGrad(params, lr=0.0, betas=(0.9, 0.75))
+    norms, kept = [2.0, 4.0, 6.0], None
+    for number, missing in enumerate((None, 0, 1, None), 1):
+        for index, param in enumerate(params):
+            size = float(number + index)
+            param.grad = None if index == missing else torch.full((4,), size)  # of norm twice the size
+            if index != missing:
+                before = 2.0 * size if number == 1 else norms[index]
+                norms[index] = (0.75 * before**2 + 0.25 * (2.0 * size) ** 2) ** 0.5
+        optimizer.step()
+        found = optimizer.param_groups[0]["exp_avg_sq"][1]
+        assert found.tolist() == pytest.approx(norms, rel=1e-6)
+        assert kept in (None, found.data_ptr())
+        kept = found.data_ptr()
+    assert made_for(params[0])
+    assert made_for(params[1])
+
+
+@pytest.mark.parametrize(("value", "raised"), [(3.0, 0), (float("inf"), 1), (float("nan"), 1)])
+def test_novograd_raises_the_flag_at_what_is_not_finite(value: float, raised: int) -> None:
+    flag, norms = torch.zeros(1, dtype=torch.int32), torch.tensor([4.0, 1.0])
+    grads = [torch.tensor([value, 4.0]), torch.tensor([1.0])]
+    given = [grads, [torch.ones(2), torch.ones(1)], [torch.zeros(2), torch.zeros(1)]]
+    amp_C.multi_tensor_novograd(1, flag, given, norms, 0.5, 0.9, 0.5, 0.0, 1, 0, 0.0, 1, 1, 2)
+    assert len(made_for(given[1][0])) == 1
+    assert flag.tolist() == [raised]
+    assert norms[1] == 1.0
+    if not raised:
+        assert norms[0].item() == pytest.approx(((16 + 25) / 2) ** 0.5, rel=1e-7)
+        torch.testing.assert_close(given[1][0], 1.0 - 0.05 * grads[0] / norms[0], rtol=1e-6, atol=0)
+    assert given[1][1].item() == pytest.approx(1.0 - 0.05, rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_norm_of_lamb_is_taken_in_one_pass(dtype: torch.dtype) -> None:
+    """Over all groups, of squares that fp32 and fp16 do not hold; where something else is asked, as ever."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.ones(size, dtype=dtype)) for size in (5, 3000, 0, 1)]
+    for param in params:
+        param.grad = (torch.randn(param.shape, generator=generator) * 3e4).to(dtype)
+    params[3].grad = torch.tensor([3e4 if dtype == torch.float16 else 3e21], dtype=dtype)
+    owner = optimizers.FusedLAMB(params)
+    found = _multi_tensor.grad_norm(owner, params)
+    expected = torch.cat([param.grad for param in params if param.grad is not None]).double().norm()
+    assert found.shape == (1,)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-7)
+    assert len(made_for(params[0])) == 1
+    params[1].grad = None
+    first = float(expected.new_tensor(params[0].grad.tolist()).norm()) if params[0].grad is not None else 0.0
+    assert _multi_tensor.grad_norm(owner, params[:1]).item() == pytest.approx(first)
+    wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    wide.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert _multi_tensor.grad_norm(owner, [wide]).tolist() == [5.0]
+    assert _multi_tensor.grad_norm(owner, []).tolist() == [0.0]
+
+
+def test_a_plan_is_kept_and_made_anew_for_what_moved() -> None:
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = optimizers.FusedAdam([param], lr=0.5, betas=(0.0, 0.0), eps=1e-12)
-    stepped(optimizer, [param], [torch.ones(4)])
-    first = plans_of(param)
-    stepped(optimizer, [param], [torch.ones(4)])
-    assert plans_of(param) == first
+    for _ in range(3):
+        stepped(optimizer, [param], [torch.ones(4)])
+    assert len(made_for(param)) == 1
     param.data = param.detach().clone()
     optimizer.state[param]["exp_avg"] = torch.zeros(4)
     stepped(optimizer, [param], [torch.ones(4)])
-    assert plans_of(param) != first
-    assert param.tolist() == [-0.5] * 4  # with these betas each step is of the size of the learning rate
-    kept, moment = weakref.ref(plans_of(param)[0]), weakref.ref(optimizer.state[param]["exp_avg"])
-    del first, optimizer
+    assert len(made_for(param)) == 1  # at its new place
+    assert param.tolist() == [-1.0] * 4  # with these betas each step is of the size of the learning rate
+
+
+KEPT: dict[str, dict[str, Any]] = {"FusedAdam": {}, "FusedSGD": {"lr": 0.1, "momentum": 0.9}, "FusedLAMB": {}}
+KEPT |= {"FusedAdagrad": {}, "FusedNovoGrad": {}}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_states_go_with_their_optimizer_and_plans_with_these(name: str) -> None:
+    """The model lives on, and a new optimizer steps it: the memory of the old moments must be free."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = getattr(optimizers, name)(params, **KEPT[name])
+    for _ in range(2):
+        stepped(optimizer, params, [torch.ones(4), torch.ones(4)])
+    plans = made_for(params[0])
+    assert plans[-1]() is not None
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    memory = [StorageWeakRef(moment.untyped_storage()) for moment in moments]
+    assert len(memory) >= 2
+    del optimizer, moments
     gc.collect()
-    assert moment() is None
-    assert kept() is None  # with it goes the memory of the moments, though the parameter lives
-    param.grad = None
+    assert [plan() for plan in plans] == [None] * len(plans)
+    assert all(storage.expired() for storage in memory)
+
+
+def test_plans_of_an_optimizer_without_states_go_with_its_parameters() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    stepped(optimizers.FusedSGD([param], lr=0.5), [param], [torch.ones(4)])
+    plans = made_for(param)
+    assert [plan() is not None for plan in plans] == [True]
+    del param
+    gc.collect()
+    assert plans[0]() is None
 
 
 def test_versions_are_raised_as_by_any_write() -> None:
@@ -175,13 +274,61 @@ def test_versions_are_raised_as_by_any_write() -> None:
     assert low._version > before[1]
 
 
+NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
+    ("NpuFusedSGD", {"lr": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ("NpuFusedAdam", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.Adam),
+    ("NpuFusedAdam", {"lr": 3e-3, "amsgrad": True, "betas": (0.5, 0.9)}, torch.optim.Adam),
+    ("NpuFusedAdamW", {"lr": 3e-3}, torch.optim.AdamW),
+]
+
+
+@pytest.mark.parametrize("case", NPU, ids=str)
+def test_ascends_names_take_torchs_steps_in_one_pass(
+    case: tuple[str, dict[str, Any], Any],
+) -> None:
+    """Those of fp64; one parameter comes later, and one is left out once. Hooks run once, states are torch's."""
+    name, options, torchs = case
+    params, steps = make_case(5)
+    mine = [torch.nn.Parameter(param.clone()) for param in params]
+    theirs = [torch.nn.Parameter(param.double()) for param in params]
+    optimizer, reference = getattr(optimizers, name)(mine, **options), torchs(theirs, **options, foreach=False)
+    seen: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    for number, grads in enumerate(steps):
+        left_out = {0: 1, 3: 2}.get(number)
+        for index, grad in enumerate(grads):
+            mine[index].grad = None if index == left_out else grad
+            theirs[index].grad = None if index == left_out else grad.double()
+        assert optimizer.step(lambda: 7) == 7
+        reference.step()
+    assert made_for(mine[0])
+    assert seen == [1] * 5
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach().double(), other.detach(), rtol=0, atol=2e-7)
+        assert set(optimizer.state[one]) == set(reference.state[other])
+        for key, value in optimizer.state[one].items():
+            if value is not None:
+                torch.testing.assert_close(value.double(), reference.state[other][key].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"differentiable": True}])
+def test_ascends_names_step_as_torch_where_a_group_asks_for_that(options: dict[str, Any]) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = optimizers.NpuFusedSGD([{"params": [param], **options}], lr=0.5)
+    stepped(optimizer, [param], [torch.ones(3)])
+    assert param.tolist() == [0.5] * 3
+    assert not made_for(param)
+
+
 class _Shard(torch.Tensor):
     """A tensor of another class, whose memory is not for the kernels."""
 
 
 @pytest.mark.parametrize("kind", ["float64", "expanded", "with gaps", "another class"])
 def test_what_the_kernels_do_not_take_steps_as_ever(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run() -> tuple[torch.Tensor, list[onepass.Plan]]:
+    def run() -> torch.Tensor:
         param, grad = torch.linspace(0, 1, 6).view(2, 3), torch.linspace(-1, 2, 6).view(2, 3)
         if kind == "float64":
             param, grad = param.double(), grad.double()
@@ -195,19 +342,19 @@ def test_what_the_kernels_do_not_take_steps_as_ever(kind: str, monkeypatch: pyte
         amp_C.multi_tensor_adam(
             1, None, [[grad], [param], [moments[0]], [moments[1]]], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.1
         )
-        return param.as_subclass(torch.Tensor), plans_of(param) if kind != "expanded" else []
+        assert not made_for(param) or kind == "expanded"
+        return param.as_subclass(torch.Tensor)
 
-    found, plans = run()
-    assert plans == []
+    found = run()
     monkeypatch.setattr(lists, "_on_host", False)
-    assert torch.equal(found, run()[0])
+    assert torch.equal(found, run())
 
 
 def test_nothing_changes_on_a_cpu_but_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "_on_host", False)
     param = torch.nn.Parameter(torch.ones(4))
     stepped(optimizers.FusedAdam([param]), [param], [torch.ones(4)])
-    assert not plans_of(param)
+    assert not made_for(param)
 
 
 RECORDED = json.loads((Path(__file__).parents[2] / "data" / "apex" / "training.json").read_text(encoding="utf-8"))
@@ -238,46 +385,10 @@ def test_amp_trains_as_apex_was_recorded(name: str, monkeypatch: pytest.MonkeyPa
         found = apex_training.run(amp, case)
     finally:
         torch.set_num_threads(threads)
-    assert all(any(plans_of(param) for param in one.param_groups[0]["params"]) for one in made)
+    assert all(any(made_for(param) for param in one.param_groups[0]["params"]) for one in made)
     recorded = RECORDED["cases"][name]
     for fact in ("scales", "unskipped", "skipped"):
         assert found[fact] == recorded[fact]
     for name, line in recorded["values"].items():
         mine, theirs = ([float.fromhex(x) for x in each.split()[1:]] for each in (found["values"][name], line))
         assert mine == pytest.approx(theirs, rel=3e-2, abs=3e-2)  # after 6 steps, as the whole suite of cases has it
-
-
-def test_a_plan_without_states_is_let_go_with_its_parameter() -> None:
-    param = torch.zeros(3)
-    assert lists.step(onepass.Rule("sgd"), [[torch.ones(3)], [param]], {"lr": 0.5, "momentum": 0.0})
-    assert param.tolist() == [-0.5] * 3
-    kept = weakref.ref(plans_of(param)[0])
-    del param
-    gc.collect()
-    assert kept() is None
-
-
-def test_the_norms_of_novograd_stay_where_they_are() -> None:
-    """So a plan serves all steps; where a parameter has no gradient its norm is left alone."""
-    params = [torch.nn.Parameter(torch.full((size,), 1.0)) for size in (3, 4, 5)]
-    optimizer = optimizers.FusedNovoGrad(params, lr=0.1)
-    stepped(optimizer, params, [torch.full_like(param, 2.0) for param in params])
-    norms, plans = optimizer.param_groups[0]["exp_avg_sq"][1], plans_of(params[0])
-    stepped(optimizer, params, [torch.full_like(param, 2.0) for param in params])
-    assert optimizer.param_groups[0]["exp_avg_sq"][1] is norms
-    assert plans_of(params[0]) == plans
-    torch.testing.assert_close(norms, torch.tensor([12.0, 16.0, 20.0]).sqrt())
-    for param in params:
-        param.grad = None
-    stepped(optimizer, params[::2], [torch.full_like(param, 4.0) for param in params[::2]])
-    wanted = [(0.999 * 4 * n + 0.001 * 16 * n if n != 4 else 16.0) ** 0.5 for n in (3, 4, 5)]
-    torch.testing.assert_close(norms, torch.tensor(wanted))
-
-
-def test_the_norm_for_lamb_is_that_of_all_gradients() -> None:
-    params = [torch.zeros(7), torch.zeros(3, 5, dtype=torch.float16)]
-    grads = [torch.linspace(-3, 2, 7), torch.full((3, 5), 200.0, dtype=torch.float16)]
-    found = lists.norm(params, grads)
-    assert found is not None
-    torch.testing.assert_close(found, torch.cat([g.double().flatten() for g in grads]).norm().float())
-    assert lists.norm(params, [grads[0], grads[1].to_sparse()]) is None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._multi_tensor import global_norm
+from xamp.apex._multi_tensor import grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -72,11 +72,10 @@ class FusedLAMB(FusedOptimizer):
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
         loss = self._loss_of(closure)
         sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
-        params = [param for lists in sorted_groups for same in lists for param in same]
-        grads = self._grads(params)
-        if not grads:
+        stepped = [param for lists in sorted_groups for params in lists for param in params]
+        if not stepped:
             return loss
-        norm = global_norm(grads, params)
+        norm = grad_norm(self, stepped)
         for group, lists in zip(self.param_groups, sorted_groups, strict=True):
             if group["params"]:
                 self._step_group(group, lists, norm)

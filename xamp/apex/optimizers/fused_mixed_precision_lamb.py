@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xamp.apex import amp_C
-from xamp.apex._multi_tensor import global_norm
+from xamp.apex._multi_tensor import grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 
@@ -92,15 +92,14 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
         for group in self.param_groups[len(self.param_groups_full_precision) :]:
             self.param_groups_full_precision.append({"params": [self._wide(param) for param in group["params"]]})
         sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
-        params = [param for lists in sorted_groups for same in lists for param in same]
-        grads = self._grads(params)
-        if not grads:
+        stepped = [param for lists in sorted_groups for params in lists for param in params]
+        if not stepped:
             return loss
         found_inf, scale = None, None
         if grad_scaler is not None:
-            found_inf = grad_scaler._check_inf_per_device(self)[grads[0].device].reshape(1)
+            found_inf = grad_scaler._check_inf_per_device(self)[stepped[0].device].reshape(1)
             scale = grad_scaler._get_scale_async().reshape(1)
-        norm = global_norm(grads, params)
+        norm = grad_norm(self, stepped)
         for group, full, lists in zip(self.param_groups, self.param_groups_full_precision, sorted_groups, strict=True):
             if group["params"]:
                 self._step_group(group, full["params"], lists, norm, found_inf, scale)

@@ -110,27 +110,24 @@ class FusedNovoGrad(FusedOptimizer):
         lists = list(self._with_gradients(group))
         group["step"] = int(group.get("step", 0)) + 1
         self._sort_norms(group)
-        number = self._places(group)
+        places = self._places(group)
         for params in lists:
             kept = group["exp_avg_sq"][0 if params[0].dtype in _LOWER else 1]
-            places = [number[id(param)] for param in params]
-            index = torch.tensor(places, device=kept.device)
+            own = [places[id(param)] for param in params]
             if not group["init_zero"] and (fresh := [p for p in params if "exp_avg" not in self.state[p]]):
                 order = 2.0 if group["norm_type"] == 2 else float("inf")
-                first = torch.tensor([number[id(param)] for param in fresh], device=kept.device)
-                kept[first] = norms([param.grad for param in fresh if param.grad is not None], order).to(kept)
-            if places == list(range(places[0], places[-1] + 1)):  # in place, so that tables of addresses stay true
-                self._step_params(group, params, kept[places[0] : places[-1] + 1])
-                continue
-            used = kept[index]
+                kept[[places[id(param)] for param in fresh]] = norms(self._grads(fresh), order).to(kept)
+            # In place where they lie side by side, as mostly: a plan of the kernels is kept while nothing moves.
+            side_by_side = own == list(range(own[0], own[0] + len(own)))
+            used = kept[own[0] : own[0] + len(own)] if side_by_side else kept[own]
             self._step_params(group, params, used)
-            kept[index] = used
+            if not side_by_side:
+                kept[own] = used
 
     def _step_params(self, group: dict[str, Any], params: list[torch.Tensor], used: torch.Tensor) -> None:
         lists = [[param.grad for param in params], params, self._state_list(params, "exp_avg")]
         options = (*self._numbers(group, group["lr"]), self.moment_mode, group["norm_type"])
-        flag = torch.zeros(1, dtype=torch.int32, device=used.device)
-        multi_tensor_applier(amp_C.multi_tensor_novograd, flag, lists, used, *options)
+        multi_tensor_applier(amp_C.multi_tensor_novograd, None, lists, used, *options)
 
     @staticmethod
     def _places(group: dict[str, Any]) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """Ascend's names for optimizers that torch has: ``NpuFusedSGD`` and its like, with Ascend's arguments and defaults.
 
-Ascend's classes step one flat buffer for each dtype. These step the parameters as they are, in torch's foreach form,
-and take the same steps. Unlike Ascend's, they work without ``amp`` and at every level.
+Ascend's classes step one flat buffer for each dtype. These step the parameters as they are, in torch's foreach form or,
+where Triton compiles for the device, by xamp's kernels of SGD, Adam and AdamW, and take the same steps. Unlike
+Ascend's, they work without ``amp`` and at every level.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import required
 
+from xamp.plans.derived import StepsInOnePass
+
 __all__ = ["NpuFusedAdadelta", "NpuFusedAdam", "NpuFusedAdamW", "NpuFusedRMSprop", "NpuFusedSGD"]
 
 
-class NpuFusedSGD(torch.optim.SGD):
+class NpuFusedSGD(StepsInOnePass, torch.optim.SGD):
     """SGD. Arguments as Ascend's: the learning rate has no default."""
 
     is_npu_fused_optimizer = True
+    torchs = torch.optim.SGD
 
     def __init__(
         self,
@@ -35,10 +39,11 @@ class NpuFusedSGD(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-class NpuFusedAdam(torch.optim.Adam):
+class NpuFusedAdam(StepsInOnePass, torch.optim.Adam):
     """Adam, with the decay added to the gradients."""
 
     is_npu_fused_optimizer = True
+    torchs = torch.optim.Adam
 
     def __init__(
         self,
@@ -52,10 +57,11 @@ class NpuFusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad)
 
 
-class NpuFusedAdamW(torch.optim.AdamW):
+class NpuFusedAdamW(StepsInOnePass, torch.optim.AdamW):
     """AdamW."""
 
     is_npu_fused_optimizer = True
+    torchs = torch.optim.AdamW
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import required
 
-from xamp.apex._multi_tensor import norms, whole_norm
+from xamp.apex._multi_tensor import grad_norm
+from xamp.plans.derived import step_as_adamw
 
 __all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 
@@ -34,18 +35,22 @@ class _PerParameter(Optimizer):
                 loss = closure()
         self._prepare()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead."
-                    )
+            params = [param for param in group["params"] if param.grad is not None]
+            if any(param.grad.is_sparse for param in params):
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, please consider SparseAdam instead."
+                )
+            for param in () if self._steps_all(group, params) else params:
                 self._update(group, param, param.grad)
         return loss
 
     def _prepare(self) -> None:
         """Called before the first parameter of a step."""
+
+    def _steps_all(self, group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+        """Step all parameters of a group at once, where that can be; return whether it was done."""
+        del group, params
+        return False
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         """Step one parameter."""
@@ -60,8 +65,7 @@ class _PerParameter(Optimizer):
         return [state[name] for name in names]
 
     def _global_norm(self) -> torch.Tensor:
-        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        return whole_norm(norms(grads)).reshape(())
+        return grad_norm(self, [param for group in self.param_groups for param in group["params"]]).reshape(())
 
 
 def _check(**numbers: float) -> None:
@@ -104,6 +108,12 @@ class Lamb(_PerParameter):
         self.adam = adam
         self._divisor: torch.Tensor | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _steps_all(self, group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+        # The kernel of LAMB lets the norm of a parameter count as far as it goes.
+        numbers = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        numbers["beta1"], numbers["beta2"] = group["betas"]
+        return self.adam and step_as_adamw(self.state, params, numbers, self._divisor)
 
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         exp_avg, exp_avg_sq = self._state_of(param, "exp_avg", "exp_avg_sq")
@@ -343,6 +353,20 @@ class NpuFusedBertAdam(_PerParameter):
     def _prepare(self) -> None:
         self._divisor = self._global_norm().clamp(min=1.0) if self.max_grad_norm > 0 else None
 
+    def _steps_all(self, group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+        numbers = {"beta1": group["b1"], "beta2": group["b2"], "eps": group["e"]}
+        numbers["weight_decay"] = max(group["weight_decay"], 0.0)
+        if params and "step" in self.state[params[0]]:
+            numbers["lr"] = self._rate(group, self.state[params[0]]["step"])
+        return step_as_adamw(self.state, params, numbers, self._divisor if group["max_grad_norm"] > 0 else None)
+
+    def _rate(self, group: dict[str, Any], taken: int) -> float:
+        """Return the learning rate of the step after ``taken`` steps."""
+        rate: float = group["lr"]
+        if group["t_total"] != -1:
+            rate = rate * _SCHEDULES[group["schedule"]](taken / group["t_total"], group["warmup"])
+        return rate
+
     def _update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
         exp_avg, exp_avg_sq = self._state_of(param, "exp_avg", "exp_avg_sq")
         if group["max_grad_norm"] > 0 and self._divisor is not None:
@@ -352,8 +376,4 @@ class NpuFusedBertAdam(_PerParameter):
         update = exp_avg / (exp_avg_sq.sqrt() + group["e"])
         if group["weight_decay"] > 0.0:
             update.add_(param, alpha=group["weight_decay"])
-        rate = group["lr"]
-        if group["t_total"] != -1:
-            done = (self.state[param]["step"] - 1) / group["t_total"]
-            rate = rate * _SCHEDULES[group["schedule"]](done, group["warmup"])
-        param.add_(update, alpha=-rate)
+        param.add_(update, alpha=-self._rate(group, self.state[param]["step"] - 1))

@@ -13,15 +13,36 @@ from typing import Any
 
 import torch
 
-from xamp.apex._multi_tensor import number
 from xamp.ground import kernels
-from xamp.ground.pieces import Piece
+from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
-from xamp.plans.lists import found_inf
+from xamp.plans.lists import are_alike, found_inf
+from xamp.plans.trials import is_right
+from xamp.registry.causes import NotNow
+from xamp.registry.registry import HOST
 
-__all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "moments_", "novograd_", "sgd_"]
+__all__ = ["adagrad_", "adam_", "fused_adam_", "fused_sgd_", "has_fused", "moments_", "novograd_", "number", "sgd_"]
 
 Numbers = Mapping[str, Any]
+
+
+def number(value: Any) -> Any:
+    """Return ``value`` as what a foreach operator takes: a Python number, or a tensor without dimensions."""
+    return value.detach().reshape(()) if isinstance(value, torch.Tensor) else value
+
+
+def has_fused(cls: Any, lists: Lists) -> bool:
+    """Return whether torch's fused kernel for ``cls``, a class of torch.optim, can step ``lists``.
+
+    That takes tensors whose elements are in one order, without gaps. A CPU has such kernels too; there the steps stay
+    those of torch's plain optimizers, bit for bit.
+    """
+    if not len(lists[0]) or (device := lists[0][0].device).type == HOST or not are_alike(lists):
+        return False
+    try:
+        return is_right(cls, device, torch.float32)
+    except NotNow:
+        return False
 
 
 def sgd_(lists: Piece, scale: float, decay_last: bool, numbers: Numbers) -> None:
