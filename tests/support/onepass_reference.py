@@ -37,6 +37,7 @@ class Plan:
                     raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has another order in memory")
         self.rule = rule
         self.rows = list(rows)
+        self.tensors = [tensor for row in rows for tensor in row.tensors]
         self.launches = 0
         self._todo: list[Any] = []
         self._base = 0
@@ -49,10 +50,6 @@ class Plan:
     def suits(self, grads: Grads) -> bool:
         pairs = zip(self.rows, grads, strict=True)
         return all(g is None or (_is_like(g, row.param) and g.layout is torch.strided) for row, g in pairs)
-
-    def written(self, grads: Grads) -> list[torch.Tensor]:
-        held = [row for row, grad in zip(self.rows, grads, strict=True) if grad is not None]
-        return [t for row in held for t in (row.param, row.low, *row.states, row.step) if t is not None]
 
     def check(
         self,

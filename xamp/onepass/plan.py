@@ -16,7 +16,9 @@ from xamp.onepass.rules import CODES, STATES, Row, Rule, dtype_of_work, is_like,
 
 __all__ = ["Plan"]
 
-Grads = Sequence["torch.Tensor | None"]
+Scalar = torch.Tensor | None
+Grads = Sequence[Scalar]
+Hyper = Sequence[Mapping[str, Any]]
 
 
 class Plan:
@@ -33,6 +35,7 @@ class Plan:
     Attributes:
         launches: kernels and copies since the last :meth:`check` began. SGD, Adam, Adagrad: at most 4 without, 6 with
             clipping, if the options given to the check are still those of the step; LAMB and NovoGrad two more.
+        tensors: all tensors of the rows.
 
     Raises:
         ValueError: no rows, or one that does not suit: the message says which and why (see :func:`takes`).
@@ -45,8 +48,8 @@ class Plan:
         self._check_rows(rows)
         self.launches = 0
         self.device = rows[0].param.device
-        self._tensors = [tensor for row in self.rows for tensor in _tensors_of(row)]
-        self._places = [*map(torch.Tensor.data_ptr, self._tensors)]
+        self.tensors = [tensor for row in self.rows for tensor in row.tensors]
+        self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
         self._layouts = [(row.param.shape, row.param.stride()) for row in self.rows]
         self._work = dtype_of_work(self.device)
         self._groups = max(row.group for row in rows) + 1
@@ -102,7 +105,7 @@ class Plan:
 
     def moved(self) -> bool:
         """Whether a tensor of a row lies elsewhere than when the plan was built: then build another."""
-        return [*map(torch.Tensor.data_ptr, self._tensors)] != self._places
+        return [*map(torch.Tensor.data_ptr, self.tensors)] != self._places
 
     def suits(self, grads: Grads) -> bool:
         """Whether all gradients have a dtype, device, shape and order in memory that the kernels take."""
@@ -115,21 +118,8 @@ class Plan:
                 return False
         return True
 
-    def written(self, grads: Grads) -> list[torch.Tensor]:
-        """Return the tensors that a step by ``grads`` writes."""
-        held = zip(self.rows, grads, strict=True)
-        return (
-            self._tensors
-            if all(g is not None for g in grads)
-            else [t for r, g in held if g is not None for t in _tensors_of(r)]
-        )
-
     def check(
-        self,
-        grads: Grads,
-        found_inf: torch.Tensor,
-        hyper: Sequence[Mapping[str, Any]] | None = None,
-        inv_scale: torch.Tensor | None = None,
+        self, grads: Grads, found_inf: torch.Tensor, hyper: Hyper | None = None, inv_scale: Scalar = None
     ) -> None:
         """Read the gradients once: raise ``found_inf`` at an inf or nan, and sum the squares by block.
 
@@ -146,13 +136,7 @@ class Plan:
         """Return the L2 norm of ``grads * inv_scale`` at the last check, fp32, shape ``[]``, finite where fp64's is."""
         return self._total(self._checked, inv_scale, "2", 2.0)
 
-    def norm(
-        self,
-        grads: Grads,
-        inv_scale: torch.Tensor | None = None,
-        kind: float = 2.0,
-        clip: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def norm(self, grads: Grads, inv_scale: Scalar = None, kind: float = 2.0, clip: Scalar = None) -> torch.Tensor:
         """Return the norm of order ``kind`` (above 0) of what a step takes, fp32, shape ``[]``, by its own pass."""
         name = {2.0: "2", math.inf: "inf"}.get(float(kind), "p")
         order = float(kind) if name == "p" else 2.0
@@ -176,12 +160,7 @@ class Plan:
         self.finish()
 
     def prepare(
-        self,
-        grads: Grads,
-        hyper: Sequence[Mapping[str, Any]],
-        found_inf: torch.Tensor | None = None,
-        inv_scale: torch.Tensor | None = None,
-        clip: torch.Tensor | None = None,
+        self, grads: Grads, hyper: Hyper, found_inf: Scalar = None, inv_scale: Scalar = None, clip: Scalar = None
     ) -> None:
         """Make ready to step all rows that have a gradient. Where ``found_inf`` is raised no bit changes.
 
@@ -223,9 +202,9 @@ class Plan:
     def _sum(
         self,
         given: torch.Tensor,
-        found: torch.Tensor | None,
-        inverse: torch.Tensor | None,
-        clip: torch.Tensor | None,
+        found: Scalar,
+        inverse: Scalar,
+        clip: Scalar,
         out: torch.Tensor,
         kind: str,
         order: float,
@@ -249,7 +228,7 @@ class Plan:
                 getattr(kernels, name)[grid](*args, **constants, num_warps=8)
         self.launches += 1
 
-    def _send(self, grads: Grads, hyper: Sequence[Mapping[str, Any]] | None) -> torch.Tensor:
+    def _send(self, grads: Grads, hyper: Hyper | None) -> torch.Tensor:
         """Return the table of gradients and options on the device; the one that is there, if it has all of it."""
         words: list[int] = []
         for grad in grads:
@@ -268,7 +247,3 @@ class Plan:
 def _on(device: torch.device) -> Any:
     """Return what makes ``device`` the current one."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
-
-
-def _tensors_of(row: Row) -> list[torch.Tensor]:
-    return [tensor for tensor in (row.param, row.low, *row.states, row.step) if tensor is not None]

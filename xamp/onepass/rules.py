@@ -68,6 +68,11 @@ class Row:
     group: int = 0
     in_place: bool = False
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the row."""
+        return [each for each in (self.param, self.low, *self.states, self.step) if each is not None]
+
 
 def takes(tensor: torch.Tensor) -> bool:
     """Whether kernels can go over this tensor's memory: fp32, fp16 or bf16, strided, dense (any order of dimensions).

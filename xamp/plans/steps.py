@@ -162,7 +162,10 @@ class Launch:
 
     def written(self) -> list[torch.Tensor]:
         """Return what the kernels write."""
-        return self._plan.written(self._grads)
+        if all(grad is not None for grad in self._grads):
+            return self._plan.tensors
+        pairs = zip(self._plan.rows, self._grads, strict=True)
+        return [tensor for row, grad in pairs if grad is not None for tensor in row.tensors]
 
     def run(self) -> None:
         """Step. An interrupt is raised when all kernels have run: a part of a step is none.
