@@ -157,7 +157,9 @@ def _entry(row: dict[str, Any], where: str) -> Entry:
         _check(isinstance(value, bool), where, f"{key} is true or false, and not {value!r}")
     said = any(lists.values()) or flags["one-pass"]
     _check(said, where, "neither torch nor python says where it fails, and it is not one of one-pass")
-    return Entry(row["test"], row["why"], tuple(lists["torch"]), tuple(lists["python"]), flags["hangs"], flags["one-pass"])
+    return Entry(
+        row["test"], row["why"], tuple(lists["torch"]), tuple(lists["python"]), flags["hangs"], flags["one-pass"]
+    )
 
 
 def _check(right: object, where: str, what: str) -> None:
