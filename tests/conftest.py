@@ -223,8 +223,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"emulated {chip}: {numbers}")
     if terminalreporter.config.getoption("--one-pass"):
         found = one_pass_path.steps
-        line = f"in one pass: {found['optimizers']} steps of optimizers, {found['lists']} of lists, without those of children"
-        terminalreporter.write_line(line)
+        steps = f"{found['optimizers']} steps of optimizers, {found['lists']} of lists"
+        terminalreporter.write_line(f"in one pass: {steps}, without those of child processes")
 
 
 @pytest.fixture(autouse=True, scope="module")
