@@ -8,6 +8,7 @@ for a reason that is no defect stands in ``tests/ledger.toml``, with ``one-pass 
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import os
 import sys
@@ -15,9 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["begin", "install", "steps"]
+if TYPE_CHECKING:  # a process that sitecustomize.py starts needs no pytest
+    import pytest
+
+__all__ = ["begin", "install", "steps", "use"]
 
 _SITE = Path(__file__).with_name("one_pass_site")
 
@@ -44,9 +48,24 @@ def install() -> None:
             change(sys.modules[name])
 
 
+def use(patch: pytest.MonkeyPatch) -> None:
+    """For one test: what ``initialize`` makes in this process is on the path. Fails where Triton does not interpret."""
+    patch.setenv("TRITON_INTERPRET", "1")
+    kernels = importlib.import_module("xamp.onepass.kernels")
+    assert type(kernels.clip_factor).__name__ == "InterpretedFunction", "Triton was imported before, to compile"
+    step = importlib.import_module("xamp.scaling.step")
+    patch.setattr(step, "refusal", _chosen(step.refusal))
+
+
 def _choose(module: ModuleType) -> None:
-    """Of ``xamp.scaling.one_pass``: what may be chosen is chosen on the host too."""
-    own = module.refusal
+    """Of ``xamp.scaling.one_pass``."""
+    module.refusal = _chosen(module.refusal)  # type: ignore[attr-defined]
+    if (step := sys.modules.get("xamp.scaling.step")) is not None:
+        step.refusal = module.refusal  # type: ignore[attr-defined]
+
+
+def _chosen(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``refusal`` as it is where what may be chosen is chosen on the host too."""
 
     def refusal(optimizer: Any, fused: Any, gradients: Any, device: Any) -> Any:
         given = fused.one_pass
@@ -56,9 +75,7 @@ def _choose(module: ModuleType) -> None:
         finally:
             fused.one_pass = given
 
-    module.refusal = refusal  # type: ignore[attr-defined]
-    if (step := sys.modules.get("xamp.scaling.step")) is not None:
-        step.refusal = refusal  # type: ignore[attr-defined]
+    return refusal
 
 
 def _count(module: ModuleType) -> None:
