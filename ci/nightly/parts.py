@@ -43,6 +43,7 @@ def parts(jobs: int) -> list[Part]:
         _tests("emulated-rest", "other chips, commands and scripts", jobs, _emulated(), "-k", "not 910A and not 910B2"),
         _tests("ranks", "four processes", jobs, (*_CORE, *_TESTS, "tests/distributed/"), "-m", "thorough"),
         _tests("faults", "every point at which a fault is injected", jobs, (*_CORE, *_TESTS, "tests/faults/")),
+        _one_pass(jobs),
         _tests("thorough", "all cases of those that have a sample", jobs, _rooms(), "-m", "thorough"),
         _command("standin", "the suite on a card's gaps", "ci/device.sh standin", (*_CORE, "tests/outside/")),
         _mutants(),
@@ -83,6 +84,18 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
     files = [place for place in folders if place.endswith(".py")] or folders
     step = pytest_step(["--all", *words, *files], jobs, dist="loadfile")
     return Part(Stage(name, what, _LIMIT, [step]), content)
+
+
+def _one_pass(jobs: int) -> Part:
+    """The tests of a step, all of whose steps at O2 and O5 are taken in one pass, by Triton's interpreter."""
+    places = ("tests/unit/scaling/", "tests/unit/sessions/", "tests/conformance/test_conformance.py", "tests/faults/")
+    apex = ("tests/unit/apex/test_apex_training.py", "tests/unit/apex/test_apex_optimizers_managed.py")
+    step = pytest_step(
+        ["--one-pass", "--device", "cpu", *places, *apex, "tests/distributed/test_ddp.py"], jobs, dist="loadfile"
+    )
+    return Part(
+        Stage("one-pass", "steps in one pass, in Triton's interpreter", _LIMIT, [step]), (*_rooms(), "tests/faults/")
+    )
 
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import random
 from collections.abc import Callable
@@ -31,7 +32,13 @@ Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 
 
 class Run:
-    """A model with its optimizer; ``start`` puts them under a level, ``train`` runs steps."""
+    """A model with its optimizer; ``start`` puts them under a level, ``train`` runs steps.
+
+    Attributes:
+        fused: for ``initialize``, of all runs.
+    """
+
+    fused = "auto"
 
     def __init__(self, level: str, *, optimizer: Any = torch.optim.AdamW, steps: int = 0) -> None:
         torch.manual_seed(0)
@@ -43,7 +50,8 @@ class Run:
             self.iterate()
 
     def start(self) -> None:
-        xamp.initialize(self.model, self.optimizer, self.level, init_scale=2.0**8, growth_interval=2, verbosity=0)
+        options: Any = {"init_scale": 2.0**8, "growth_interval": 2, "fused": self.fused}
+        xamp.initialize(self.model, self.optimizer, self.level, verbosity=0, **options)
 
     def loss(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -148,6 +156,43 @@ def accumulate(level: str, fault: Callable[[], Fault]) -> Fault:
     return put_in
 
 
+def second_backward(level: str, fault: Callable[[], Fault]) -> Fault:
+    """The second of two micro-batches, where nobody has looked at the gradients of the first."""
+    run = Run(level, steps=1)
+    run.window(1)
+    loss = nn.functional.mse_loss(run.model(X), Y)
+    with fault() as put_in, xamp.scale_loss(loss, run.optimizer) as scaled:
+        scaled.backward()
+    if put_in.raised:  # the user runs the window again
+        run.window(2)
+    run.optimizer.step()
+    finish(run, reference(level, 2, twice=True))
+    return put_in
+
+
+def clip(level: str, fault: Callable[[], Fault]) -> Fault:
+    """A fault in the middle may leave gradients clipped in part, so the user runs the window again."""
+    run, twin = Run(level, steps=1), Run(level, steps=1)
+    for each in (run, twin):
+        each.window(1)
+    xamp.clip_grad_norm_(twin.optimizer, 0.125)
+    with fault() as put_in:
+        xamp.clip_grad_norm_(run.optimizer, 0.125)
+    if put_in.raised:
+        run.window(1)
+        xamp.clip_grad_norm_(run.optimizer, 0.125)
+    for each in (run, twin):
+        each.optimizer.step()
+    for _ in range(STEPS):
+        twin.iterate()
+    finish(run, twin.numbers())
+    return put_in
+
+
+def first_step(level: str, fault: Callable[[], Fault]) -> Fault:
+    return _step(level, fault, overflow=False, before=0)
+
+
 def step(level: str, fault: Callable[[], Fault]) -> Fault:
     return _step(level, fault, overflow=False)
 
@@ -156,22 +201,22 @@ def skipped_step(level: str, fault: Callable[[], Fault]) -> Fault:
     return _step(level, fault, overflow=True)
 
 
-def _step(level: str, fault: Callable[[], Fault], overflow: bool) -> Fault:
-    run = Run(level, steps=1)
+def _step(level: str, fault: Callable[[], Fault], overflow: bool, before: int = 1) -> Fault:
+    run = Run(level, steps=before)
     with xamp.scale_loss(run.loss(), run.optimizer) as scaled:
         scaled.backward()
         if overflow:
             next(p for p in run.model.parameters() if p.grad is not None).grad.fill_(torch.inf)  # type: ignore[union-attr]
     counts = xamp.session(run.optimizer).stats
-    before = counts.applied + counts.skipped
+    already = counts.applied + counts.skipped
     with fault() as put_in:
         run.optimizer.step()
     counts = xamp.session(run.optimizer).stats
-    done = counts.applied + counts.skipped - before
+    done = counts.applied + counts.skipped - already
     assert done in (0, 1)
     if not done:
         run.optimizer.step()
-    finish(run, reference(level, 2, overflow))
+    finish(run, reference(level, before + 1, overflow))
     return put_in
 
 
@@ -239,6 +284,9 @@ CASES: dict[str, Case] = {
         initialize,
         scale_loss,
         accumulate,
+        second_backward,
+        clip,
+        first_step,
         step,
         skipped_step,
         state_dict,
@@ -302,6 +350,13 @@ def points_of(name: str, level: str, kind: str) -> list[str]:
     return CASES[name](level, lambda: Fault(kind)).seen
 
 
+def in_one_pass(seen: list[str]) -> list[int]:
+    """The first and the last time that each line was reached of the modules that step in one pass."""
+    return [
+        n for n in ends_of(seen) if "/xamp/plans/" in seen[n] or seen[n].rpartition(":")[0].endswith("/one_pass.py")
+    ]
+
+
 def cases_of(level: str) -> list[str]:
     return [name for name in CASES if level in SCALING or name != "skipped_step"]
 
@@ -334,4 +389,48 @@ def test_a_fault_at_every_point(level: str) -> None:
             total += len(chosen)
             found += damaged(name, level, kind, chosen)
     print(f"{len(found)} damaged of {total} faults at {level}")
+    assert found == []
+
+
+@pytest.fixture
+def _in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs step in one pass, in Triton's interpreter. Triton reads its variable at its first import."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    importlib.import_module("xamp.onepass.kernels")
+    monkeypatch.setattr(Run, "fused", "one-pass")
+    monkeypatch.setitem(globals(), "_references", {})
+    monkeypatch.setitem(globals(), "_states", {})
+
+
+def one_pass_faults(level: str, most: int | None) -> tuple[int, list[str]]:
+    """How many faults were put into the modules of one pass, ``most`` for each case, and what they damaged.
+
+    Without ``most`` all at O2, and at O5, which differs from it in few lines, a third.
+    """
+    chosen, total, found = random.Random(level), 0, []
+    for name in cases_of(level):
+        points = in_one_pass(points_of(name, level, "line"))
+        thinned = points[:: 1 if level == "O2" else 3]
+        picked = thinned if most is None else sorted(chosen.sample(points, min(most, len(points))))
+        total += len(picked)
+        found += damaged(name, level, "line", picked)
+    print(f"{len(found)} damaged of {total} faults in one pass at {level}")
+    return total, found
+
+
+@pytest.mark.usefixtures("_in_one_pass")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.sample
+def test_a_fault_at_some_lines_of_one_pass(level: str) -> None:
+    total, found = one_pass_faults(level, 4)
+    assert total >= 30
+    assert found == []
+
+
+@pytest.mark.usefixtures("_in_one_pass")
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.thorough
+def test_a_fault_at_each_line_of_one_pass(level: str) -> None:
+    total, found = one_pass_faults(level, None)
+    assert total >= 300
     assert found == []

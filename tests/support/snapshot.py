@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+_SLOT: Any = torch.Tensor.grad
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 _OF_TORCH = ("_opt_called", "_step_count", "_need_device_dtype_check_for_fused")  # torch sets them in a step
 
@@ -94,7 +95,8 @@ def _tensor(value: object, values: bool) -> Any:
 
 
 def _grad(value: torch.Tensor) -> Any:
-    return _tensor(value.grad, True) if value.is_leaf and value.grad is not None else None
+    found = _SLOT.__get__(value) if value.is_leaf else None  # to ask a master whose gradient waits would move it there
+    return None if found is None else _tensor(found, True)
 
 
 def _bits(value: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from graph_recorder import GraphRecorder
 from late_history import LateHistory
+from stepping import closeness
 from torch import nn
 
 import xamp
@@ -111,7 +112,8 @@ def test_replays_are_eager_steps(recorder: GraphRecorder, way: str, captured_at:
             assert replayed.scale() == eager.scale()
             assert replayed.told.last_step is eager.told.last_step
             assert repr(replayed.told.stats) == repr(eager.told.stats)
-            assert all(torch.equal(a, b) for a, b in zip(replayed.weights(), eager.weights(), strict=True))
+            near = number * closeness(eager.optimizer)  # a graph holds no pass
+            torch.testing.assert_close(replayed.weights(), eager.weights(), rtol=near, atol=near)
     assert (eager.told.stats.skipped >= len(SPOILT)) == spoils  # a scale that grows too far overflows too
 
 
