@@ -88,14 +88,12 @@ def _tests(name: str, what: str, jobs: int, content: Sequence[str], *words: str)
 
 def _one_pass(jobs: int) -> Part:
     """The tests of a step, all of whose steps at O2 and O5 are taken in one pass, by Triton's interpreter."""
-    places = ("tests/unit/scaling/", "tests/unit/sessions/", "tests/conformance/test_conformance.py", "tests/faults/")
-    apex = ("tests/unit/apex/test_apex_training.py", "tests/unit/apex/test_apex_optimizers_managed.py")
-    step = pytest_step(
-        ["--one-pass", "--device", "cpu", *places, *apex, "tests/distributed/test_ddp.py"], jobs, dist="loadfile"
-    )
-    return Part(
-        Stage("one-pass", "steps in one pass, in Triton's interpreter", _LIMIT, [step]), (*_rooms(), "tests/faults/")
-    )
+    room = "tests/unit/"
+    steps = (f"{room}scaling/", f"{room}sessions/", "tests/conformance/test_conformance.py", "tests/faults/")
+    apex = (f"{room}apex/test_apex_{name}.py" for name in ("training", "programs", "state", "optimizers_managed"))
+    words = ["--one-pass", "--device", "cpu", *steps, *apex, "tests/distributed/test_ddp.py"]
+    what, content = "steps in one pass, in Triton's interpreter", (*_rooms(), "tests/faults/", "tests/distributed/")
+    return Part(Stage("one-pass", what, _LIMIT, [pytest_step(words, jobs, dist="loadfile")]), content)
 
 
 def _command(name: str, what: str, command: str, content: Sequence[str]) -> Part:
