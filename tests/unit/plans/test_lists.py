@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -274,9 +275,9 @@ def test_versions_are_raised_as_by_any_write() -> None:
 
 
 NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
-    ("NpuFusedSGD", {"lr": 0.1}, torch.optim.SGD),
-    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
-    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 2e-3}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
     ("NpuFusedAdam", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.Adam),
     ("NpuFusedAdam", {"lr": 3e-3, "amsgrad": True, "betas": (0.5, 0.9)}, torch.optim.Adam),
     ("NpuFusedAdamW", {"lr": 3e-3}, torch.optim.AdamW),
@@ -310,6 +311,36 @@ def test_ascends_names_take_torchs_steps_in_one_pass(
         for key, value in optimizer.state[one].items():
             if value is not None:
                 torch.testing.assert_close(value.double(), reference.state[other][key].double(), rtol=1e-6, atol=1e-6)
+
+
+ASCEND: list[tuple[str, dict[str, Any]]] = [
+    ("NpuFusedBertAdam", {"lr": 3e-3}),
+    ("NpuFusedBertAdam", {"lr": 3e-3, "warmup": 0.3, "t_total": 6, "max_grad_norm": 1.0, "weight_decay": 0.1}),
+    ("NpuFusedLamb", {"lr": 3e-3, "adam": True, "weight_decay": 0.1, "use_global_grad_norm": True}),
+    ("Lamb", {"lr": 3e-3, "adam": True}),
+]
+
+
+@pytest.mark.parametrize("case", ASCEND, ids=str)
+def test_ascends_adams_of_bert_and_lamb_are_adamw_without_correction(case: tuple[str, dict[str, Any]]) -> None:
+    """Beside their loops over single parameters in fp64, for which there is no kernel."""
+    name, options = case
+    params, steps = make_case(5)
+    make = functools.partial(getattr(optimizers, name), **options)
+    mine = [torch.nn.Parameter(param.clone()) for param in params]
+    theirs = [torch.nn.Parameter(param.double()) for param in params]
+    optimizer, reference = make(mine), make(theirs)
+    for number, grads in enumerate(steps):
+        for index, grad in enumerate(grads):
+            mine[index].grad = None if (number, index) == (3, 0) else grad  # then the counts differ
+            theirs[index].grad = None if (number, index) == (3, 0) else grad.double()
+        optimizer.step()
+        reference.step()
+    assert made_for(mine[0])
+    assert not made_for(theirs[0])
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach().double(), other.detach(), rtol=0, atol=2e-7)
+        assert optimizer.state[one]["step"] == reference.state[other]["step"]
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"differentiable": True}])
