@@ -177,7 +177,8 @@ class _Trained:
         return [master.detach().clone() for master in amp.master_params(self.optimizer)]
 
     def momenta(self) -> list[torch.Tensor]:
-        return [state["momentum_buffer"] for state in self.optimizer.state.values() if state]
+        states = [self.optimizer.state[master] for master in amp.master_params(self.optimizer)]
+        return [state["momentum_buffer"] for state in states if state]
 
 
 Body = Callable[[_Trained, int], object]
