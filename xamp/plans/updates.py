@@ -48,7 +48,8 @@ def has_fused(cls: Any, lists: Lists) -> bool:
 def sgd_(lists: Piece, scale: Any, decay_last: bool, numbers: Numbers) -> None:
     """Step parameters and, where there are any, momenta.
 
-    ``scale``: a number or a tensor; the gradients are multiplied by it first. ``decay_last``: add the decay to the update, not to the gradient.
+    ``scale``: a number or a tensor; the gradients are multiplied by it first.
+    ``decay_last``: add the decay to the update, not to the gradient.
     """
     step, params, *momenta = lists
     decay = numbers["weight_decay"]

@@ -380,6 +380,37 @@ def test_what_the_kernels_do_not_take_steps_as_ever(kind: str, monkeypatch: pyte
     assert torch.equal(found, run())
 
 
+def test_sgd_without_gradients_of_masters_steps_by_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At O2 of Apex: scaled fp16 gradients, read once, against a loop in fp64."""
+
+    def run() -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(6, 3)
+        made = optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9, materialize_master_grads=False)
+        model, optimizer = amp.initialize(model, made, opt_level="O2", loss_scale=2.0**9, verbosity=0)
+        expected = [param.detach().half().double() for param in model.parameters()]  # Apex's masters start from there
+        momenta = [torch.zeros_like(one) for one in expected]
+        for number in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            for index, param in enumerate(model.parameters()):
+                momenta[index] = 0.9 * momenta[index] + param.grad.double() / 2.0**9
+                expected[index] = expected[index] - 0.1 * momenta[index]
+            optimizer.step()
+        return [master.detach().double() for master in amp.master_params(optimizer)], expected, optimizer
+
+    found, expected, optimizer = run()
+    assert made_for(next(iter(amp.master_params(optimizer))))
+    _made.clear()
+    monkeypatch.setattr(lists, "_on_host", False)
+    for mine, theirs in ((found, expected), run()[:2]):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-7)
+    assert not _made
+
+
 def test_nothing_changes_on_a_cpu_but_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists, "_on_host", False)
     param = torch.nn.Parameter(torch.ones(4))
