@@ -158,13 +158,13 @@ class _Trained:
 
     def __init__(self, materialize: bool, loss_scale: Any = 2.0**10, **options: Any) -> None:
         self.model: Any = _model()
-        optimizer = optimizers.FusedSGD(
+        made = optimizers.FusedSGD(
             self.model.parameters(), lr=0.05, materialize_master_grads=materialize, **{"momentum": 0.9, **options}
         )
+        self.optimizer: Any
         self.model, self.optimizer = amp.initialize(
-            self.model, optimizer, opt_level="O2", loss_scale=loss_scale, verbosity=0
+            self.model, made, opt_level="O2", loss_scale=loss_scale, verbosity=0
         )
-        self.optimizer: Any = self.optimizer
         self.seed = 0
 
     def backward(self, factor: float = 1.0) -> None:
@@ -271,7 +271,7 @@ def test_a_gradient_of_a_master_that_is_read_is_made_unscaled() -> None:
     run = _Trained(False)
     run.backward()
     expected = [p.grad.float() / 2.0**10 for p in run.model.parameters() if p.dtype == torch.float16]
-    found = [m.grad for m in amp.master_params(run.optimizer)]
+    found: list[Any] = [m.grad for m in amp.master_params(run.optimizer)]
     found = [grad for grad in found if any(grad.shape == one.shape and torch.equal(grad, one) for one in expected)]
     assert len(found) >= len(expected)
     assert all(grad.dtype == torch.float32 for grad in found)

@@ -211,8 +211,9 @@ def test_the_norm_of_lamb_is_taken_in_one_pass(dtype: torch.dtype) -> None:
     assert found.shape == (1,)
     assert found.item() == pytest.approx(expected.item(), rel=1e-7)
     assert len(made_for(params[0])) == 1
-    params[1].grad = None
-    assert _multi_tensor.grad_norm(owner, params[:1]).item() == pytest.approx(float(params[0].grad.double().norm()))
+    params[1].grad, first = None, params[0].grad
+    assert first is not None
+    assert _multi_tensor.grad_norm(owner, params[:1]).item() == pytest.approx(float(first.double().norm()))
     wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
     wide.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert _multi_tensor.grad_norm(owner, [wide]).tolist() == [5.0]
@@ -274,7 +275,7 @@ def test_versions_are_raised_as_by_any_write() -> None:
     assert low._version > before[1]
 
 
-NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
+NPU: list[tuple[str, dict[str, Any], Any]] = [
     ("NpuFusedSGD", {"lr": 2e-3}, torch.optim.SGD),
     ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
     ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
@@ -286,7 +287,7 @@ NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
 
 @pytest.mark.parametrize("case", NPU, ids=str)
 def test_ascends_names_take_torchs_steps_in_one_pass(
-    case: tuple[str, dict[str, Any], type[torch.optim.Optimizer]],
+    case: tuple[str, dict[str, Any], Any],
 ) -> None:
     """Those of fp64; one parameter comes later, and one is left out once. Hooks run once, states are torch's."""
     name, options, torchs = case
