@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from torch.optim import Optimizer
 
 from xamp.apex._properties import tell
 from xamp.distributed import ranks
+from xamp.ground.compiler import keep_eager
 from xamp.ground.containers import cast_any
 from xamp.ground.log import say
+from xamp.plans.waiting import Waiting, has_gradient, parameter_class
 from xamp.policy import Policy
+from xamp.scaling import moves, unscale
 from xamp.scaling.counts import Counts, Outcomes, StepOutcome
 from xamp.scaling.engine import Engine, ScaledLoss
 from xamp.scaling.fused import FusedChoice
@@ -72,12 +76,56 @@ class ApexGradients(Gradients):
 
     def enter(self, scaler: LossScaler) -> None:
         """See :meth:`Gradients.enter`. Drops old low-precision gradients: the masters have all that count."""
+        self.materialize()
         if self.pending is None:
             self.drop_low_precision()
         super().enter(scaler)
 
     def check_ready(self, call: str) -> None:
         """Do nothing: a caller that reads gradients gets them as they are."""
+
+    def _move_to_masters(self, scaler: LossScaler, found_inf: torch.Tensor | None, first: bool) -> bool:
+        """See :meth:`Gradients._move_to_masters`. Gradients that FusedSGD takes from the model are checked there."""
+        grads = [param.grad for param, _ in self.pairs]
+        if not self._stay_on_model(grads, scaler):
+            return super()._move_to_masters(scaler, found_inf, first)
+        if found_inf is not None:
+            unscale.check([grad for grad in grads if grad is not None], found_inf, self._backend.unscale_)
+        self.waiting = Waiting(self.pairs, grads, scaler.inverse.clone() if self._scales else None)
+        self.waiting.hold(self._master_class)
+        return True
+
+    @functools.cached_property
+    def _master_class(self) -> type[torch.nn.Parameter]:
+        return parameter_class(self.materialize, self.release)
+
+    def _stay_on_model(self, grads: Sequence[torch.Tensor | None], scaler: LossScaler) -> bool:
+        held = [grad for grad in grads if grad is not None]
+        if getattr(self._optimizer(), "materialize_master_grads", True) or torch.compiler.is_compiling() or not held:
+            return False
+        if self.hidden is not None and any(grad._is_view() for grad in held):
+            return False  # DDP writes its buckets anew in the next forward
+        known = all(grad.layout is torch.strided and grad.device == scaler.scale.device for grad in held)
+        known = known and not any(grad.requires_grad or ranks.is_dtensor(grad) for grad in held)
+        return known and not any(has_gradient(master) for _, master in self.pairs)
+
+    def materialize(self, call: str = "") -> None:
+        """See :meth:`Gradients.materialize`. As in Apex, what became of the model's gradients meanwhile counts."""
+        del call
+        if self.waiting is not None:
+            self.waiting.follow()
+            with torch.inference_mode(False):
+                self.waiting.move(moves.chunk_limit(self.pairs))
+            self._end_waiting()
+
+    def end_step(self) -> None:
+        """Clear the masters' gradients. The model keeps those that were stepped from there."""
+        self._end_waiting()
+        for _, master in self.pairs:
+            master.grad = None
+
+
+keep_eager(ApexGradients.materialize)
 
 
 class ApexOutcomes(Outcomes):
@@ -103,6 +151,7 @@ class ApexState(OptimizerState):
     gradients_class = ApexGradients
     outcomes_class = ApexOutcomes
     engine: ApexEngine
+    gradients: ApexGradients
     outcomes: ApexOutcomes
 
     def __init__(self, engine: ApexEngine, optimizer: Optimizer, index: int, fused: FusedChoice) -> None:
@@ -158,7 +207,7 @@ class ApexState(OptimizerState):
         used, applied = self.gradients.used, self.engine.counts.applied
         try:
             if not skips:
-                with self.engine.around_step():
+                with self.engine.around_step(), self._lending():
                     result = base(*args, **kwargs)
             self._account(skips, values, used, applied)
             return result
@@ -166,6 +215,20 @@ class ApexState(OptimizerState):
             if self.has_stepped(first, result, error):
                 self._account(skips, values, used, applied)
             raise
+
+    @contextlib.contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Give gradients that stayed on the model to the optimizer, FusedSGD, for one step."""
+        waiting, optimizer = self.gradients.waiting, self._optimizer()
+        if waiting is None:
+            yield
+            return
+        waiting.follow()
+        vars(optimizer)["lent"] = waiting
+        try:
+            yield
+        finally:
+            del vars(optimizer)["lent"]
 
     def _warn_of_scaled(self) -> None:
         """Warn once of a step inside of ``scale_loss``. Apex accepts it silently; with Adam at O1 that even trains."""
@@ -188,8 +251,7 @@ class ApexState(OptimizerState):
             if values is not None and self.outcomes.seen is not values:
                 self.outcomes.observe((used, clock()), values)
         finally:
-            for _, master in self.gradients.pairs:
-                master.grad = None
+            self.gradients.end_step()
             self.outcomes.found.clear()
 
     def note(self, index: int, found: torch.Tensor) -> None:

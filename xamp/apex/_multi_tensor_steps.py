@@ -42,11 +42,12 @@ def multi_tensor_sgd(
     nesterov: bool,
     first_run: bool,
     wd_after_momentum: bool,
-    scale: float,
+    scale: Any,
 ) -> None:
     """Take a step of SGD. Lists: gradients, parameters, momenta and, if there is a fourth, 16-bit copies to write.
 
-    ``first_run``: the momenta hold nothing yet. ``scale``: the gradients are multiplied by this first.
+    ``first_run``: the momenta hold nothing yet. ``scale``: the gradients are multiplied by this first; a number or,
+    unlike in Apex, a tensor.
     """
     grads, params, momenta, *copies = tensor_lists
     numbers = {"lr": lr, "weight_decay": wd, "momentum": momentum, "dampening": dampening}
@@ -55,7 +56,7 @@ def multi_tensor_sgd(
     sgd = Rule("sgd", wd_after_momentum=wd_after_momentum)
     if one_pass.step(sgd, lists, numbers, copies=copies, skip=noop_flag, scale=scale):
         return
-    if scale == 1.0 and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
+    if one_pass.is_one(scale) and not (wd != 0.0 and wd_after_momentum) and updates.has_fused(torch.optim.SGD, lists):
         rule = functools.partial(updates.fused_sgd_, skip=noop_flag, numbers=numbers)
         pieces.apply(rule, lists, limit_of(lists), copies, noop_flag, obeys=True)
     else:

@@ -23,7 +23,7 @@ from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
 
-__all__ = ["are_alike", "found_inf", "may_run", "norm", "prepared", "scale_", "step"]
+__all__ = ["are_alike", "found_inf", "is_one", "may_run", "norm", "prepared", "scale_", "step"]
 
 _KNOWN = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -84,7 +84,7 @@ def prepared(
             grads,
             [_options(numbers) | {"step": counted[0], "bias_correction": counted[1]}],
             None if (flag := found_inf(skip)) is None else _scalar(flag, device),
-            None if scale is None or _is_one(scale) else _scalar(scale, device),
+            None if scale is None or is_one(scale) else _scalar(scale, device),
             factor,
         )
         # What keeps copies of a tensor asks for its version, which kernels do not raise.
@@ -204,7 +204,8 @@ def _options(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"grad_averaging": numbers.get("beta3") != 1.0, "first": numbers.get("is_first_step", False)}
 
 
-def _is_one(scale: Any) -> bool:
+def is_one(scale: Any) -> bool:
+    """Return whether ``scale``, a number or a tensor, is known to be 1 without a wait for the device."""
     return not isinstance(scale, torch.Tensor) and scale == 1.0
 
 

@@ -16,7 +16,7 @@ import torch
 from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
-from xamp.plans.lists import are_alike, found_inf
+from xamp.plans.lists import are_alike, found_inf, is_one
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -45,15 +45,16 @@ def has_fused(cls: Any, lists: Lists) -> bool:
         return False
 
 
-def sgd_(lists: Piece, scale: float, decay_last: bool, numbers: Numbers) -> None:
-    """Step parameters and, where there are any, momenta. ``scale`` multiplies the gradients first.
+def sgd_(lists: Piece, scale: Any, decay_last: bool, numbers: Numbers) -> None:
+    """Step parameters and, where there are any, momenta.
 
+    ``scale``: a number or a tensor; the gradients are multiplied by it first.
     ``decay_last``: add the decay to the update, not to the gradient.
     """
     step, params, *momenta = lists
     decay = numbers["weight_decay"]
-    if scale != 1.0:
-        step = list(operators.foreach_mul(step, scale))
+    if not is_one(scale):
+        step = list(operators.foreach_mul(step, number(scale)))
     if decay != 0.0 and not decay_last:
         step = list(operators.foreach_add(step, params, alpha=decay))
     for moving in momenta:

@@ -216,6 +216,16 @@ class Waiting:
             if grad is not None and param.grad is grad:
                 param.grad = None
 
+    def follow(self) -> None:
+        """Take what is on the model now in the place of the gradients that were there when they began to wait."""
+        pairs = zip(self.pairs, self.grads, strict=True)
+        self.grads = [None if grad is None else param.grad for (param, _), grad in pairs]
+
+    def by_master(self) -> dict[int, torch.Tensor]:
+        """Return the gradients by the ids of their masters."""
+        found = zip(self.pairs, self.grads, strict=True)
+        return {id(master): grad for (_, master), grad in found if grad is not None}
+
     # ---------------------------------------------------------------- into the masters
 
     def move(self, limit: float) -> None:

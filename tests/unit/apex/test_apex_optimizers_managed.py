@@ -151,3 +151,128 @@ def test_the_flag_of_the_constructor_holds_in_a_session() -> None:
         run.step(0)
         run.optimizer.zero_grad()
         assert [p.grad is None for p in run.masters(run.optimizer)] == [to_none] * 6
+
+
+class _Trained:
+    """A training at O2 of Apex with FusedSGD, with or without gradients of the masters."""
+
+    def __init__(self, materialize: bool, loss_scale: Any = 2.0**10, **options: Any) -> None:
+        self.model: Any = _model()
+        made = optimizers.FusedSGD(
+            self.model.parameters(), lr=0.05, materialize_master_grads=materialize, **{"momentum": 0.9, **options}
+        )
+        self.optimizer: Any
+        self.model, self.optimizer = amp.initialize(
+            self.model, made, opt_level="O2", loss_scale=loss_scale, verbosity=0
+        )
+        self.seed = 0
+
+    def backward(self, factor: float = 1.0) -> None:
+        self.seed += 1
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(self.seed))
+        with amp.scale_loss(self.model(x).float().square().mean() * factor, self.optimizer) as scaled:
+            scaled.backward()
+
+    def masters(self) -> list[torch.Tensor]:
+        return [master.detach().clone() for master in amp.master_params(self.optimizer)]
+
+    def momenta(self) -> list[torch.Tensor]:
+        states = [self.optimizer.state[master] for master in amp.master_params(self.optimizer)]
+        return [state["momentum_buffer"] for state in states if state]
+
+
+Body = Callable[[_Trained, int], object]
+
+
+def _clip(run: _Trained, _: int) -> None:
+    run.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), 0.05)
+
+
+def _two(run: _Trained, _: int) -> None:
+    run.backward()
+    run.backward(0.5)
+
+
+def _freeze(run: _Trained, number: int) -> None:
+    run.backward()
+    if number == 2:
+        run.optimizer.param_groups[0]["params"][0].grad = None
+
+
+BODIES: dict[str, Body] = {
+    "one backward": lambda run, _: run.backward(),
+    "an overflow": lambda run, number: run.backward(float("inf") if number == 1 else 1.0),
+    "clipped": _clip,
+    "two backwards": _two,
+    "one cleared": _freeze,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss_scale": "dynamic"}, {"momentum": 0.0, "weight_decay": 0.1}, {"nesterov": True, "weight_decay": 0.1}],
+    ids=str,
+)
+def test_sgd_without_gradients_of_masters_takes_the_same_steps(body: str, options: dict[str, Any]) -> None:
+    """Bit for bit, for a product by a power of two in fp32 is exact, whoever takes it."""
+    if body == "an overflow" and "loss_scale" not in options:
+        options = {**options, "loss_scale": "dynamic"}  # a static scale is not checked
+    runs = [_Trained(materialize, **options) for materialize in (True, False)]
+    first = runs[0].masters()
+    for number in range(5):
+        for run in runs:
+            run.optimizer.zero_grad()
+            BODIES[body](run, number)
+            run.optimizer.step()
+        for mine, theirs in zip(*(run.masters() for run in runs), strict=True):
+            assert torch.equal(mine, theirs)
+    assert not torch.equal(first[0], runs[0].masters()[0])
+    for mine, theirs in zip(runs[0].momenta(), runs[1].momenta(), strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, theirs in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_masters_have_no_gradient_and_the_model_keeps_its_scaled_ones() -> None:
+    run = _Trained(False)
+    run.backward()
+    low = next(iter(run.model.parameters()))
+    grad = low.grad
+    assert grad is not None
+    assert grad.dtype == torch.float16
+    expected = grad.float() / 2.0**10
+    before = run.masters()[0]
+    run.optimizer.step()
+    assert low.grad is grad
+    assert all(master.grad is None for master in amp.master_params(run.optimizer) if master.dim() == 2)
+    torch.testing.assert_close(run.masters()[0], before - 0.05 * expected, rtol=0, atol=1e-7)
+    assert "lent" not in vars(run.optimizer)
+
+
+def test_what_a_script_does_to_the_models_gradients_counts_as_in_apex() -> None:
+    run = _Trained(False)
+    run.backward()
+    low, other = (param for param in run.model.parameters() if param.dim() == 2)
+    before = run.masters()
+    low.grad.mul_(0.5)
+    other.grad = None
+    half = low.grad.float() / 2.0**10
+    run.optimizer.step()
+    after = dict(zip(map(id, amp.master_params(run.optimizer)), run.masters(), strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(before, after.values(), strict=True)]
+    weights = [i for i, master in enumerate(before) if master.dim() == 2]
+    assert [moved[i] for i in weights] == [True, False]
+    torch.testing.assert_close(run.masters()[weights[0]], before[weights[0]] - 0.05 * half, rtol=0, atol=1e-7)
+
+
+def test_a_gradient_of_a_master_that_is_read_is_made_unscaled() -> None:
+    run = _Trained(False)
+    run.backward()
+    expected = [p.grad.float() / 2.0**10 for p in run.model.parameters() if p.dtype == torch.float16]
+    found: list[Any] = [m.grad for m in amp.master_params(run.optimizer)]
+    found = [grad for grad in found if any(grad.shape == one.shape and torch.equal(grad, one) for one in expected)]
+    assert len(found) >= len(expected)
+    assert all(grad.dtype == torch.float32 for grad in found)
+    assert all(type(master) is nn.Parameter for master in amp.master_params(run.optimizer))

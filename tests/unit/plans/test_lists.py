@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -210,9 +211,9 @@ def test_the_norm_of_lamb_is_taken_in_one_pass(dtype: torch.dtype) -> None:
     assert found.shape == (1,)
     assert found.item() == pytest.approx(expected.item(), rel=1e-7)
     assert len(made_for(params[0])) == 1
-    params[1].grad = None
-    first = float(expected.new_tensor(params[0].grad.tolist()).norm()) if params[0].grad is not None else 0.0
-    assert _multi_tensor.grad_norm(owner, params[:1]).item() == pytest.approx(first)
+    params[1].grad, first = None, params[0].grad
+    assert first is not None
+    assert _multi_tensor.grad_norm(owner, params[:1]).item() == pytest.approx(float(first.double().norm()))
     wide = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
     wide.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert _multi_tensor.grad_norm(owner, [wide]).tolist() == [5.0]
@@ -274,10 +275,10 @@ def test_versions_are_raised_as_by_any_write() -> None:
     assert low._version > before[1]
 
 
-NPU: list[tuple[str, dict[str, Any], type[torch.optim.Optimizer]]] = [
-    ("NpuFusedSGD", {"lr": 0.1}, torch.optim.SGD),
-    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
-    ("NpuFusedSGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
+NPU: list[tuple[str, dict[str, Any], Any]] = [
+    ("NpuFusedSGD", {"lr": 2e-3}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}, torch.optim.SGD),
+    ("NpuFusedSGD", {"lr": 2e-3, "momentum": 0.9, "nesterov": True}, torch.optim.SGD),
     ("NpuFusedAdam", {"lr": 3e-3, "weight_decay": 0.1}, torch.optim.Adam),
     ("NpuFusedAdam", {"lr": 3e-3, "amsgrad": True, "betas": (0.5, 0.9)}, torch.optim.Adam),
     ("NpuFusedAdamW", {"lr": 3e-3}, torch.optim.AdamW),
@@ -311,6 +312,36 @@ def test_ascends_names_take_torchs_steps_in_one_pass(
         for key, value in optimizer.state[one].items():
             if value is not None:
                 torch.testing.assert_close(value.double(), reference.state[other][key].double(), rtol=1e-6, atol=1e-6)
+
+
+ASCEND: list[tuple[str, dict[str, Any]]] = [
+    ("NpuFusedBertAdam", {"lr": 3e-3}),
+    ("NpuFusedBertAdam", {"lr": 3e-3, "warmup": 0.3, "t_total": 6, "max_grad_norm": 1.0, "weight_decay": 0.1}),
+    ("NpuFusedLamb", {"lr": 3e-3, "adam": True, "weight_decay": 0.1, "use_global_grad_norm": True}),
+    ("Lamb", {"lr": 3e-3, "adam": True}),
+]
+
+
+@pytest.mark.parametrize("case", ASCEND, ids=str)
+def test_ascends_adams_of_bert_and_lamb_are_adamw_without_correction(case: tuple[str, dict[str, Any]]) -> None:
+    """Beside their loops over single parameters in fp64, for which there is no kernel."""
+    name, options = case
+    params, steps = make_case(5)
+    make = functools.partial(getattr(optimizers, name), **options)
+    mine = [torch.nn.Parameter(param.clone()) for param in params]
+    theirs = [torch.nn.Parameter(param.double()) for param in params]
+    optimizer, reference = make(mine), make(theirs)
+    for number, grads in enumerate(steps):
+        for index, grad in enumerate(grads):
+            mine[index].grad = None if (number, index) == (3, 0) else grad  # then the counts differ
+            theirs[index].grad = None if (number, index) == (3, 0) else grad.double()
+        optimizer.step()
+        reference.step()
+    assert made_for(mine[0])
+    assert not made_for(theirs[0])
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.detach().double(), other.detach(), rtol=0, atol=2e-7)
+        assert optimizer.state[one]["step"] == reference.state[other]["step"]
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"differentiable": True}])
@@ -348,6 +379,37 @@ def test_what_the_kernels_do_not_take_steps_as_ever(kind: str, monkeypatch: pyte
     found = run()
     monkeypatch.setattr(lists, "_on_host", False)
     assert torch.equal(found, run())
+
+
+def test_sgd_without_gradients_of_masters_steps_by_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At O2 of Apex: scaled fp16 gradients, read once, against a loop in fp64."""
+
+    def run() -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Linear(6, 3)
+        made = optimizers.FusedSGD(model.parameters(), lr=0.1, momentum=0.9, materialize_master_grads=False)
+        model, optimizer = amp.initialize(model, made, opt_level="O2", loss_scale=2.0**9, verbosity=0)
+        expected = [param.detach().half().double() for param in model.parameters()]  # Apex's masters start from there
+        momenta = [torch.zeros_like(one) for one in expected]
+        for number in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            for index, param in enumerate(model.parameters()):
+                momenta[index] = 0.9 * momenta[index] + param.grad.double() / 2.0**9
+                expected[index] = expected[index] - 0.1 * momenta[index]
+            optimizer.step()
+        return [master.detach().double() for master in amp.master_params(optimizer)], expected, optimizer
+
+    found, expected, optimizer = run()
+    assert made_for(next(iter(amp.master_params(optimizer))))
+    _made.clear()
+    monkeypatch.setattr(lists, "_on_host", False)
+    for mine, theirs in ((found, expected), run()[:2]):
+        for one, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-7)
+    assert not _made
 
 
 def test_nothing_changes_on_a_cpu_but_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
