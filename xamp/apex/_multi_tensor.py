@@ -19,8 +19,8 @@ from xamp.ground import kernels
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, store
 from xamp.ground.torch_private import operators
 from xamp.plans import lists as one_pass
-from xamp.plans.updates import number
 from xamp.registry.registry import HOST
+from xamp.updates import number
 
 __all__ = [
     "grad_norm",

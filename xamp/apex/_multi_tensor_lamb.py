@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from xamp import updates
 from xamp.apex._multi_tensor import joined, limit_of, norms, number, split
 from xamp.ground.pieces import Lists, Piece, cut, floats, groups, opened, store
 from xamp.ground.torch_private import operators
 from xamp.onepass import Rule
 from xamp.plans import lists as one_pass
-from xamp.plans import updates
 
 __all__ = [
     "multi_tensor_lamb",

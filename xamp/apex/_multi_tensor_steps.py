@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from xamp import updates
 from xamp.apex._multi_tensor import limit_of, multi_tensor_norm_out, number, raise_flag
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
 from xamp.onepass import Rule
 from xamp.plans import lists as one_pass
-from xamp.plans import updates
 
 __all__ = [
     "multi_tensor_adagrad",

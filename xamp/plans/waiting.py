@@ -125,10 +125,14 @@ class Waiting:
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], grads: list[torch.Tensor | None], inverse: torch.Tensor | None, seen: Seen
+        self,
+        pairs: Sequence[Pair],
+        grads: list[torch.Tensor | None],
+        inverse: torch.Tensor | None,
+        seen: Seen | None = None,
     ) -> None:
         self.pairs = pairs
-        self.seen = seen
+        self.seen = Seen(None, (), checked=False) if seen is None else seen
         self.grads = grads
         self.inverse = inverse
         self.clip: torch.Tensor | None = None
@@ -274,13 +278,13 @@ class Seen:
     """What a plan has seen of gradients that wait, and whether it is still true.
 
     Args:
-        plan: the plan, which takes all of these gradients.
+        plan: the plan, which takes all of these gradients; None: there is none.
         direct: the gradients of parameters without a master. Others read and write them on the model.
         checked: the plan has checked them, and keeps the sum of their squares.
     """
 
-    def __init__(self, plan: onepass.Plan, direct: Grads, checked: bool) -> None:
-        self.plan: onepass.Plan | None = plan
+    def __init__(self, plan: onepass.Plan | None, direct: Grads, checked: bool) -> None:
+        self.plan = plan
         self._direct, self._versions, self._checked = direct, _versions(direct), checked
 
     def suits(self, plan: onepass.Plan, direct: Grads) -> bool:

@@ -11,9 +11,9 @@ import torch
 from apex_oracles import ORACLES, make_case, trained
 from torch import nn
 
+from xamp import updates
 from xamp.apex import _multi_tensor, amp, optimizers
 from xamp.apex.optimizers._older import FusedAdam as OlderAdam
-from xamp.plans import updates
 from xamp.testing.measure import Storages
 
 Make = Callable[[Any], Any]
