@@ -7,13 +7,14 @@ import torch
 from benchmarks import bounds
 from benchmarks.report import Figure
 from xamp import onepass
+from xamp.plans import available
 
 SHAPES = ((64, 64), (64,), (7, 33), (1,))
 
 
 def refusal(device: torch.device) -> str:
     """Why the kernels cannot run here; empty where they can."""
-    return onepass.refusal(device)
+    return available.refusal(device)
 
 
 def counts(device: torch.device) -> list[Figure]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from xamp import onepass
+from xamp.plans import available
 
 Grads = Sequence["torch.Tensor | None"]
 
@@ -162,8 +163,8 @@ def takes(tensor: torch.Tensor) -> bool:
 
 def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     """Put the reference in the place of the kernels, on any device."""
-    patched.setattr(onepass, "Plan", Plan)
     patched.setattr(onepass, "takes", takes)
-    patched.setattr(onepass, "refusal", lambda device: "")
+    patched.setattr(available, "plan", Plan)
+    patched.setattr(available, "refusal", lambda device: "")
     Plan.calls = []
     return Plan

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xamp import onepass
 from xamp.casting import ops
 from xamp.contract import Backend, Capabilities
 from xamp.ground.kernels import missing
+from xamp.plans import available
 from xamp.plans.trials import is_right
 from xamp.policy import LEVELS, best_level, levels_where, listed
 from xamp.registry.causes import one_line
@@ -61,7 +61,7 @@ def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
 def _one_pass(can: Capabilities, device: torch.device) -> Iterator[Finding]:
     """Tell whether steps at O2 and O5 are taken in one pass; not of the host, where torch's own kernels serve."""
     if {"O2", "O5"}.intersection(can.levels) and not torch.empty(0, device=device).is_cpu:
-        why = onepass.refusal(device)
+        why = available.refusal(device)
         if why.startswith(("Triton compiles for", "Triton is not installed")):
             return  # nobody expects its kernels on this device; a DEBUG line says so
         yield Finding(NOTE, f"steps in one pass at O2 and O5: {f'no, {why}' if why else 'yes'}")

@@ -46,9 +46,7 @@ class OneByOne(Plan):
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(self._groups * _WIDTH, self.device, dtype=torch.float32)
 
-    def check(
-        self, grads: Grads, found_inf: torch.Tensor, hyper: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
+    def check(self, grads: Grads, found_inf: torch.Tensor, hyper: Any = None) -> None:  # noqa: ARG002 - as Plan's
         """See :meth:`Plan.check`; ``hyper`` is not needed."""
         self.launches = 0
         self._parts.zero_()

@@ -49,9 +49,9 @@ def within(start, size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["size", "first"])
 def check(grad, size, parts, first, BLOCK: tl.constexpr):
-    """Write for each block its largest finite magnitude, the sum of squares in units of it, and 1 if not all are finite."""
+    """Write for each block its largest finite magnitude, squares in units of it, and 1 if not all are finite."""
     i = tl.arange(0, BLOCK)
-    for turn in range(0, turns(size, BLOCK)):
+    for turn in range(turns(size, BLOCK)):
         block = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
         start = block * BLOCK
         x = read(grad + start, i, i < within(start, size, BLOCK))
@@ -75,7 +75,7 @@ def step(
     keep = 1
     if SKIPS:
         keep = (tl.load(found) == 0.0).to(tl.int32)
-    for turn in range(0, turns(size, BLOCK)):
+    for turn in range(turns(size, BLOCK)):
         block = tl.program_id(0).to(tl.int64) + turn * tl.num_programs(0)
         start = block * BLOCK
         mask = i < within(start, size, BLOCK) * keep

@@ -17,6 +17,7 @@ from xamp import onepass
 from xamp.ground import pieces
 from xamp.ground.pieces import Lists, Piece
 from xamp.ground.torch_private import operators
+from xamp.plans import available
 from xamp.plans.trials import is_right
 from xamp.registry.causes import NotNow
 from xamp.registry.registry import HOST
@@ -117,7 +118,7 @@ def _may_run(device: torch.device) -> bool:
 
 @functools.cache
 def _refusal(device_type: str) -> str:
-    return onepass.refusal(device_type)
+    return available.refusal(device_type)
 
 
 def _plan_of(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | None:
@@ -148,7 +149,7 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         with contextlib.suppress(NotNow):
             is_right(form, device, torch.float32)
     try:
-        return onepass.Plan(rule, rows)
+        return available.plan(rule, rows)
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
         return None
 

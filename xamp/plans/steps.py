@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
-from xamp.plans import forms
+from xamp.plans import available, forms
 from xamp.plans.waiting import Waiting
 
 __all__ = ["Grads", "Launch", "OneStep", "Part", "Plans", "hyper_of"]
@@ -37,7 +37,7 @@ class Part:
         self._states, self._tensors = _held(optimizer)
         self._asked = _asked(kind, optimizer)
         self._kind = kind
-        self.plan = onepass.Plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
+        self.plan = available.plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
 
     def is_stale(self, optimizer: Optimizer) -> bool:
         """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
@@ -111,7 +111,7 @@ class Plans:
         if part.plan is not None and not part.left_out(grads):
             return part.plan, part.of(grads)
         if self._bare is None or self._bare.moved():
-            self._bare = onepass.Plan(onepass.Rule("sgd"), [onepass.Row(m, low) for m, low in self._params[0]])
+            self._bare = available.plan(onepass.Rule("sgd"), [onepass.Row(m, low) for m, low in self._params[0]])
         return self._bare, grads
 
     def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from xamp import onepass
 from xamp.distributed.ranks import is_dtensor
 from xamp.ground.log import say
-from xamp.plans import forms, steps
+from xamp.plans import available, forms, steps
 from xamp.plans.waiting import Waiting, has_gradient, parameter_class
 from xamp.scaling.fused import FusedChoice
 
@@ -47,7 +47,7 @@ def refusal(optimizer: Optimizer, fused: FusedChoice, gradients: Gradients, devi
         return "parameters are on several devices"
     if not all(map(onepass.takes, tensors)):
         return "a parameter is complex, sparse, in fp64 or not dense in memory"
-    return forms.refusal(fused.kind, optimizer) or onepass.refusal(device)
+    return forms.refusal(fused.kind, optimizer) or available.refusal(device)
 
 
 class OnePass:

@@ -17,7 +17,7 @@ from apex_oracles import ORACLES, make_case, trained
 
 from xamp import onepass
 from xamp.apex import amp, amp_C, optimizers
-from xamp.plans import lists
+from xamp.plans import available, lists
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("FusedAdam", {"lr": 3e-3, "weight_decay": 0.1}),
@@ -42,7 +42,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels run in the interpreter, for tensors of the host. Triton reads its variable at its first import."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     importlib.import_module("xamp.onepass.kernels")
-    assert onepass.refusal("cpu") == ""
+    assert available.refusal("cpu") == ""
     lists._refusal.cache_clear()
     monkeypatch.setattr(lists, "_on_host", True)
     yield
