@@ -29,7 +29,7 @@ def counts(device: torch.device) -> list[Figure]:
         count = torch.zeros((), device=device)
         rows.append(onepass.Row(master, master.to(dtype), states, count, group=number // 2))
         grads.append(torch.randn(shape, device=device).to(dtype))
-    plan = onepass.Plan(onepass.Rule("adam", decoupled=True), rows)
+    plan = available.plan(onepass.Rule("adam", decoupled=True), rows)
     found, inverse = torch.zeros((), device=device), torch.ones((), device=device)
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay} for decay in (0.0, 0.1)]
     figures = []

@@ -11,7 +11,7 @@ import torch
 
 from xamp import onepass
 
-__all__ = ["plan", "refusal"]
+__all__ = ["described", "plan", "refusal"]
 
 _FORMS: tuple[type[onepass.Plan], ...] = (onepass.Plan, onepass.OneByOne)
 """In the order in which they are tried: few launches first."""
@@ -37,6 +37,14 @@ def refusal(device: torch.device | str) -> str:
     """
     form, why = _form_of(torch.device(device))
     return "" if form is not None else why
+
+
+def described(device: torch.device) -> str:
+    """Say in one line whether the kernels run on ``device``, in which form, and why not or not in the first one."""
+    form, why = _form_of(device)
+    if form is None:
+        return f"no ({why})"
+    return "yes" if form is _FORMS[0] else f"yes, with a launch for each tensor ({why})"
 
 
 def _form_of(device: torch.device) -> tuple[type[onepass.Plan] | None, str]:

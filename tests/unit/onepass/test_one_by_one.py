@@ -8,51 +8,20 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import onepass_fp64
 import pytest
 import torch
-from onepass_cases import CASES, LOWER, rows_of
+from onepass_cases import CASES, rows_of
+from onepass_on_device import largest_error
 
 from xamp.onepass import OneByOne, Plan, Row, Rule, kernels, one_by_one, one_by_one_kernels
 from xamp.onepass.one_by_one import corrections, logarithm
 from xamp.plans import available
 
-EPS = torch.finfo(torch.float32).eps
-
-
-def assert_fp32(found: torch.Tensor, right: torch.Tensor, size: torch.Tensor) -> None:
-    """Check ``found`` to 2 units of fp32's last place of the sum of the magnitudes of its terms, ``size``.
-
-    Sums of terms that cancel cannot be nearer in fp32, for the terms themselves are rounded.
-    """
-    assert bool(((found.double() - right).abs() <= 2 * EPS * size).all())
-
 
 @pytest.mark.parametrize("name", [name for name, (rule, _) in CASES.items() if rule.name in ("sgd", "adam")])
-def test_a_step_is_fp64s(name: str) -> None:
-    rule, group = CASES[name]
-    torch.manual_seed(len(name))
-    rows = rows_of(rule, group)
-    plan = OneByOne(rule, rows, block=64)
-    found, inverse, clip = torch.zeros(()), torch.tensor(1 / 512), torch.tensor(0.75)
-    for count in range(1, 6):
-        grads = [
-            torch.randn(row.param.shape).mul(512.0).to(LOWER[i % 3] or torch.float32) for i, row in enumerate(rows)
-        ]
-        right, sizes = [], []
-        for row, grad in zip(rows, grads, strict=True):
-            held, wide = [row.param, *row.states], grad.double() / 512 * 0.75
-            right.append(onepass_fp64.stepped(rule, held[0], held[1:], wide, group, count))
-            large: list[torch.Tensor] = [tensor.abs() for tensor in held]
-            added = {**group, "lr": -group["lr"], "maximize": False}  # so all terms have one sign
-            sizes.append(onepass_fp64.stepped(rule, large[0], large[1:], wide.abs(), added, count))
-        plan.check(grads, found, [group])
-        plan.step(grads, [group], found, inverse, clip)
-        for row, exact, size in zip(rows, right, sizes, strict=True):
-            for one, other, terms in zip([row.param, *row.states], exact, size, strict=False):
-                assert_fp32(one, other, terms)
-            assert row.low is None or torch.equal(row.low, row.param.to(row.low.dtype))
-            assert float(row.step if row.step is not None else -1.0) == count
+def test_a_step_is_fp64s_as_near_as_fp32_can_be(name: str) -> None:
+    """To 2 units of the last place; a skipped step, counts and lower weights besides."""
+    assert 0.0 < largest_error(OneByOne, name) <= 2.0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.98, 0.99, 0.999, 0.9999, 0.99999, 0.999999])
