@@ -43,6 +43,7 @@ class OneByOne(Plan):
         self._counted = torch.tensor(counted, dtype=torch.int64, device=self.device)
         self._counts = [row.step.detach().reshape(()) for row in self.rows if row.step is not None]
         self._tensors = [[_bits(t) for t in (row.param, row.low, *row.states) if t is not None] for row in self.rows]
+        self._words: list[float] = []  # of the newest table
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._ring = PointerRing(self._groups * _WIDTH, self.device, dtype=torch.float32)
 
@@ -130,14 +131,16 @@ class OneByOne(Plan):
     def _numbers_of(self, hyper: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Return what each group's options say, on the device; a new tensor."""
         words = [word for group in hyper[: self._groups] for word in _words(self.rule, group, self.device)]
-        if words != self._sent:
-            self._given, self._sent = self._ring.send(words), words
+        if words != self._words:
+            self._given, self._words = self._ring.send(words), words
         groups = self._given[: len(words)].reshape(-1, _WIDTH).clone()
         for number, group in enumerate(hyper[: self._groups]):
-            if _is_there(lr := group.get("lr"), self.device):
+            lr: Any = group.get("lr")
+            count: Any = group.get("step")
+            if _is_there(lr, self.device):
                 groups[number, _RATE] = rate = lr.detach().reshape(()).float()
                 groups[number, _SHRINK] = 1.0 - rate * groups[number, _DECAY]
-            if _is_there(count := group.get("step"), self.device):
+            if _is_there(count, self.device):
                 groups[number, _COUNT] = count.detach().reshape(()).float()
         return groups
 

@@ -67,7 +67,7 @@ def _tried(device_type: str) -> tuple[type[onepass.Plan] | None, str]:
             own = "no device"
         if own != device_type:
             return None, f"Triton compiles for {own} here"
-    reasons = []
+    reasons: list[str] = []
     for form in _FORMS:
         if (why := _defect(form, device_type)) == "":
             return form, "; ".join(reasons)
