@@ -186,7 +186,7 @@ def takes(tensor: torch.Tensor) -> bool:
 
 def use(patched: pytest.MonkeyPatch) -> type[Plan]:
     """Put the reference in the place of the kernels, on any device."""
-    patched.setattr(onepass, "Plan", Plan)
+    patched.setattr(available, "plan", Plan)
     patched.setattr(onepass, "takes", takes)
     patched.setattr(available, "refusal", lambda device: "")
     Plan.calls = []

@@ -76,6 +76,8 @@ def _backend(row: dict[str, Any], width: int, same_cause: bool) -> Iterator[str]
         yield from _field("levels", ", ".join(capabilities["levels"]), indent)
         yield from _field("fast in", ", ".join(capabilities["fast_dtypes"]) or "float32 only", indent)
         yield from _field("overflow", _OVERFLOW.get(capabilities["overflow"], capabilities["overflow"]), indent)
+        if row["one_pass"]:
+            yield from _field("one pass", row["one_pass"], indent)
     elif same_cause:
         yield from _field("cause", "as for torch, above", indent)
     else:

@@ -70,7 +70,8 @@ def examine(limit: float = LIMIT) -> dict[str, Any]:
         ``schema`` (1), ``ok``, ``xamp``, ``python``, ``platform`` (strings), ``torch`` (``version``, ``reason``,
         ``hint``, ``detail``, ``printed``, ``findings``), ``apex`` (the installed package of that name: ``has_amp``,
         ``version``, ``says``; null where there is none), ``backends`` (the fields of
-        :class:`~xamp.contract.BackendReport`, ``broken``, ``findings``, ``settings``, ``seconds``, ``printed``),
+        :class:`~xamp.contract.BackendReport`, ``broken``, ``findings``, ``settings``, ``one_pass`` (whether steps at
+        O2 and O5 are taken in one pass, or why not; empty where that is not asked), ``seconds``, ``printed``),
         ``chosen`` (``device``, ``backend``, ``reason``; null where there is none), ``environment`` (the variables that
         are set and matter here) and ``recommended`` (``level``, ``reason``, ``alternatives``, ``shapes``; null without
         a device, or where it runs no level). While ``schema`` stays the same, keys may be added and are never removed.

@@ -122,12 +122,12 @@ class _Examination:
     def _try(self, backend: Backend) -> None:
         import torch
 
-        from xamp.doctor.trial import find_gaps, find_mismatches
+        from xamp.doctor.trial import find_gaps, find_mismatches, one_pass
 
         device = torch.device(backend.device_type)
         self._begin("declared", backend.name)
         found = [*find_mismatches(backend, device), *find_gaps(backend, device)]
-        self._write("declared", backend.name, findings=_as_dicts(found))
+        self._write("declared", backend.name, findings=_as_dicts(found), one_pass=one_pass(backend, device))
         self._begin("settings", backend.name)
         settings, findings = _settings(backend, device)
         self._write("settings", backend.name, settings=settings, findings=findings)

@@ -27,7 +27,7 @@ Step = tuple[str, str]
 
 def row_of(report: BackendReport, **more: Any) -> Record:
     """A row: the fields of ``report``, and those that ``doctor`` adds, with defaults that ``more`` overrides."""
-    added: Record = {"broken": False, "findings": [], "settings": [], "seconds": None, "printed": []}
+    added: Record = {"broken": False, "findings": [], "settings": [], "one_pass": "", "seconds": None, "printed": []}
     return {**dataclasses.asdict(report), **added, **more}
 
 
@@ -113,16 +113,13 @@ class Known:
                 yield key, spec_of(load["spec"])
 
     def _row(self, key: str, spec: BackendSpec) -> Record:
-        start, settings = self.of("start", spec.name), self.of("settings", spec.name)
-        found = [
-            finding
-            for step in (start, self.of("declared", spec.name), settings)
-            for finding in step.get("findings", [])
-        ]
+        start, declared, settings = (self.of(step, spec.name) for step in ("start", "declared", "settings"))
+        found = [finding for step in (start, declared, settings) for finding in step.get("findings", [])]
         more = [dataclasses.asdict(finding) for finding in self._findings(key, spec)]
         row: Record = {**start["row"], "broken": start["broken"], "findings": [*found, *more]}
         printed = start.get("printed", []) if not row["usable"] or "ended" in start else []
-        return {**row, "settings": settings.get("settings", []), "seconds": start.get("seconds"), "printed": printed}
+        told = {"settings": settings.get("settings", []), "one_pass": declared.get("one_pass", "")}
+        return {**row, **told, "seconds": start.get("seconds"), "printed": printed}
 
     def _findings(self, key: str, spec: BackendSpec) -> Iterator[Finding]:
         """The findings about a backend that come from the examination itself."""

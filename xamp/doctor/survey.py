@@ -35,7 +35,7 @@ class Examined:
         torch: ``version``, ``reason``, ``hint``, ``detail``, ``printed`` (the last lines printed where it failed), and
             ``findings`` about its autocast lists.
         rows: one for every backend and broken entry point, with the fields of :class:`~xamp.contract.BackendReport`,
-            ``broken``, ``findings``, ``settings``, ``seconds`` and ``printed``.
+            ``broken``, ``findings``, ``settings``, ``one_pass``, ``seconds`` and ``printed``.
         chosen: ``device``, ``backend``, ``reason``.
         recommended: the fields of :class:`xamp.doctor.advice.Advice`; None where no device could be chosen, or where it
             runs no level.

@@ -19,7 +19,7 @@ from xamp.registry.causes import one_line
 from xamp.registry.findings import DEFECT, NOTE, WARNING, Finding
 from xamp.registry.trials import KERNELS, defect_of
 
-__all__ = ["find_gaps", "find_mismatches"]
+__all__ = ["find_gaps", "find_mismatches", "one_pass"]
 
 _TUPLES = ("levels", "dtypes", "fast_dtypes", "fused_optimizers", "op_policies")
 _OVERFLOWS = ("inf", "flag")
@@ -54,17 +54,19 @@ def find_gaps(backend: Backend, device: torch.device) -> list[Finding]:
     """
     with contextlib.suppress(Exception):
         can = backend.capabilities(device)
-        return [*_failing(can), *_done_without(can, device), *_one_pass(can, device)]
+        return [*_failing(can), *_done_without(can, device)]
     return []
 
 
-def _one_pass(can: Capabilities, device: torch.device) -> Iterator[Finding]:
-    """Tell whether steps at O2 and O5 are taken in one pass; not of the host, where torch's own kernels serve."""
-    if {"O2", "O5"}.intersection(can.levels) and not torch.empty(0, device=device).is_cpu:
-        why = available.refusal(device)
-        if why.startswith(("Triton compiles for", "Triton is not installed")):
-            return  # nobody expects its kernels on this device; a DEBUG line says so
-        yield Finding(NOTE, f"steps in one pass at O2 and O5: {f'no, {why}' if why else 'yes'}")
+def one_pass(backend: Backend, device: torch.device) -> str:
+    """Say whether steps at O2 and O5 are taken in one pass; nothing of the host, where torch's own kernels serve.
+
+    Raises nothing.
+    """
+    with contextlib.suppress(Exception):
+        if {"O2", "O5"}.intersection(backend.capabilities(device).levels) and not torch.empty(0, device=device).is_cpu:
+            return available.described(device)
+    return ""
 
 
 def _failing(can: Capabilities) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ _FEW = 4
 
 
 class PointerRing:
-    """Tables of int64, each pinned on the host, with its place on the device and an event that guards both.
+    """Tables of numbers, each pinned on the host, with its place on the device and an event that guards both.
 
     The host may run some steps ahead of the device: then another table is taken, or it waits for the oldest.
 
@@ -20,19 +21,20 @@ class PointerRing:
         length: the words of a table.
         device: where it is read.
         queue: the module with ``Event``, ``current_stream``; by default the device's own. None: nothing is late.
+        dtype: of the words.
     """
 
-    def __init__(self, length: int, device: torch.device, queue: Any = ...) -> None:
+    def __init__(self, length: int, device: torch.device, queue: Any = ..., dtype: Any = torch.int64) -> None:
         if queue is ...:
             queue = None if device.type == "cpu" else torch.get_device_module(device)
-        self._queue, self._length, self._device = queue, length, device
+        self._queue, self._length, self._device, self._dtype = queue, length, device, dtype
         self._slots: list[list[Any]] = []  # the table on the host, its place on the device, the event
         self._at = -1
 
-    def send(self, words: list[int]) -> torch.Tensor:
+    def send(self, words: Sequence[float]) -> torch.Tensor:
         """Return a table on the device that will hold ``words``; it is good until :meth:`used` and some sends later."""
         host, there, _ = self._free()
-        host[: len(words)] = torch.tensor(words, dtype=torch.int64)
+        host[: len(words)] = torch.tensor(words, dtype=self._dtype)
         if there is not host:
             self._copy(there, host)
         self.used()
@@ -56,7 +58,7 @@ class PointerRing:
                 self._at = nearest
                 return self._slots[nearest]
         self._at += 1
-        host = torch.empty(self._length, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        host = torch.empty(self._length, dtype=self._dtype, pin_memory=self._device.type != "cpu")
         there = host if self._queue is None else torch.empty_like(host, device=self._device)
         self._slots.insert(self._at, [host, there, None])
         return self._slots[self._at]

@@ -135,5 +135,5 @@ def dtype_of_work(device: torch.device) -> Any:
     if device.type == "cpu":
         return tl.float64
     ask = getattr(torch.get_device_module(device), "get_device_capability", None)
-    version = ask(device) if ask is not None else (0, 0)
+    version = (ask(device) if ask is not None else None) or (0, 0)  # some devices' modules have it and answer None
     return tl.float64 if version[1] == 0 and 6 <= version[0] <= 10 else tl.float32

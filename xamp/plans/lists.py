@@ -186,7 +186,7 @@ def _new_plan(rule: onepass.Rule, lists: Lists, copies: int) -> onepass.Plan | N
         with contextlib.suppress(NotNow):
             is_right(form, device, torch.float32)
     try:
-        return onepass.Plan(rule, rows)
+        return available.plan(rule, rows)
     except ValueError:  # of a dtype, a device or an order in memory that the kernels do not take
         return None
 

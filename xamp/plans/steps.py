@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from xamp import onepass
-from xamp.plans import forms
+from xamp.plans import available, forms
 from xamp.plans.waiting import Grads, Waiting
 
 __all__ = ["Launch", "OneStep", "Plans", "hyper_of"]
@@ -36,7 +36,7 @@ class _Kept:
         self._states, self._tensors = _held(optimizer)
         self._asked = _asked(kind, optimizer)
         self._kind = kind
-        self.plan = onepass.Plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
+        self.plan = available.plan(forms.FORMS[kind].rule(optimizer.param_groups[0]), rows) if rows else None
 
     def is_stale(self, optimizer: Optimizer) -> bool:
         """Return whether a tensor lies elsewhere or was replaced in the state, or a group asks for another rule."""
@@ -115,7 +115,7 @@ class Plans:
             return kept.plan, kept.of(grads)
         if self._bare is None or self._bare.moved():
             rows = [onepass.Row(param, low, in_place=low is None) for param, low in self._params]
-            self._bare = onepass.Plan(onepass.Rule("sgd"), rows)
+            self._bare = available.plan(onepass.Rule("sgd"), rows)
         return self._bare, grads
 
     def hyper_for(self, plan: onepass.Plan, optimizer: Optimizer) -> list[Mapping[str, Any]] | None:

@@ -27,7 +27,7 @@ from xamp.doctor.survey import Examined
 FIELDS = [field.name for field in dataclasses.fields(BackendReport)]
 KEYS = ["schema", "ok", "xamp", "python", "platform", "torch", "apex", "backends", "chosen", "environment"]
 KEYS += ["recommended"]
-ADDED = ["broken", "findings", "settings", "seconds", "printed"]
+ADDED = ["broken", "findings", "settings", "one_pass", "seconds", "printed"]
 
 
 ASK = """
@@ -66,7 +66,8 @@ def changed(found: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def row(name: str, usable: bool = False, **changes: Any) -> dict[str, Any]:
     plain = dataclasses.asdict(BackendReport(name, (), usable=usable, source="plugin 1.0"))
-    return {**plain, "broken": False, "findings": [], "settings": [], "seconds": 0.1, "printed": [], **changes}
+    added = {"broken": False, "findings": [], "settings": [], "one_pass": "", "seconds": 0.1, "printed": []}
+    return {**plain, **added, **changes}
 
 
 # --- the command line
@@ -207,6 +208,16 @@ def test_findings_of_one_cure_say_it_once(found: dict[str, Any]) -> None:
     text = render(changed(found, backends=[usable], ok=False))
     assert "      defect    lie 1\n      defect    lie 2\n      cure      mend it\n" in text
     assert "\nresult\n  found     zz (from plugin 1.0): lie 1, and 1 more\n" in text
+
+
+def test_one_pass_is_told_of_a_device_in_one_line(found: dict[str, Any]) -> None:
+    capabilities = found["backends"][-1]["capabilities"]
+    line = "no (Triton is not installed)"
+    usable = row("zz", usable=True, capabilities=capabilities, one_pass=line)
+    text = render(changed(found, backends=[usable], ok=True))
+    assert f"      one pass  {line}\n" in text
+    assert "\nresult\n  fine" in text
+    assert "one pass" not in render(found)  # of the host
 
 
 def test_a_terminal_that_cannot_show_a_name_does_not_stop_it(

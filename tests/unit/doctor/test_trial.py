@@ -11,6 +11,7 @@ import torch
 from xamp.contract import Backend, BackendSpec, Capabilities
 from xamp.doctor import trial
 from xamp.doctor.trial import find_mismatches
+from xamp.plans import available
 from xamp.policy import LEVELS
 from xamp.registry import trials
 from xamp.registry.findings import DEFECT, WARNING
@@ -237,3 +238,21 @@ def test_every_level_that_auto_may_mean_is_known_to_the_trial() -> None:
     assert [level.name for level in LEVELS.values() if level.dtype == "float16" and not level.casts_parameters] == [
         "O1"
     ]
+
+
+@pytest.mark.parametrize(
+    ("why", "line"),
+    [
+        ("", "yes"),
+        ("Plan: it has no fp64", "yes, with a launch for each tensor (Plan: it has no fp64)"),
+        ("Triton is not installed", "no (Triton is not installed)"),
+    ],
+)
+def test_one_pass_is_a_line_and_no_finding(why: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that is not the host, which has torch's own kernels."""
+    form = None if why.startswith("Triton") else available._FORMS[1 if why else 0]
+    monkeypatch.setattr(available, "_form_of", lambda device: (form, why))
+    assert trial.one_pass(Declaring(), torch.device("meta")) == line
+    assert trial.one_pass(Declaring(), CPU) == ""
+    assert trial.one_pass(Declaring(levels=("O0", "O4")), torch.device("meta")) == ""
+    assert trial.find_gaps(Declaring(), CPU) == []

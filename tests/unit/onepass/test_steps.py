@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import onepass_fp64
 import pytest
 import torch
+from onepass_cases import CASES, LOWER, rows_of
 
+from xamp.onebyone import OneByOne
 from xamp.onepass import Plan, Row, Rule
 
-ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6}
-CASES: dict[str, tuple[Rule, dict[str, Any]]] = {
-    "SGD": (Rule("sgd"), {"lr": 0.1}),
-    "SGD maximize": (Rule("sgd"), {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
-    "momentum": (Rule("sgd"), {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}),
-    "nesterov": (Rule("sgd"), {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "decay after": (Rule("sgd", wd_after_momentum=True), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "Adam": (Rule("adam"), {**ADAM, "weight_decay": 0.1}),
-    "Adam maximize": (Rule("adam"), {**ADAM, "maximize": True, "amsgrad": True}),
-    "AdamW": (Rule("adam", decoupled=True), {**ADAM, "weight_decay": 0.1}),
-    "AdamW amsgrad": (Rule("adam", decoupled=True), {**ADAM, "weight_decay": 0.1, "amsgrad": True}),
-    "no correction": (Rule("adam", decoupled=True), {**ADAM, "bias_correction": False}),
-    "Adagrad": (Rule("adagrad"), {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1, "lr_decay": 0.2}),
-    "Adagrad decoupled": (Rule("adagrad", decoupled=True), {"lr": 0.1, "eps": 1e-10, "weight_decay": 0.1}),
-    "LAMB": (Rule("lamb", decoupled=True), {**ADAM, "weight_decay": 0.1}),
-    "LAMB, decay in the gradient": (Rule("lamb"), {**ADAM, "weight_decay": 0.1, "grad_averaging": False}),
-    "LAMB without decay": (Rule("lamb"), ADAM),
-    "NVLAMB": (Rule("lamb", use_nvlamb=True), ADAM),
-    "NovoGrad": (Rule("novograd", decoupled=True), {**ADAM, "weight_decay": 0.1}),
-    "NovoGrad, decay inside": (Rule("novograd"), {**ADAM, "weight_decay": 0.1, "grad_averaging": False}),
-    "NovoGrad from zero": (Rule("novograd"), {**ADAM, "init_zero": True}),
-    "NovoGrad by the largest": (Rule("novograd"), {**ADAM, "norm_type": 0}),
-}
-SHAPES = ((5, 7), (300,), (1,), (), (0, 3), (2, 3, 4))
-LOWER = (torch.float16, torch.bfloat16, None)
+by_form = pytest.mark.parametrize("form", [Plan, OneByOne])
 
 
-def states_of(rule: Rule, group: dict[str, Any], param: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if rule.name == "sgd":
-        return (torch.zeros_like(param),) if group.get("momentum") else ()
-    if rule.name == "novograd":
-        return torch.zeros_like(param), torch.zeros(())
-    count = {"adam": 3 if group.get("amsgrad") else 2, "adagrad": 1, "lamb": 2}[rule.name]
-    return tuple(torch.zeros_like(param) for _ in range(count))
-
-
-def rows_of(rule: Rule, group: dict[str, Any], shapes: Any = SHAPES) -> list[Row]:
-    rows = []
-    for number, shape in enumerate(shapes):
-        param, lower = torch.randn(shape), LOWER[number % 3]
-        low = None if lower is None else torch.full(shape, 77.0, dtype=lower)  # poisoned: a step must write it
-        rows.append(Row(param, low, states_of(rule, group, param), torch.zeros(())))
-    return rows
+def with_forms(names: Iterable[str]) -> list[tuple[type[Plan], str]]:
+    """Each case with each form that has its rule."""
+    some = [(OneByOne, name) for name in names if CASES[name][0].name in ("sgd", "adam")]
+    return [*[(Plan, name) for name in names], *some]
 
 
 def ulps(found: torch.Tensor, right: torch.Tensor) -> float:
@@ -90,15 +57,17 @@ def test_a_step_is_fp64s_rounded(name: str) -> None:
             assert float(row.step) == count
 
 
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "SGD maximize", "Adam", "AdamW amsgrad", "Adagrad"])
-def test_many_steps_are_torchs(name: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "name"), with_forms(["momentum", "nesterov", "SGD maximize", "Adam", "AdamW amsgrad", "Adagrad"])
+)
+def test_many_steps_are_torchs(form: type[Plan], name: str) -> None:
     rule, group = CASES[name]
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
     kind = torch.optim.AdamW if rule.decoupled else kinds[rule.name]
     torch.manual_seed(0)
     rows = rows_of(rule, group, [(9, 5), (40,)])
     params = [torch.nn.Parameter(row.param.clone()) for row in rows]
-    optimizer, plan = kind(params, **group), Plan(rule, rows, block=32)
+    optimizer, plan = kind(params, **group), form(rule, rows, block=32)
     for _ in range(10):
         grads = [torch.randn(row.param.shape) for row in rows]
         for param, grad in zip(params, grads, strict=True):
@@ -131,11 +100,11 @@ def test_shapes_drawn_at_random(seed: int) -> None:
             assert ulps(row.param, onepass_fp64.stepped(rule, param, states, grad, group, 1)[0]) <= 2.0
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_skipped_step_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize(("form", "name"), with_forms(CASES))
+def test_a_skipped_step_changes_no_bit(form: type[Plan], name: str) -> None:
     rule, group = CASES[name]
     rows = rows_of(rule, group)
-    plan, found = Plan(rule, rows, block=64), torch.zeros(1)
+    plan, found = form(rule, rows, block=64), torch.zeros(1)
     held = [t for row in rows for t in (row.param, row.low, *row.states, row.step) if t is not None]
     before = [t.clone() for t in held]
     grads = [torch.randn(row.param.shape) for row in rows]
@@ -146,12 +115,13 @@ def test_a_skipped_step_changes_no_bit(name: str) -> None:
     assert all(map(torch.equal, held, before))
 
 
-def test_rates_and_counts_are_read_on_the_device() -> None:
+@by_form
+def test_rates_and_counts_are_read_on_the_device(form: type[Plan]) -> None:
     rule, group = CASES["AdamW"]
     param = torch.randn(50)
     lr, count = torch.tensor(0.5, dtype=torch.float64), torch.zeros((), dtype=torch.int32)
     row = Row(param.clone(), None, (torch.zeros(50), torch.zeros(50)))
-    plan, grad = Plan(rule, [row], block=32), torch.randn(50)
+    plan, grad = form(rule, [row], block=32), torch.randn(50)
     states = [torch.zeros(50), torch.zeros(50)]
     for value in (0.5, 0.25):
         lr.fill_(value)
@@ -161,17 +131,19 @@ def test_rates_and_counts_are_read_on_the_device() -> None:
     torch.testing.assert_close(row.param, param.float())
 
 
-def test_tensors_of_any_order_in_memory() -> None:
+@by_form
+def test_tensors_of_any_order_in_memory(form: type[Plan]) -> None:
     param = torch.randn(6, 4, 3, 5)[2:5].permute(3, 1, 2, 0).contiguous(memory_format=torch.channels_last)
     grad = torch.randn(5, 4, 3, 3).contiguous(memory_format=torch.channels_last)
     unaligned = torch.randn(101)[1:]
     other = torch.randn(100)
     before = param.clone(), unaligned.clone()
-    Plan(Rule("sgd"), [Row(param), Row(unaligned)], block=16).step([grad, other], [{"lr": 1.0}])
+    form(Rule("sgd"), [Row(param), Row(unaligned)], block=16).step([grad, other], [{"lr": 1.0}])
     torch.testing.assert_close(param, before[0] - grad)
     torch.testing.assert_close(unaligned, before[1] - other)
 
 
+@by_form
 @pytest.mark.parametrize(
     ("param", "low"),
     [
@@ -182,9 +154,9 @@ def test_tensors_of_any_order_in_memory() -> None:
         (torch.zeros(3, 4), torch.zeros(4, 3, dtype=torch.float16).t()),
     ],
 )
-def test_what_kernels_do_not_take_is_refused(param: torch.Tensor, low: torch.Tensor | None) -> None:
+def test_what_kernels_do_not_take_is_refused(form: type[Plan], param: torch.Tensor, low: torch.Tensor | None) -> None:
     with pytest.raises(ValueError, match=r"Plan: row 0 has a tensor .* kernels take fp32, fp16 and bf16"):
-        Plan(Rule("sgd"), [Row(param, low)])
+        form(Rule("sgd"), [Row(param, low)])
 
 
 def test_elements_beyond_32_bits() -> None:
