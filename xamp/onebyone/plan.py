@@ -73,10 +73,8 @@ class OneByOne(Plan):
     def norm(self, grads: Grads, inv_scale: Scalar = None, kind: float = 2.0, clip: Scalar = None) -> torch.Tensor:
         """See :meth:`Plan.norm`: by torch's operators, with a temporary of each gradient."""
         pairs = [(r, g) for r, g in zip(self.rows, grads, strict=True) if g is not None and g.numel()]
-        parts = [_norm(grad, kind) for _, grad in pairs]
-        for number, (row, _) in enumerate(pairs):
-            for factor in () if row.in_place else (inv_scale, clip):
-                parts[number] = parts[number] if factor is None else parts[number] * factor.reshape(())
+        factors = [factor for factor in (inv_scale, clip) if factor is not None]
+        parts = [_norm(grad, kind, () if row.in_place else factors) for row, grad in pairs]
         return _norm(torch.stack(parts), kind) if parts else torch.zeros_like(self._one)
 
     @torch.no_grad()
@@ -158,11 +156,14 @@ class OneByOne(Plan):
         self.launches += 1
 
 
-def _norm(grad: torch.Tensor, kind: float) -> torch.Tensor:
-    wide = grad.detach().float()
+def _norm(values: torch.Tensor, kind: float, factors: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Return the norm of ``values`` times ``factors``, finite where that is: the largest is taken out of it."""
+    wide = values.detach().float()
     largest = wide.abs().amax().clamp(min=_TINY, max=torch.finfo(torch.float32).max)
-    norm: torch.Tensor = torch.linalg.vector_norm(wide / largest, kind) * largest
-    return norm
+    norm: torch.Tensor = torch.linalg.vector_norm(wide / largest, kind)
+    for factor in factors:
+        largest = largest * factor.reshape(())
+    return norm * largest
 
 
 def logarithm(beta: float) -> tuple[float, float]:

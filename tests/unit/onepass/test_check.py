@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from xamp.onebyone import OneByOne
 from xamp.onepass import Plan, PointerRing, Row, Rule, ring
 from xamp.onepass.rules import dtype_of_work
 from xamp.plans import available
