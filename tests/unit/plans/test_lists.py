@@ -52,7 +52,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert available.refusal("cpu") == ""
     lists._refusal.cache_clear()
     monkeypatch.setattr(lists, "_on_host", True)
-    monkeypatch.setattr(onepass, "Plan", _Noted)
+    monkeypatch.setattr(available, "plan", _Noted)
     _made.clear()
     yield
     lists._refusal.cache_clear()
