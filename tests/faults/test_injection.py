@@ -358,7 +358,12 @@ def in_one_pass(seen: list[str]) -> list[int]:
 
 
 def cases_of(level: str) -> list[str]:
-    return [name for name in CASES if level in SCALING or name != "skipped_step"]
+    """The cases of a level. ``first_step`` is one in one pass only, whose form is one.
+
+    Else the step after a first one with a fault may still be in the user's form, which rounds in another way.
+    """
+    left_out = {*(() if level in SCALING else ("skipped_step",)), *(() if Run.fused == "one-pass" else ("first_step",))}
+    return [name for name in CASES if name not in left_out]
 
 
 @pytest.mark.parametrize("level", LEVELS)
