@@ -79,7 +79,15 @@ def read(path: Path = TABLE) -> Table:
     """Read the table."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     equivalent = [Equivalent(**entry) for entry in found.get("equivalent", ())]
-    return Table(found["seed"], found["tests"], found["modules"], equivalent, found.get("also", {}))
+    also = found.get("also", {})
+    also = {file: [test for name in names for test in _test_files(name)] for file, names in also.items()}
+    return Table(found["seed"], found["tests"], found["modules"], equivalent, also)
+
+
+def _test_files(name: str) -> list[str]:
+    """Return the test files in a folder; any other name alone."""
+    inside = sorted((ROOT / name).glob("test_*.py")) if (ROOT / name).is_dir() else []
+    return [str(path.relative_to(ROOT)) for path in inside] or [name]
 
 
 def made(files: Iterable[str], root: Path = ROOT) -> dict[str, list[Mutant]]:

@@ -96,12 +96,19 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def finish(run: Run, reference: list[torch.Tensor]) -> None:
+def finish(run: Run, reference: list[torch.Tensor], error: float = 0.0) -> None:
+    """Train on, and compare with the undisturbed run: bit for bit, or within ``error`` of each tensor's largest."""
     for _ in range(STEPS):
         run.iterate()
-    assert same(run.numbers(), reference), "other weights than the undisturbed run"
+    found = run.numbers()
+    assert same(found, reference) or (error and are_near(found, reference, error)), "other weights than undisturbed"
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
+
+
+def are_near(found: list[torch.Tensor], wanted: list[torch.Tensor], error: float) -> bool:
+    pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
+    return all(bool(((a - b).abs() <= error * b.abs().max()).all()) for a, b in pairs)
 
 
 Case = Callable[[str, Callable[[], Fault]], Fault]
@@ -190,6 +197,7 @@ def clip(level: str, fault: Callable[[], Fault]) -> Fault:
 
 
 def first_step(level: str, fault: Callable[[], Fault]) -> Fault:
+    """After a fault the next step may be in the user's form still, which rounds otherwise; one pass has one form."""
     return _step(level, fault, overflow=False, before=0)
 
 
@@ -216,7 +224,7 @@ def _step(level: str, fault: Callable[[], Fault], overflow: bool, before: int = 
     assert done in (0, 1)
     if not done:
         run.optimizer.step()
-    finish(run, reference(level, before + 1, overflow))
+    finish(run, reference(level, before + 1, overflow), 0.0 if before or Run.fused == "one-pass" else 2e-7)
     return put_in
 
 
@@ -358,12 +366,7 @@ def in_one_pass(seen: list[str]) -> list[int]:
 
 
 def cases_of(level: str) -> list[str]:
-    """The cases of a level. ``first_step`` is one in one pass only, whose form is one.
-
-    Else the step after a first one with a fault may still be in the user's form, which rounds in another way.
-    """
-    left_out = {*(() if level in SCALING else ("skipped_step",)), *(() if Run.fused == "one-pass" else ("first_step",))}
-    return [name for name in CASES if name not in left_out]
+    return [name for name in CASES if level in SCALING or name != "skipped_step"]
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from xamp.onepass.plan import Grads, Hyper, Plan, Scalar, _on
+from xamp.onepass.plan import Grads, Hyper, Plan, Scalar, on_device
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import Rule, _is_there, options_of
+from xamp.onepass.rules import Rule, lies_on, options_of
 
 __all__ = ["OneByOne", "corrections", "logarithm"]
 
@@ -26,7 +26,7 @@ _TINY = 2.0**-126
 
 
 class OneByOne(Plan):
-    """A :class:`Plan` for SGD and Adam. ``launches`` counts two for each tensor, and not torch's operators.
+    """A :class:`Plan` for SGD and Adam. ``launches`` counts one of the check and one of the step for each tensor.
 
     Raises:
         ValueError: as a plan does; another rule.
@@ -49,8 +49,9 @@ class OneByOne(Plan):
         self._ring = PointerRing(self._groups * _WIDTH, self.device, dtype=torch.float32)
 
     @torch.no_grad()
-    def check(self, grads: Grads, found_inf: torch.Tensor, hyper: Any = None, inv_scale: Scalar = None) -> None:  # noqa: ARG002 - as Plan's
+    def check(self, grads: Grads, found_inf: torch.Tensor, hyper: Any = None, inv_scale: Scalar = None) -> None:
         """See :meth:`Plan.check`; ``hyper`` is not needed."""
+        del hyper
         self.launches = 0
         self._parts.zero_()
         for grad, (first, programs) in zip(grads, self._at, strict=True):
@@ -141,17 +142,17 @@ class OneByOne(Plan):
         for number, group in enumerate(hyper[: self._groups]):
             lr: Any = group.get("lr")
             count: Any = group.get("step")
-            if _is_there(lr, self.device):
+            if lies_on(lr, self.device):
                 groups[number, _RATE] = rate = lr.detach().reshape(()).float()
                 groups[number, _SHRINK] = 1.0 - rate * groups[number, _DECAY]
-            if _is_there(count, self.device):
+            if lies_on(count, self.device):
                 groups[number, _COUNT] = count.detach().reshape(()).float()
         return groups
 
     def _launch(self, name: str, programs: int, *args: Any, **constants: Any) -> None:
         from xamp.onebyone import kernels  # Triton is imported there
 
-        with _on(self.device):
+        with on_device(self.device):
             getattr(kernels, name)[(programs,)](*args, **constants)
         self.launches += 1
 

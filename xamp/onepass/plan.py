@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from xamp.onepass.ring import PointerRing
-from xamp.onepass.rules import CODES, STATES, Row, Rule, dtype_of_work, is_like, options_of, takes_largest
+from xamp.onepass.rules import CODES, STATES, Row, Rule, by_largest, dtype_of_work, is_like, options_of
 
-__all__ = ["Plan"]
+__all__ = ["Grads", "Hyper", "Plan", "Scalar", "on_device"]
 
 Scalar = torch.Tensor | None
 Grads = Sequence[Scalar]
@@ -59,8 +59,10 @@ class Plan:
         self._make_tables()
 
     def _check_rows(self, rows: Sequence[Row]) -> None:
-        if not rows or [row.in_place for row in rows] != sorted(row.in_place for row in rows):
-            raise ValueError("Plan: no rows" if not rows else "Plan: rows whose gradients change in place come last")
+        if not rows:
+            raise ValueError("Plan: no rows")
+        if [row.in_place for row in rows] != sorted(row.in_place for row in rows):
+            raise ValueError("Plan: rows whose gradients change in place come last")
         device = rows[0].param.device
         for number, row in enumerate(rows):
             vectors = row.states[:1] if self.rule.name == "novograd" else row.states  # its norm has one element
@@ -178,7 +180,7 @@ class Plan:
         by_row = *these, self._first, self._second, self._factors
         over = {"RULE": name, "NVLAMB": self.rule.use_nvlamb, "CHUNK": 256, **flags}
         if name == "novograd":
-            kinds = {("inf", self._second) if takes_largest(group) else ("2", self._first) for group in hyper}
+            kinds = {("inf", self._second) if by_largest(group) else ("2", self._first) for group in hyper}
             todo += [run(self._sum, table, None, None, None, out, kind, 2.0) for kind, out in kinds]
             todo.append(run(self._run, "by_row", rows, *by_row, **over))
         if name == "lamb":
@@ -224,7 +226,7 @@ class Plan:
         from xamp.onepass import kernels  # Triton is imported there
 
         if grid[0]:
-            with _on(self.device):
+            with on_device(self.device):
                 getattr(kernels, name)[grid](*args, **constants, num_warps=8)
         self.launches += 1
 
@@ -244,6 +246,6 @@ class Plan:
         return self._given
 
 
-def _on(device: torch.device) -> Any:
+def on_device(device: torch.device) -> Any:
     """Return what makes ``device`` the current one."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CODES", "STATES", "Row", "Rule", "dtype_of_work", "is_like", "options_of", "takes", "takes_largest"]
+__all__ = ["CODES", "STATES", "Row", "Rule", "by_largest", "dtype_of_work", "is_like", "lies_on", "options_of", "takes"]
 
 CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """By dtype, its code in the tables of the kernels."""
@@ -104,24 +104,24 @@ def is_like(tensor: torch.Tensor, param: torch.Tensor) -> bool:
 def options_of(group: Mapping[str, Any], device: torch.device) -> tuple[list[float], list[int]]:
     """Return the options of a group as the kernels read them: fp64 numbers, then addresses and codes of tensors."""
     lr, count = group.get("lr", 1e-3), group.get("step", 0)
-    first = [0.0 if _is_there(lr, device) else lr, group.get("weight_decay", 0.0), *group.get("betas", (0.9, 0.999))]
+    first = [0.0 if lies_on(lr, device) else lr, group.get("weight_decay", 0.0), *group.get("betas", (0.9, 0.999))]
     named = [group.get(name, _DEFAULTS.get(name, 0.0)) for name in _NUMBERS + _MORE]
-    numbers = [*first, *named, takes_largest(group), 0.0 if _is_there(count, device) else count]
+    numbers = [*first, *named, by_largest(group), 0.0 if lies_on(count, device) else count]
     return [float(number) for number in numbers], [*_place(lr, device), *_place(count, device)]
 
 
-def takes_largest(group: Mapping[str, Any]) -> bool:
+def by_largest(group: Mapping[str, Any]) -> bool:
     """Whether NovoGrad's norm of a tensor is its largest magnitude."""
     return group.get("norm_type", 2) in (0, math.inf)
 
 
-def _is_there(value: Any, device: torch.device) -> bool:
+def lies_on(value: Any, device: torch.device) -> bool:
     """Whether the kernels read ``value`` where it lies; any other is a number for them."""
     return isinstance(value, torch.Tensor) and value.device == device and value.dtype in _SCALARS
 
 
 def _place(value: Any, device: torch.device) -> tuple[int, int]:
-    return (value.data_ptr(), _SCALARS[value.dtype]) if _is_there(value, device) else (0, 0)
+    return (value.data_ptr(), _SCALARS[value.dtype]) if lies_on(value, device) else (0, 0)
 
 
 def dtype_of_work(device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from xamp import onepass
 from xamp.plans import forms, lists
+from xamp.plans.steps import loss_of
 
 __all__ = ["StepsInOnePass", "step_as_adamw"]
 
@@ -30,10 +31,7 @@ class StepsInOnePass(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if not self._step_in_one_pass():
             own: Any = super().step
             if getattr(own, "hooked", False):  # torch's wrapper would run the hooks, which are run around this step

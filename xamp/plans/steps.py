@@ -13,7 +13,7 @@ from xamp import onepass
 from xamp.plans import available, forms
 from xamp.plans.waiting import Grads, Waiting
 
-__all__ = ["Launch", "OneStep", "Plans", "hyper_of"]
+__all__ = ["Launch", "OneStep", "Plans", "hyper_of", "loss_of"]
 
 Params = Sequence[tuple[torch.Tensor, "torch.Tensor | None"]]
 Begun = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -147,6 +147,14 @@ def hyper_of(optimizer: Optimizer) -> list[Mapping[str, Any]]:
     return found
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of a step returns; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Launch:
     """The kernels of one step."""
 
@@ -193,7 +201,7 @@ class OneStep:
     Args:
         waiting: the gradients.
         begin: makes the state of parameters that are stepped for the first time; None: all have it.
-        launch: returns the kernels of the step; None where no parameter has a gradient.
+        launch: returns the kernels of the step.
 
     Attributes:
         is_first: some parameters are stepped for the first time.
@@ -207,10 +215,7 @@ class OneStep:
 
     def __call__(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Step, and return what the closure returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self._begin is not None:
             self._begin()
         self._waiting.launch = launch = self._launch()

@@ -111,8 +111,9 @@ def test_gradients_that_others_read_are_unscaled_and_clipped_in_place(form: type
     wanted.insert(0, params[0].double() - 0.5 * kept.double() / 8 * clip.double())
     plan.step(grads, [{"lr": 0.5}], found, inverse, clip)
     assert kept.dtype == torch.float16
+    rtol, atol = (2.0**-23, 0.0) if form is Plan else (2.0**-22, 1e-7)  # OneByOne computes in fp32
     for now, right in zip(params, wanted, strict=True):
-        torch.testing.assert_close(now, right.float(), rtol=2.0**-22, atol=1e-7)
+        torch.testing.assert_close(now, right.float(), rtol=rtol, atol=atol)
 
 
 @by_form
@@ -122,7 +123,7 @@ def test_an_inf_of_a_gradient_that_others_read_is_found(form: type[Plan]) -> Non
     plan.check(grads, found := torch.zeros(()), None, torch.tensor(0.5))
     assert float(found) == 1.0
     assert grads[1].tolist() == [0.5, math.inf, 1.0]
-    assert not math.isfinite(float(plan.checked_norm()))
+    assert math.isinf(float(plan.checked_norm())) if form is Plan else not math.isfinite(float(plan.checked_norm()))
 
 
 def test_rows_whose_gradients_change_in_place_come_last() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,6 @@ class FusedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Set the gradients to None or to zero; by default as ``set_grad_none`` says."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
-
-    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
 
     def _with_gradients(self, group: dict[str, Any]) -> Iterator[list[torch.Tensor]]:
         """Yield the parameters of ``group`` that have a gradient, sorted into lists by dtype and device."""

@@ -23,6 +23,7 @@ from xamp.errors import CheckpointError
 from xamp.ground.log import say
 from xamp.ground.pieces import floats
 from xamp.ground.torch_private import operators
+from xamp.plans.steps import loss_of
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedSGD"]
 
@@ -103,7 +104,7 @@ class FusedAdam(FusedOptimizer):
             scale: the gradients are divided by this.
             grad_norms: the norm of the gradients, scaled, of each group.
         """
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         count = len(self.param_groups)
         lists = zip(self.param_groups, _by_group(grads, count), _by_group(output_params, count), strict=True)
         for index, (group, given, outputs) in enumerate(lists):

@@ -10,6 +10,7 @@ import torch
 from xamp.apex import amp_C
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.plans.steps import loss_of
 
 __all__ = ["FusedAdagrad"]
 
@@ -42,7 +43,7 @@ class FusedAdagrad(FusedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         for group in self.param_groups:
             for params in self._with_gradients(group):
                 lists = [[param.grad for param in params], params, self._state_list(params, "sum")]

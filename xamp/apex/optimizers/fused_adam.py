@@ -11,6 +11,7 @@ from xamp.apex import amp_C
 from xamp.apex._multi_tensor import norms, whole_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.plans.steps import loss_of
 
 __all__ = ["FusedAdam"]
 
@@ -118,7 +119,7 @@ class FusedAdam(FusedOptimizer):
         """
         if any(given is not None for given in (grads, output_params, scale, grad_norms)):
             raise RuntimeError(_OUTDATED)
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         for group, masters in zip(self.param_groups, self.param_groups_master, strict=True):
             if group["params"]:
                 if self.capturable:

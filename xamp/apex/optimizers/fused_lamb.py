@@ -11,6 +11,7 @@ from xamp.apex import amp_C
 from xamp.apex._multi_tensor import grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.plans.steps import loss_of
 
 __all__ = ["FusedLAMB"]
 
@@ -70,7 +71,7 @@ class FusedLAMB(FusedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         sorted_groups = [list(self._with_gradients(group)) for group in self.param_groups]
         stepped = [param for lists in sorted_groups for params in lists for param in params]
         if not stepped:

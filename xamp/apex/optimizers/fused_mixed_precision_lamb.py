@@ -11,6 +11,7 @@ from xamp.apex import amp_C
 from xamp.apex._multi_tensor import grad_norm
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.plans.steps import loss_of
 
 __all__ = ["FusedMixedPrecisionLamb"]
 
@@ -87,7 +88,7 @@ class FusedMixedPrecisionLamb(FusedOptimizer):
 
         ``grad_scaler``: a ``torch.amp.GradScaler``, whose scale and check are used on the device.
         """
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         # Not in the constructor: DDP and load_state_dict of the model may still write the parameters.
         for group in self.param_groups[len(self.param_groups_full_precision) :]:
             self.param_groups_full_precision.append({"params": [self._wide(param) for param in group["params"]]})

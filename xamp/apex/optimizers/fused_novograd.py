@@ -12,6 +12,7 @@ from xamp.apex._multi_tensor import norms
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
 from xamp.errors import CheckpointError
+from xamp.plans.steps import loss_of
 
 __all__ = ["FusedNovoGrad"]
 
@@ -100,7 +101,7 @@ class FusedNovoGrad(FusedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         for group in self.param_groups:
             if group["params"]:
                 self._step_group(group)

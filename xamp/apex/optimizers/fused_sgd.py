@@ -11,6 +11,7 @@ from torch.optim.optimizer import required
 from xamp.apex import amp_C
 from xamp.apex.multi_tensor_apply import multi_tensor_applier
 from xamp.apex.optimizers._fused import FusedOptimizer
+from xamp.plans.steps import loss_of
 from xamp.plans.waiting import Waiting
 
 __all__ = ["FusedSGD"]
@@ -80,7 +81,7 @@ class FusedSGD(FusedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         low, inverse = {} if self.lent is None else self.lent.by_master(), getattr(self.lent, "inverse", None)
         for group in self.param_groups:
             apart = [param for param in group["params"] if id(param) not in low]

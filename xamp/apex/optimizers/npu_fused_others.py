@@ -17,6 +17,7 @@ from torch.optim.optimizer import required
 
 from xamp.apex._multi_tensor import grad_norm
 from xamp.plans.derived import step_as_adamw
+from xamp.plans.steps import loss_of
 
 __all__ = ["Lamb", "NpuFusedAdamP", "NpuFusedBertAdam", "NpuFusedLamb", "NpuFusedRMSpropTF"]
 
@@ -29,10 +30,7 @@ class _PerParameter(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. ``closure`` computes the loss again; what it returns is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._prepare()
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
