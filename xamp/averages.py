@@ -250,7 +250,7 @@ class Average:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average as plain numbers and CPU tensors, which ``torch.load(weights_only=True)`` takes.
+        """Return the average as Python numbers and CPU tensors, which ``torch.load(weights_only=True)`` takes.
 
         It does not hold ``decay``: give :func:`ema` the same one in the run that resumes.
         """

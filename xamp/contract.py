@@ -110,7 +110,7 @@ class Capabilities:
         levels: the levels that the device can run.
         dtypes: names of the lower dtypes that it computes in (``"float16"``, ``"bfloat16"``).
         fast_dtypes: those of ``dtypes`` that its hardware runs natively. ``level="auto"`` chooses by them.
-        fused_optimizers: names of the ``torch.optim`` classes whose ``fused=True`` form honours ``found_inf`` there.
+        fused_optimizers: names of the ``torch.optim`` classes whose ``fused=True`` honours ``found_inf`` there.
         overflow: ``"inf"`` where an overflow shows as inf or nan in the gradient; ``"flag"`` where the chip saturates
             and raises a flag instead.
         process_group: the ``torch.distributed`` backend for this device; empty where there is none.

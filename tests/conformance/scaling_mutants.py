@@ -186,7 +186,7 @@ MUTANTS = [
         "scaling.floor",
         patched(ScaleRules, "moves_before_bound", lambda self, scale: 10**6),
     ),
-    Mutant("never reports a collapse", "scaling.floor", patched(CollapseWatch, "note_overflow", lambda *_: False)),
+    Mutant("never reports a collapse", "scaling.floor", patched(CollapseWatch, "count_overflow", lambda *_: False)),
     Mutant(
         "a clean step does not end a run",
         "scaling.clean_step_restarts_the_count_to_collapse",

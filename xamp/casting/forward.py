@@ -24,7 +24,7 @@ from torch import nn
 
 from xamp.casting import ops
 from xamp.casting.explain import entry_points, explain_forward, with_explanation
-from xamp.casting.region import Region, in_noted_region, in_region, is_framed, note_call
+from xamp.casting.region import Region, before_forward, in_framed_region, in_region, is_framed
 from xamp.casting.script import refuse_script
 from xamp.casting.written import writers_of
 from xamp.errors import PolicyError
@@ -160,7 +160,7 @@ def _explained(module: nn.Module, region: Region) -> tuple[str, ...]:
 
 
 def forget_policy(copied: nn.Module) -> None:
-    """Make ``copied``, a copy of a managed model, a plain module. Its tensors stay as they are."""
+    """Make ``copied``, a copy of a managed model, a module of its own class. Its tensors stay as they are."""
     for module in copied.modules():
         if isinstance(module, _UnderPolicy):
             set_class(module, module._xamp_base)
@@ -266,12 +266,14 @@ class InstanceMethod:
         self.function = function
         self._region = region
         self._module = None if module is None else weakref.ref(module)
-        self._run = in_noted_region(own_code(_call), dataclasses.replace(region, lowers=False, watched=False), function)
+        self._run = in_framed_region(
+            own_code(_call), dataclasses.replace(region, lowers=False, watched=False), function
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the attribute in its region. The compiler skips this frame, and begins with that of :attr:`_run`."""
         module = None if self._module is None else self._module()
-        note_call(module if self._region.follows else None)
+        before_forward(module if self._region.follows else None)
         try:
             if module is not None and self._region.watched:
                 return run_watched(module, self._run, (self.function, *args), kwargs)

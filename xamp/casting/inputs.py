@@ -90,7 +90,7 @@ class Lender:
         if torch.is_inference_mode_enabled():
             with _with_versions():
                 return self._lend_by_walk(args, kwargs, seen)
-        walk, is_excluded = Walk(self._leaf, notes=True), self._excludes
+        walk, is_excluded = Walk(self._leaf, records=True), self._excludes
         if seen is not None and seen[CASTS]:
             walk.made.update({id(old): new for old, new in seen[CASTS]})
             walk.made[CASTS] = seen[CASTS]

@@ -53,11 +53,11 @@ class Unseen:
         of_type: what is called with its type in code that the compiler traces: what is in it is not known there.
     """
 
-    __slots__ = ("_dtype", "_looks", "_method", "_said", "of_type")
+    __slots__ = ("_counts", "_dtype", "_method", "_said", "of_type")
 
     def __init__(self, method: str, dtype: torch.dtype | None) -> None:
         self._method, self._dtype = method, dtype
-        self._looks: dict[type, int] = {}
+        self._counts: dict[type, int] = {}
         self._said = Once()
 
         def of_type(kind: type) -> None:
@@ -67,11 +67,11 @@ class Unseen:
         self.of_type: Callable[[type], None] = of_type
 
     def __call__(self, value: Any) -> None:
-        """Look whether ``value`` has tensors that should have been cast, and say so."""
+        """Find out whether ``value`` has tensors that should have been cast, and say so."""
         kind = type(value)
-        if len(self._looks) >= _MOST_TYPES or self._said.is_new():
-            self._looks.clear()
-        count = self._looks[kind] = self._looks.get(kind, 0) + 1
+        if len(self._counts) >= _MOST_TYPES or self._said.is_new():
+            self._counts.clear()
+        count = self._counts[kind] = self._counts.get(kind, 0) + 1
         if count & (count - 1) or self._said.has(self._name(kind)):
             return
         if isinstance(value, Iterator):

@@ -31,7 +31,7 @@ __all__ = ["Lent", "prepare_traced", "take_back", "take_back_traced"]
 
 
 Lent = dict[int, Any]
-"""What was made of the arguments of one call: :attr:`xamp.ground.walk.Walk.made`, with its notes."""
+"""What was made of the arguments of one call: :attr:`xamp.ground.walk.Walk.made`, with its records."""
 
 
 def take_back(lent: Lent, name: Callable[[Any], str], said: Once) -> None:

@@ -37,7 +37,7 @@ from xamp.ground.walk import TracedWalk
 from xamp.registry import registry
 from xamp.scaling.overflow_flag import watched
 
-__all__ = ["Cast", "Region", "in_noted_region", "in_region", "is_framed", "make_region", "note_call"]
+__all__ = ["Cast", "Region", "before_forward", "in_framed_region", "in_region", "is_framed", "make_region"]
 
 Cast = Callable[[Any, torch.dtype], Any]
 """Casts the floating tensors in any value: :func:`xamp.ground.containers.cast_floats`, or another function."""
@@ -61,7 +61,7 @@ class Region:
         follows: the model has masters, and follows what else than a step changed in them, before each call.
         excluded: names of arguments, and types, that are not cast.
         lowers: the parameters are cast, and the state dict is fp32: an error about dtypes says what to do, and a method
-            that writes out the model notes the dtype.
+            that writes out the model records the dtype.
     """
 
     device_type: str
@@ -117,23 +117,23 @@ def make_region(fields: dict[str, Any]) -> Region:
 def in_region(function: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """Wrap ``function(self, ...)`` so that it runs in ``region``. This is the hot path of every forward.
 
-    A model with masters, and one that is made where there is a process group, gets the frame of :func:`_noting` around
+    A model with masters, and one that is made where there is a process group, gets the frame of :func:`_framed` around
     it. It takes 0.2 us, so other models go without: a DDP that is put around one later is noted by the method itself.
     """
     if is_framed(region):
-        return _noting(in_noted_region(function, region), region)
+        return _framed(in_framed_region(function, region), region)
     return _wrapped(function, region, notes=True)
 
 
 def is_framed(region: Region) -> bool:
-    """Return whether a method that is wrapped now for ``region`` gets the frame of :func:`_noting`."""
+    """Return whether a method that is wrapped now for ``region`` gets the frame of :func:`_framed`."""
     return region.follows or is_running()
 
 
-def in_noted_region(
+def in_framed_region(
     function: Callable[..., Any], region: Region, called: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Wrap ``function(self, ...)`` so that it runs in ``region``, where something around it calls :func:`note_call`.
+    """Wrap ``function(self, ...)`` so that it runs in ``region``, in the frame of :func:`_framed` or one like it.
 
     Args:
         function: the method.
@@ -230,23 +230,23 @@ def _wrapped(
     return watched(own_code(method)) if region.watched else own_code(method)
 
 
-def _noting(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """Return ``method`` after what must happen at each call and cannot be in a graph; see :func:`note_call`.
+def _framed(method: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """Return ``method`` in a frame that calls :func:`before_forward`, which cannot be in a graph.
 
     The compiler skips this frame, and begins with that of ``method``.
     """
     follows = region.follows
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note_call(self if follows else None)
+    def framed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before_forward(self if follows else None)
         return method(self, *args, **kwargs)
 
     with contextlib.suppress(AttributeError):
-        functools.update_wrapper(noted, method)
-    return keep_eager(noted, inner=False)
+        functools.update_wrapper(framed, method)
+    return keep_eager(framed, inner=False)
 
 
-def note_call(model: nn.Module | None) -> None:
+def before_forward(model: nn.Module | None) -> None:
     """Note the DDP that runs a forward, and let ``model``, one with masters, follow them.
 
     Where the compiler traces another function that the forward is a part of, the DDP is noted while it traces, and
@@ -265,4 +265,4 @@ def note_call(model: nn.Module | None) -> None:
             followers.catch_up(model)
 
 
-keep_eager(note_call, inner=False)
+keep_eager(before_forward, inner=False)

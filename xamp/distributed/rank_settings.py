@@ -5,7 +5,7 @@ settings into the store of the process group at its first ``scale_loss``, and re
 
 Ranks wait for each other only where a wrapper shares their parameters, and so makes them wait in each backward anyway.
 Else each compares with those that have written already. A rank writes before it reads, so of two that differ the later
-one finds it at least. After the first collective call of the engine all have written, and everybody looks again.
+one finds it at least. After the first collective call of the engine all have written, and all compare again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OF_THE_SCALE = (
 """The settings that ranks must share that only decide together. The stages of a pipeline differ in the others."""
 
 _ALONE = "alone"  # the name under which ranks meet that only decide together, whatever their models are
-_AVERAGES = "_averages"  # told and not compared: whether DDP averages all gradients of this rank's step
-_LOOKS = 3  # how often a rank looks for settings of those for which it does not wait
+_AVERAGES = "_averages"  # published and not compared: whether DDP averages all gradients of this rank's step
+_READS = 3  # how often a rank reads the settings of those for which it does not wait
 
 _rounds: collections.Counter[tuple[str, str]] = collections.Counter()  # sessions so far, by group and name
 
@@ -55,7 +55,7 @@ class _Meeting:
         self.store: Any = process_group_store(group)
         self.keys = {rank: f"{key}/{rank}" for rank in dist.get_process_group_ranks(group)}
         self.compared = compared
-        self.looks = 0
+        self.reads = 0
         self.store.set(self.keys[dist.get_rank()], json.dumps(settings))
 
     def missing(self) -> list[int]:
@@ -63,10 +63,10 @@ class _Meeting:
         return [rank for rank, key in self.keys.items() if not self.store.check([key])]
 
     def read(self) -> dict[int, dict[str, str]]:
-        """Return what each rank has written, by rank. Once all have there is nothing left to look for."""
+        """Return what each rank has written, by rank. Once all have, nothing is left to read."""
         found = {rank: self.store.get(key) for rank, key in self.keys.items() if self.store.check([key])}
         complete = all(found.values()) and len(found) == len(self.keys)
-        self.looks = _LOOKS if complete else self.looks + 1
+        self.reads = _READS if complete else self.reads + 1
         return {rank: json.loads(written) for rank, written in found.items() if written}
 
 
@@ -75,7 +75,7 @@ class RankSettings:
 
     Attributes:
         is_settled: nothing is left to compare, as long as no wrapper appears.
-        heard: names and values of all settings that ranks have told.
+        heard: names and values of all settings that ranks have published.
     """
 
     said = ""
@@ -107,18 +107,18 @@ class RankSettings:
         self._open += new
         for meeting in new if waits else ():
             self._wait(meeting)
-        self.look()
+        self.compare_again()
 
-    def tell(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> None:
+    def publish(self, named: Iterable[tuple[Any, str]], settings: Mapping[str, str]) -> None:
         """Write ``settings`` for others to read, and compare nothing. See :meth:`meet`."""
         self._write(named, settings, ())
         self.is_settled = not self._open
 
-    def look(self) -> None:
+    def compare_again(self) -> None:
         """Compare again where some rank had not written yet."""
         for meeting in self._open:
             self._compare(meeting)
-        self._open = [meeting for meeting in self._open if meeting.looks < _LOOKS]
+        self._open = [meeting for meeting in self._open if meeting.reads < _READS]
         self.is_settled = not self._open
 
     def _write(
@@ -154,7 +154,7 @@ class RankSettings:
                 different = {first: different[first]}
         if different:
             raise PolicyError(
-                f"{self.said}{_told(different)}. Their gradients would not add up, and "
+                f"{self.said}{_listed_settings(different)}. Their gradients would not add up, and "
                 f"their weights drift apart. {self.cure}"
             )
 
@@ -182,19 +182,19 @@ class SessionSettings(RankSettings):
         settings = {"enabled": str(self._enabled), **told, "loss_scale": ", ".join(f"{scale:g}" for scale in scales)}
         all_of_them = tuple(settings)
         holders, is_whole = wrappers.holders(params), not wrappers.may_be_left(params)
-        self.look()
+        self.compare_again()
         if holders:
             settings[_AVERAGES] = str(wrappers.plan(params).averages())
             self.meet(self._named(widest(holders), params, ()), settings, all_of_them, waits=is_whole)
             wrappers.agree_always |= (_AVERAGES, "False") in self.heard
         elif not policy.manages_gradients:  # nothing is shared, or by a DDP that this rank does not see
             unseen = [] if self._enabled else search(params)
-            self.tell(self._named(process_groups(), params, unseen), settings)
+            self.publish(self._named(process_groups(), params, unseen), settings)
         if given is not None:  # these ranks were said to decide together
             alone = [(group, _ALONE) for group in widest([given])]
             self.meet(alone, settings, _OF_THE_SCALE, waits=policy.checks and is_whole)
         elif not self._enabled:
-            self.tell([(None, _ALONE)], settings)
+            self.publish([(None, _ALONE)], settings)
         elif policy.checks and not holders:  # some ranks may never come
             self.meet([(group, _ALONE) for group in widest([None])], settings, _OF_THE_SCALE, waits=False)
 
@@ -222,9 +222,9 @@ class ScalerSettings(RankSettings):
         """Compare with the scalers of the ranks in ``groups``, which hold ``params``. See :meth:`RankSettings.meet`."""
         self.meet(self._named(groups, params), settings, tuple(settings), waits=False)
 
-    def tell_off(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
-        """Tell the others that this rank's scaler is switched off."""
-        self.tell(self._named(groups, params), {"enabled": "False"})
+    def publish_disabled(self, groups: Sequence[Any], params: Iterable[torch.Tensor]) -> None:
+        """Write for the others that this rank's scaler is switched off."""
+        self.publish(self._named(groups, params), {"enabled": "False"})
 
     @staticmethod
     def _named(groups: Iterable[Any], params: Iterable[torch.Tensor]) -> list[tuple[Any, str]]:
@@ -233,7 +233,7 @@ class ScalerSettings(RankSettings):
         return [(group, name) for group in groups]
 
 
-def _told(different: Mapping[str, Mapping[int, str]]) -> str:
+def _listed_settings(different: Mapping[str, Mapping[int, str]]) -> str:
     """Return the settings that differ, by value and rank: ``level O1 on rank 0 and O4 on ranks 1 and 2``."""
     told = []
     for name, values in different.items():

@@ -107,7 +107,7 @@ def copy(targets: Sequence[torch.Tensor], sources: Iterable[torch.Tensor]) -> No
 
 
 def set_data(param: Any, values: Any) -> None:
-    """Give ``param`` other values, of another dtype perhaps, as ``param.data = values`` does for a plain tensor."""
+    """Give ``param`` other values, of another dtype perhaps, as ``param.data = values`` does for an ordinary tensor."""
     param.data = values  # of a DTensor that is the shell's dtype, and makes autograd expect gradients of it
     if is_dtensor(param):
         param._local_tensor, param._spec = values._local_tensor, values._spec
@@ -144,7 +144,7 @@ def layout_of(param: Any) -> Layout:
 
     A parameter that FSDP1 shards does not tell; see :func:`fsdp1_layouts`.
     """
-    if is_part(param):  # DDP with a device_mesh notes the placements in the local parameter
+    if is_part(param):  # DDP with a device_mesh keeps the placements in the local parameter
         return _layout_on(param if is_dtensor(param) else param._st_info)
     return _NOT_GIVEN if is_shard(param) else _WHOLE
 

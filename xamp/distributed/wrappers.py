@@ -207,7 +207,7 @@ class Wrappers:
             )
         return ""
 
-    def note_held(self, params: Iterable[torch.Tensor]) -> None:
+    def remember_params(self, params: Iterable[torch.Tensor]) -> None:
         """Remember which of ``params``, those of an optimizer, are in the models now, and where."""
         places = {id(p): (weakref.ref(m), name) for m in self._modules() for name, p in m._parameters.items()}
         outside = dict.fromkeys(map(id, fsdp.sharded_params(self._modules())), (lambda: None, ""))

@@ -90,7 +90,7 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise PolicyError(f"initialize({name}={shown(value)}): no such choice. Choices: {listed}.")
-    return str(value)  # a plain one
+    return str(value)  # of str itself, also for a subclass
 
 
 def fused(value: object) -> str | bool:

@@ -20,7 +20,7 @@ def make_subclass(base: type, mixin: type, namespace: dict[str, Any]) -> type:
 
     Args:
         base: the class of an object.
-        mixin: a plain class; its ``__init_subclass__`` keeps that of ``base`` from running.
+        mixin: a class with methods; its ``__init_subclass__`` keeps that of ``base`` from running.
         namespace: what the subclass itself defines.
 
     Raises:

@@ -35,12 +35,12 @@ def break_graphs(why: str) -> Callable[[_Function], _Function]:
         why: the reason, for the compiler's messages.
     """
 
-    def mark(function: _Function) -> _Function:
-        marked: Any = keep_eager(function)
-        marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, why
-        return marked  # type: ignore[no-any-return]
+    def exclude(function: _Function) -> _Function:
+        excluded: Any = keep_eager(function)
+        excluded._torchdynamo_disable, excluded._torchdynamo_disable_msg = True, why
+        return excluded  # type: ignore[no-any-return]
 
-    return mark
+    return exclude
 
 
 def own_code(function: _Function) -> _Function:

@@ -125,14 +125,14 @@ def common_caster(
 ) -> Callable[[Any, dict[int, Any]], Any]:
     """Return a function that casts common containers as :func:`cast_floats` does.
 
-    These are lists, tuples, dicts, named tuples and dataclasses. What is in one is plain tensors, values that are not
+    These are lists, tuples, dicts, named tuples and dataclasses. In one are ordinary tensors, values that are not
     looked into, and more of these; else the function raises :class:`Uncommon`. Its second argument has what was made of
     earlier items, by their ids, so that a walk can go on from there.
 
     Args:
         dtype: the dtype to which tensors are cast.
         left: called with an object that is not looked into.
-        lends: what is cast and copied is noted in the second argument, as a walk that notes does.
+        lends: what is cast and copied is recorded in the second argument, as a walk that records does.
     """
     tensor, atoms, to, known, new_object = torch.Tensor, frozenset(ATOMS), TO[dtype], known_form, object.__new__
     first, second = CASTABLE - {dtype}

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from xamp.ground.compiler import break_graphs, keep_eager
 
-__all__ = ["catch_up", "follow", "follow_in_graph", "graphs", "look"]
+__all__ = ["catch_up", "follow", "follow_in_graph", "graphs", "refresh_graphs"]
 
 
 class Graphs:
@@ -48,7 +48,7 @@ def follow(model: nn.Module, write: Callable[[], None], may_be_behind: Callable[
             method of the same object.
     """
     _followers[model] = weakref.WeakMethod(write), weakref.WeakMethod(may_be_behind)
-    look()  # another one may have gone, with what made graphs ask
+    refresh_graphs()  # another one may have gone, with what made graphs ask
 
 
 @keep_eager
@@ -69,8 +69,8 @@ def follow_in_graph() -> None:
 
 
 @keep_eager
-def look() -> None:
-    """Decide anew whether graphs ask. Called where the answer of a ``may_be_behind`` may have changed."""
+def refresh_graphs() -> None:
+    """Set :attr:`Graphs.ask` anew. Called where the answer of a ``may_be_behind`` may have changed."""
     graphs.ask = any(may_be_behind() for may_be_behind in _alive(_MAY_BE_BEHIND))
 
 

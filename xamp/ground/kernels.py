@@ -2,7 +2,7 @@
 
 No device has all of them in every dtype: torch's CUDA kernel that unscales gradients has no bfloat16, and a vendor's
 device may have no operators on lists at all. Which are missing is not listed here. The device is asked when its backend
-is probed (:mod:`xamp.registry.trials`), and :func:`note` keeps what it lacks. A function below calls torch's
+is probed (:mod:`xamp.registry.trials`), and :func:`record_missing` keeps what it lacks. A function below calls torch's
 operator where the device has it in the dtypes of its arguments, else operators on single tensors with the same results.
 No function waits for the device, and all of them can stand in a graph.
 """
@@ -24,20 +24,20 @@ __all__ = [
     "foreach_of",
     "is_missing",
     "lerp_",
-    "mark_power_of_two",
     "missing",
     "multiply_",
     "norms",
-    "note",
-    "note_formats",
     "on",
     "plain",
+    "record_missing",
+    "register_formats",
+    "set_power_of_two",
     "unscale_",
     "update_scale_",
 ]
 
 POWER_OF_TWO = "is_power_of_two"
-"""The attribute of an inverse scale that says that its value is a power of two; see :func:`mark_power_of_two`."""
+"""The attribute of an inverse scale that says that its value is a power of two; see :func:`set_power_of_two`."""
 
 _AS_WIDE_AS_FP32 = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes that hold the powers of two that fp32 holds, down to 2**-126. fp16 ends at 2**-24."""
@@ -51,8 +51,8 @@ _is_compiling = torch.compiler.is_compiling
 # --- what the device has
 
 
-def note(kernel: str, device_type: str, dtype: torch.dtype) -> None:
-    """Keep that a device of a type lacks ``kernel``, an operator's name in torch, for ``dtype``.
+def record_missing(kernel: str, device_type: str, dtype: torch.dtype) -> None:
+    """Remember that a device of a type lacks ``kernel``, an operator's name in torch, for ``dtype``.
 
     From then on no device of that type is asked to run it: cards of one machine may differ, single operators are right
     on all of them, and a thread that trains meanwhile never sees a gap closed.
@@ -60,8 +60,8 @@ def note(kernel: str, device_type: str, dtype: torch.dtype) -> None:
     _missing[kernel, device_type] = _missing.get((kernel, device_type), frozenset()) | {dtype}
 
 
-def note_formats(device_type: str, plain: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Keep that a device has storage formats which operators on lists refuse, and what makes a tensor plain there."""
+def register_formats(device_type: str, plain: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Remember that operators on lists refuse storage formats of a device; ``plain`` gives a tensor the usual one."""
     _formats[device_type] = plain
 
 
@@ -126,7 +126,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
     Args:
         tensors: floating tensors.
-        factor: fp32, one element. Where it is marked as a power of two, that is one kernel also for bf16: the factor is
+        factor: fp32, one element. Where it is known as a power of two, that is one kernel also for bf16: the factor is
             cast, which loses nothing. An operator on a list whose scalar has another dtype is a kernel a tensor.
     """
     if not tensors:
@@ -167,15 +167,15 @@ def _unscale_without(
     left: Set[torch.dtype], grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
     """Unscale gradients of which some have a dtype in ``left``, which torch's kernel does not take here."""
-    plain = [grad for grad in grads if grad.dtype in left]
-    for grad in plain:
+    without = [grad for grad in grads if grad.dtype in left]
+    for grad in without:
         if grad.layout is not torch.strided:
             raise RuntimeError(f"gradients to unscale must be dense, not {grad.layout}")
-    groups = [[g for g in plain if g.dtype is dtype and g.numel()] for dtype in {g.dtype: None for g in plain}]
+    groups = [[g for g in without if g.dtype is dtype and g.numel()] for dtype in {g.dtype: None for g in without}]
     groups = [group for group in groups if group]
     # The largest absolute values tell of inf and nan. They come first, since they may find no memory.
     finite = [torch.stack(norms(group, math.inf)).isfinite().all() for group in groups]
-    if len(plain) < len(grads):
+    if len(without) < len(grads):
         rest = [grad for grad in grads if grad.dtype not in left]
         operators.amp_foreach_non_finite_check_and_unscale_(rest, found_inf, inv_scale)
     for group, is_finite in zip(groups, finite, strict=True):
@@ -209,28 +209,28 @@ def update_scale_(
     scale.copy_(torch.where(overflowed, scale * backoff, after_clean))
 
 
-def mark_power_of_two(number: torch.Tensor, is_one: bool) -> None:
+def set_power_of_two(number: torch.Tensor, is_one: bool) -> None:
     """Say of a scalar tensor that its value is always a power of two, as the host knows without reading it."""
     setattr(number, POWER_OF_TWO, is_one)
 
 
 def on(device: torch.device, number: torch.Tensor) -> torch.Tensor:
-    """Return a scalar tensor on ``device``, marked as it was."""
+    """Return a scalar tensor on ``device``, with the same :data:`POWER_OF_TWO`."""
     moved = number.to(device)
     if moved is not number:
-        mark_power_of_two(moved, _is_power_of_two(number))
+        set_power_of_two(moved, _is_power_of_two(number))
     return moved
 
 
 def _is_power_of_two(number: torch.Tensor) -> bool:
-    # Compiled code has one form for both: what is marked may be another tensor at the next call.
+    # Compiled code has one graph for both: another tensor may come at the next call, and be no such power.
     return not _is_compiling() and bool(getattr(number, POWER_OF_TWO, False))
 
 
 def _scalar(number: torch.Tensor) -> torch.Tensor:
-    """Return ``number`` without dimensions, marked as it was."""
+    """Return ``number`` without dimensions, with the same :data:`POWER_OF_TWO`."""
     if number.dim() == 0:
         return number
     scalar = number.reshape(())
-    mark_power_of_two(scalar, _is_power_of_two(number))
+    set_power_of_two(scalar, _is_power_of_two(number))
     return scalar

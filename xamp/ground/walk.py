@@ -29,7 +29,7 @@ Leaf = Callable[[Any], Any]
 _MISSING, _OPEN = object(), object()  # the latter is what is made of a container that is being looked into
 
 CASTS, COPIES = 0, 1
-"""The keys of :attr:`Walk.made`, which are no ids, under which a walk that notes has lists of what it cast, with the
+"""The keys of :attr:`Walk.made`, which are no ids, under which a walk that records has lists of what it cast, with the
 casts, and of the mutable containers that it copied, as :class:`Copied`."""
 
 
@@ -52,8 +52,8 @@ class Copied:
         self.attributes = attributes
 
 
-def note_of_copy(old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> Copied:
-    """Return what is to be known of ``new``, the copy of ``old``, as it is now."""
+def record_of_copy(old: Any, new: Any, form: Form, ways: type[Raw] = Raw) -> Copied:
+    """Return the record of ``new``, the copy of ``old``, with what is in it now."""
     items = None if form.name == "tuple" else ways.items_of(new, form)
     return Copied(old, new, form, items, ways.attributes_of(new, form, stored=True))
 
@@ -64,7 +64,7 @@ class Walk:
     Args:
         leaf: what is to be put in the place of which value.
         made: what earlier passes came to, by the ids of the values, which must live.
-        notes: tensors that are replaced and containers that are copied are noted in ``made``; see :data:`CASTS`.
+        records: tensors that are replaced and containers that are copied are recorded in ``made``; see :data:`CASTS`.
 
     Attributes:
         changed: something was put in the place of something else.
@@ -75,10 +75,10 @@ class Walk:
 
     ways: type[Raw] = Raw
 
-    def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, notes: bool = False) -> None:
-        self._leaf, self._notes = leaf, notes
+    def __init__(self, leaf: Leaf, made: dict[int, Any] | None = None, *, records: bool = False) -> None:
+        self._leaf, self._records = leaf, records
         self.changed = False
-        self.made: dict[int, Any] = ({CASTS: [], COPIES: []} if notes else {}) if made is None else made
+        self.made: dict[int, Any] = ({CASTS: [], COPIES: []} if records else {}) if made is None else made
         self._seen: list[Any] = []  # what ``made`` has, so that the ids stay theirs
         self.left: list[Any] = []
 
@@ -114,7 +114,7 @@ class Walk:
         self.changed = True
         self._keep(value, new)
         if isinstance(value, torch.Tensor):
-            self._note_cast(value, new)
+            self._record_cast(value, new)
         return new, True
 
     def _found(self, value: Any) -> tuple[Any, bool] | None:
@@ -137,8 +137,8 @@ class Walk:
     def _leave(self, value: Any) -> None:
         self.left.append(value)
 
-    def _note_cast(self, value: Any, new: Any) -> None:
-        if self._notes:
+    def _record_cast(self, value: Any, new: Any) -> None:
+        if self._records:
             self.made[CASTS].append((value, new))
 
     def _look_inside(self, value: Any, form: Form) -> tuple[Any, bool]:
@@ -149,8 +149,8 @@ class Walk:
         if changed or begun is not _OPEN:
             try:
                 new = self.ways.copy_of(value, form, items, attributes, None if begun is _OPEN else begun)
-                if self._notes and (form.base is not tuple or not form.items_only):  # else nobody writes into it
-                    self.made[COPIES].append(note_of_copy(value, new, form))
+                if self._records and (form.base is not tuple or not form.items_only):  # else nobody writes into it
+                    self.made[COPIES].append(record_of_copy(value, new, form))
             except Exception:  # it is a class of somebody's that refuses
                 self._leave(value)
         self.made[id(value)] = new
@@ -227,7 +227,7 @@ class TracedWalk(Walk):
         if self._left is not None:
             self._left(type(value))
 
-    def _note_cast(self, value: Any, new: Any) -> None:
+    def _record_cast(self, value: Any, new: Any) -> None:
         self.casts.append((value, new, self._argument))
 
     def _look_inside(self, value: Any, form: Form) -> tuple[Any, bool]:
@@ -241,7 +241,7 @@ class TracedWalk(Walk):
             return value, False
         new = self.ways.copy_of(value, form, items, attributes)
         if mutable:
-            self.copies.append(note_of_copy(value, new, form, self.ways))
+            self.copies.append(record_of_copy(value, new, form, self.ways))
         return new, True
 
 

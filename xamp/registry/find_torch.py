@@ -17,7 +17,7 @@ MINIMUM_TORCH = (2, 7, 1)
 """The oldest release that is taken. README, docs/, setup.cfg and ci/ name the same one, and tests compare them."""
 
 NEWEST_TESTED = (2, 15)
-"""The newest release that was tried: docs/validated.md has what was seen. `xamp doctor` notes a torch that is newer."""
+"""The newest release that was tried: docs/validated.md has what was seen. `xamp doctor` names a torch that is newer."""
 
 _INSTALL = 'pip install "xamp[torch]"'
 

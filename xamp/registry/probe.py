@@ -130,14 +130,14 @@ def _describe(backend: Backend) -> BackendReport:
 
 
 def _ask_kernels(backend: Backend, can: Capabilities) -> None:
-    """Ask the device which operators on lists it has, where the backend's probe has not; note formats of its own."""
+    """Ask the device which operators on lists it has, where the backend's probe has not; register its formats."""
     import torch
 
     from xamp.ground import kernels
     from xamp.registry.trials import ask_once
 
     if type(backend).plain is not Backend.plain:
-        kernels.note_formats(backend.device_type, backend.plain)
+        kernels.register_formats(backend.device_type, backend.plain)
     for dtype in ("float32", *can.dtypes):
         if isinstance(kind := getattr(torch, dtype, None), torch.dtype) and kind.is_floating_point:
             ask_once(torch.device(backend.device_type), kind, can.overflow == "inf")

@@ -122,7 +122,7 @@ class Kernel(NamedTuple):
 
 
 def ask_kernels(device: torch.device, dtype: torch.dtype, keeps_inf: bool = True) -> None:
-    """Find out which operators of :data:`KERNELS` the device lacks for ``dtype``, and note them.
+    """Find out which operators of :data:`KERNELS` the device lacks for ``dtype``, and record them.
 
     Raises:
         Exception: the device had no memory left, or was busy. That says nothing about what it has.
@@ -131,7 +131,7 @@ def ask_kernels(device: torch.device, dtype: torch.dtype, keeps_inf: bool = True
         for kernel in KERNELS:
             asked = (not kernel.dtypes or dtype in kernel.dtypes) and (keeps_inf or not kernel.finds_inf)
             if asked and not _works(kernel, Trial(device, dtype, keeps_inf)):
-                kernels.note(kernel.name, device.type, dtype)
+                kernels.record_missing(kernel.name, device.type, dtype)
     _asked.add((device.type, dtype))
 
 

@@ -120,7 +120,7 @@ class CollapseWatch:
         self.run = 0
         self.scales = scales
 
-    def note_overflow(self, scales: Sequence[float], used: Iterable[int]) -> bool:
+    def count_overflow(self, scales: Sequence[float], used: Iterable[int]) -> bool:
         """Record a step that overflowed; return whether it completes a run of :data:`COLLAPSE_RUN`.
 
         Args:
@@ -213,14 +213,14 @@ class Replays:
             self._watch.scales.copy_(scales)
             self._told = 0
 
-    def kept(self) -> tuple[Any, ...]:
+    def snapshot(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
         return () if self.flag is None else (self._told, self._numbers.clone(), self._watch.scales.clone())
 
-    def put_back(self, kept: tuple[Any, ...]) -> None:
+    def put_back(self, before: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        if kept:
-            self._told, numbers, scales = kept
+        if before:
+            self._told, numbers, scales = before
             self._numbers.copy_(numbers)
             self._watch.scales.copy_(scales)
 
@@ -237,11 +237,11 @@ class History:
         self._late = not values.is_cpu and copies_without_waiting(values.device)
         self._waiting: collections.deque[tuple[Any, torch.Tensor, Any]] = collections.deque()
 
-    def push(self, note: Any) -> Sequence[tuple[Any, list[float]]]:
-        """Record the state as it is now, with ``note``; return the records that have become readable, oldest first."""
+    def push(self, step: Any) -> Sequence[tuple[Any, list[float]]]:
+        """Record the state as it is after ``step``; return the records that have become readable, oldest first."""
         if not self._late:
-            return ((note, self._values.tolist()),)
-        self._waiting.append((note, *self._copy()))
+            return ((step, self._values.tolist()),)
+        self._waiting.append((step, *self._copy()))
         return (self._oldest(),) if len(self._waiting) > HISTORY_LAG else ()
 
     def forget(self) -> None:
@@ -262,16 +262,16 @@ class History:
 
     def peek(self) -> Iterator[tuple[Any, list[float]]]:
         """Yield all records and keep them. Waits for the device."""
-        for note, late, event in self._waiting:
+        for step, late, event in self._waiting:
             event.synchronize()
-            yield note, late.tolist()
+            yield step, late.tolist()
 
     def arrived(self) -> Iterator[tuple[Any, list[float]]]:
         """Yield the records that can be read without waiting, oldest first, and keep them."""
-        for note, late, event in self._waiting:
+        for step, late, event in self._waiting:
             if not event.query():
                 return
-            yield note, late.tolist()
+            yield step, late.tolist()
 
     @property
     def waiting(self) -> int:
@@ -282,9 +282,9 @@ class History:
         return copy_without_waiting(self._values)
 
     def _oldest(self) -> tuple[Any, list[float]]:
-        note, late, event = self._waiting.popleft()
+        step, late, event = self._waiting.popleft()
         event.synchronize()
-        return note, late.tolist()
+        return step, late.tolist()
 
 
 class Outcomes:
@@ -326,24 +326,24 @@ class Outcomes:
         return self._history.push((self._gradients.used, clock()))
 
     @keep_eager
-    def observe(self, note: tuple[Collection[int], int], values: Sequence[float]) -> None:
+    def observe(self, step: tuple[Collection[int], int], values: Sequence[float]) -> None:
         """Count, log and judge one step whose numbers the host has.
 
         Args:
-            note: the indices of the loss scales that were used, and the time of the step.
+            step: the indices of the loss scales that were used, and the time of the step.
             values: the device state at the step.
 
         Raises:
             LossScaleCollapsed: the step completes a run of overflows that no smaller scale could cure.
         """
-        used, at = note
+        used, at = step
         counts, scales = self._counts, self._memory.scales_in(values)
         if not self._memory.overflowed(values, self._index):  # then one line, so that no interrupt comes in between
             self.seen, self.seen_at, counts.applied = values, at, counts.applied + 1
             self._watch.clean(scales)
             return
         self.seen, self.seen_at, counts.skipped = values, at, counts.skipped + 1
-        collapsed = self._watch.note_overflow(scales, used)
+        collapsed = self._watch.count_overflow(scales, used)
         if self.replays.flag is not None:
             collapsed = self.replays.newly_collapsed()
         if counts.verbosity:
@@ -410,7 +410,7 @@ class Outcomes:
         for (used, _), values in self._history.peek():
             scales = self._memory.scales_in(values)
             if self._memory.overflowed(values, self._index):
-                complete |= watch.note_overflow(scales, used)
+                complete |= watch.count_overflow(scales, used)
             else:
                 watch.clean(scales)
         return COLLAPSE_RUN - 1 if complete else watch.run
@@ -424,13 +424,13 @@ class Outcomes:
         self._watch.resume(overflow_run)
         self.replays.resume(overflow_run, self._memory.scales)
 
-    def kept(self) -> tuple[Any, ...]:
+    def snapshot(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
-        return copy.copy(self._watch), self._history.waiting_records(), self.seen, self.replays.kept()
+        return copy.copy(self._watch), self._history.waiting_records(), self.seen, self.replays.snapshot()
 
-    def put_back(self, kept: tuple[Any, ...]) -> None:
+    def put_back(self, before: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        watch, records, self.seen, replays = kept
+        watch, records, self.seen, replays = before
         self._watch = copy.copy(watch)
         self.replays.put_back(replays)
         self._history.put_back(records)

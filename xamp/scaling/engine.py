@@ -58,7 +58,7 @@ class Engine:
         counts: applied and skipped steps, as far as the host knows of them.
         num_models: the number of models that ``initialize`` was given.
         process_group: ranks that decide together; None: those of the wrappers that hold the parameters, else all.
-        undo: gives the models and optimizers back as plain fp32 objects.
+        undo: gives the models and optimizers back in fp32 and in their own classes.
         enabled: False where ``initialize(enabled=False)`` made the engine, which then does nothing.
         moves_before_step: scales move before the step; False for a GradScaler, whose ``update()`` moves them after it.
         skips_together: if one optimizer of a ``scale_loss`` overflowed, all its optimizers skip their steps.
@@ -108,7 +108,7 @@ class Engine:
             by_flag=self.saturates,
         )
         watching = self.saturates and policy.checks
-        self._watch = FlagWatch(backend, device, self._note_forward_overflow) if watching else None
+        self._watch = FlagWatch(backend, device, self._record_forward_overflow) if watching else None
         if self._watch is not None:
             self._watch.follow(models)
         self._captures = backend.capture_check(device)
@@ -131,7 +131,7 @@ class Engine:
         """Add the states of optimizers. The engine decides on their steps from now on."""
         states = list(states)
         self._states = [*self._states, *states]
-        self._wrappers.note_held(_params_of(states))
+        self._wrappers.remember_params(_params_of(states))
 
     def remove_states(self, states: Iterable[OptimizerState]) -> None:
         """Undo :meth:`add_states`."""
@@ -141,7 +141,7 @@ class Engine:
     def prepare_checkpoint(self) -> None:
         """Prepare for saving or loading a state. Every master must be known after this call."""
 
-    def _note_forward_overflow(self, found: torch.Tensor) -> None:
+    def _record_forward_overflow(self, found: torch.Tensor) -> None:
         """Record the overflow flag of a forward for the next step of each optimizer."""
         for state in self.states:
             before = state.gradients.forward_overflow
@@ -252,7 +252,7 @@ class Engine:
         self._alone = alone = not (ranks.is_running() or ddps.noted.data)
         fresh = () if alone else self._find_wrappers(states)
         if self.weights.pairs:
-            self.weights.settle(fresh, alone)
+            self.weights.reconcile(fresh, alone)
         shared = not alone and self._wrappers.hold_any()
         for state in states:
             entered.append(state)
@@ -341,12 +341,12 @@ class Engine:
             return
         found_inf = self._check(states, scaler, delay_overflow_check, params)
         if params and not self._rank_settings.is_settled:
-            self._rank_settings.look()  # all ranks have written by now: see there
+            self._rank_settings.compare_again()  # all ranks have written by now: see there
         if scaler.has_own_flag and not delay_overflow_check:
-            self._note(states, scaler, found_inf)
+            self._record_found_inf(states, scaler, found_inf)
 
-    def _note(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
-        """Note what a check found, for ``scaler`` and for the scales of backwards that were left scaled until now."""
+    def _record_found_inf(self, states: Sequence[OptimizerState], scaler: LossScaler, found_inf: torch.Tensor) -> None:
+        """Record what a check found, for ``scaler`` and for the scales of backwards that were left scaled until now."""
         if not self.policy.dynamic:
             return
         for index in dict.fromkeys([scaler.index, *(i for state in states for i in state.gradients.owed)]):
@@ -362,8 +362,8 @@ class Engine:
             if scaler.updates is updates:
                 scaler.end_window() if scaler.has_own_flag else scaler.update(scaler.found)
 
-    def note_raised(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
-        """Note that the body of a ``scale_loss`` raised on this rank, where others wait for its gradients or flags."""
+    def record_error(self, states: Sequence[OptimizerState], kind: type[BaseException]) -> None:
+        """Refuse steps from now on if others wait for this rank, where the body of a ``scale_loss`` has raised."""
         params = [] if self._alone else _params_of(states)
         why = self._wrappers.lost_by_raising(params) if params else ""
         if why:
@@ -401,7 +401,7 @@ class Engine:
         if self.skips_together:
             flags.fill_(found)
         for state in states:
-            state.keep_found_inf()
+            state.add_found_inf()
         return found
 
 
@@ -534,7 +534,7 @@ class ScaledLoss:
         try:
             if kind is not None:
                 scope.abandon()
-                self._engine.note_raised(self._states, kind)
+                self._engine.record_error(self._states, kind)
                 return
             scope.end_backward()
             self._engine.leave(self._states, self._scaler, *self._delays)

@@ -1,4 +1,4 @@
-"""Switches an optimizer to its fused implementation where that form is right under loss scaling.
+"""Switches an optimizer to its fused implementation where that is right under loss scaling.
 
 The step of a fused optimizer takes ``found_inf`` as a tensor and skips on the device, so the host never waits. No list
 tells which devices do this rightly: each class is tried once for each process, device and dtype. A kernel that ignores
@@ -43,7 +43,7 @@ class FusedChoice:
     Attributes:
         kind: the class of the optimizer before it was managed.
         one_pass: whether its steps may be taken in one pass: ``"one-pass"``, ``"auto"``, True, or False.
-        insists: they must be, and nobody has looked whether they can.
+        insists: they must be, and nobody has checked whether they can.
         skips_on_device: ``step`` honours ``found_inf`` in every group, so the host need not read the flag.
     """
 
@@ -67,7 +67,7 @@ class FusedChoice:
         self._counters: Any = WeakIdKeyDictionary()  # by parameter, its counter ``state["step"]`` before it was moved
         self.skips_on_device = False
 
-    def look_again(self, optimizer: Optimizer) -> None:
+    def refresh(self, optimizer: Optimizer) -> None:
         """Find out again whether ``step`` honours ``found_inf`` in every group. Called when the groups changed.
 
         torch's own classes are tried, also where the user made them fused. Any other class is believed.
@@ -81,7 +81,7 @@ class FusedChoice:
         """Raise if the user asked for ``fused=True``, here or in ``initialize``, and cannot have it.
 
         Raises:
-            UnsupportedPolicy: that form is not right on this device, or refuses to step on it.
+            UnsupportedPolicy: that implementation is not right on this device, or refuses to step on it.
             PolicyError: a group asks for ``foreach=True`` or ``differentiable=True``.
         """
         self._check_made_fused(optimizer)
@@ -160,7 +160,7 @@ class FusedChoice:
         finally:
             try:
                 self._on_again(optimizer)
-            except BaseException:  # interrupted in the middle: groups of both forms would step wrongly
+            except BaseException:  # interrupted in the middle: groups of both kinds would step wrongly
                 self._on_again(optimizer)
                 raise
 
@@ -183,14 +183,14 @@ class FusedChoice:
                     state["step"] = moved
 
     def counter_device(self, group: Mapping[str, Any], param: torch.Tensor) -> torch.device:
-        """Return where the form that the user gave for ``group`` counts the steps of ``param``."""
+        """Return where the implementation that the user chose for ``group`` counts the steps of ``param``."""
         return torch.device("cpu") if any(group is one for one in self._switched) else param.device
 
     def met_sparse(self, optimizer: Optimizer) -> None:
         """Switch the fused implementation off for good: a sparse gradient came, and its kernels do not take them."""
         self._sparse = True
         self.switch_off(optimizer)
-        self.look_again(optimizer)
+        self.refresh(optimizer)
 
     def as_before(self, optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return ``groups``, which were saved from ``optimizer`` in its order, with ``fused`` as the user gave it."""
@@ -198,7 +198,7 @@ class FusedChoice:
         return [{**group, "fused": None} if ours else group for group, ours in zip(groups, switched, strict=True)]
 
     def load(self, optimizer: Any, load: Callable[[], None]) -> None:
-        """Run ``load``, which replaces the groups, then choose the form again: it depends on the device, not the file.
+        """Run ``load``, which replaces the groups, then choose again: the implementation depends on the device.
 
         Each group keeps the ``fused`` and ``foreach`` that the user gave in this run.
         """
@@ -230,7 +230,7 @@ class FusedChoice:
 
 
 def _is_ordinary(param: torch.Tensor) -> bool:
-    # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on plain tensors says nothing of it.
+    # A subclass of Tensor (a sharded DTensor) has operators of its own: a trial on ordinary ones says nothing of it.
     return is_plain(param) and param.dtype.is_floating_point
 
 
@@ -239,11 +239,11 @@ class WarmState:
 
     On a step that ``found_inf`` skips, torch's fused SGD makes momentum buffers of uninitialised memory; it also fails
     where one parameter has a buffer and another has none. So the host decides on the first step of a parameter, and
-    that step runs in the form the user gave. A loaded state counts as made: the last bits of the two forms differ, and
-    a resumed run must use the form of the original run.
+    that step runs in the user's implementation. A loaded state counts as made: the last bits of the two differ, and a
+    resumed run must use that of the original run.
 
     Fused kernels on a CPU read a parameter, its gradient and its state in the order of memory, whatever their strides;
-    those of a GPU raise an error where the strides differ. So a step in which they do runs in the form the user gave.
+    those of a GPU raise an error where the strides differ. A step in which they do runs in the user's implementation.
     They differ where ``model.to(memory_format=...)`` came after a step, where a checkpoint was saved in another memory
     format, and where a script puts a gradient into ``.grad``. A parameter that is a view of a part of another tensor
     has gaps, into which the kernels would write.
@@ -258,7 +258,7 @@ class WarmState:
         self._states = 0
         self._contiguous = False  # parameters and state, as far as anybody knows
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Read the optimizer's groups and state. Called when they changed."""
         optimizer = self._optimizer()
         self._params = set(map(id, _with_state(optimizer)))
@@ -267,17 +267,17 @@ class WarmState:
         self._contiguous = False
 
     def fits_fused(self) -> bool:
-        """Return whether the state of every parameter about to move exists and, if xamp chose the form, still fits.
+        """Return whether the state of every parameter about to move exists and fits a fused kernel, if xamp chose that.
 
         A fused kernel reads past the end of a moment that is shorter than its parameter, as after
-        ``resize_token_embeddings``. The form that the user left says so instead.
+        ``resize_token_embeddings``. The user's implementation raises an error instead.
         """
         if not self._is_whole():
             return False
         return not self._fused.active or (self._elements == self._count_elements() and self._is_laid_out_alike())
 
-    def in_users_form(self, base: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``base`` to step in the form the user gave, and remember the state that this step makes."""
+    def in_users_implementation(self, base: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap ``base`` to step in the user's implementation, and remember the state that this step makes."""
 
         def step(*args: Any, **kwargs: Any) -> Any:
             optimizer: Any = self._optimizer()  # it lives, for it is about to step
@@ -302,7 +302,7 @@ class WarmState:
         """Return whether each parameter has the strides of its gradient and of its state.
 
         All are contiguous in most models, which takes 35 us to see for the gradients of 300 parameters. What moves a
-        parameter to another memory format moves its gradient too, and state is looked at again where it is loaded.
+        parameter to another memory format moves its gradient too, and loaded state is read again (:meth:`refresh`).
         """
         if torch.compiler.is_compiling():  # a graph is bound to the strides, and has no use for what was seen before
             return all(p.grad is None or p.grad.stride() == p.stride() for p in self._gradients.stepped)

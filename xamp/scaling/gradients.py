@@ -162,7 +162,7 @@ class Gradients:
         self.waiting: Waiting | None = None
         self.count = 0
         self._held: list[nn.Parameter] = []  # what the groups held when they were read
-        self._holds_counted = False
+        self._has_counted = False
         self._scales = policy.scales
         self._checks = policy.checks
         self._reads_flag = policy.checks and saturates
@@ -265,7 +265,7 @@ class Gradients:
             unreduced = self._unreduced()
             existing += unreduced
         if not existing:
-            self._entry, self._holds_counted = NOTHING, False
+            self._entry, self._has_counted = NOTHING, False
             return
         self._notice_counted(scaler)
         if not self._scales:
@@ -273,7 +273,7 @@ class Gradients:
         elif unreduced or (not self.sets_aside and self._may_multiply(scaler)):
             self._entry = Entry(existing, complete=False)
             unscale.multiply_(existing, scaler.scale)
-            self.mixed = self._holds_counted
+            self.mixed = self._has_counted
             self._entry = Entry(existing)
         else:
             stash = [(p, p.grad.detach().clone()) for p in self.direct if p.grad is not None]  # memory may run out here
@@ -282,15 +282,15 @@ class Gradients:
             self._entry = Entry(existing, stash)
 
     def _notice_counted(self, scaler: LossScaler) -> None:
-        """Note whether existing gradients were counted for another window than that of ``scaler``.
+        """Record whether existing gradients were counted for another window than that of ``scaler``.
 
         They were checked under another scale, or before a step of another optimizer ended the window. An overflow among
         them must not be counted again.
         """
-        counted = self._holds_counted and len(self.used) > 0
+        counted = self._has_counted and len(self.used) > 0
         for index, updates in self.used.items():
             counted = counted or index != scaler.index or updates is not scaler.updates
-        self._holds_counted = counted
+        self._has_counted = counted
 
     def _may_multiply(self, scaler: LossScaler) -> bool:
         """Return whether existing gradients may be multiplied by the scale, and be checked once more.
@@ -301,7 +301,7 @@ class Gradients:
         """
         if self.hidden is not None and not self.ready:
             return True
-        return scaler.exact and self._in_fp32 and not self._holds_counted
+        return scaler.exact and self._in_fp32 and not self._has_counted
 
     def were_cleared(self) -> bool:
         """Return whether the gradients that came through ``scale_loss`` since the last step are gone."""

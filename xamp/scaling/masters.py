@@ -38,9 +38,9 @@ __all__ = [
     "is_low_precision",
     "load_masters",
     "master_of",
-    "note_equal",
     "overwrite",
     "reconcile",
+    "remember_equal",
     "replace_fp32",
     "save_masters",
     "set_low_precision",
@@ -99,7 +99,7 @@ def any_low_precision() -> bool:
 def set_low_precision(
     tensor: torch.Tensor, master: nn.Parameter | None = None, *, original: torch.Tensor | None = None
 ) -> None:
-    """Note that xamp cast to low precision ``tensor``.
+    """Remember that xamp has cast ``tensor`` to low precision.
 
     Args:
         tensor: the parameter or buffer, which has its lower dtype.
@@ -113,7 +113,7 @@ def set_low_precision(
 
 
 def forget_low_precision(tensor: torch.Tensor) -> None:
-    """Note that ``tensor`` is no longer in low precision."""
+    """Forget ``tensor``: it is no longer in low precision."""
     _entries.pop(tensor, None)
 
 
@@ -203,7 +203,7 @@ def write_changed(pairs: Iterable[Pair]) -> None:
     """Write masters into parameters, but not where both are equal: what was written since a load of both counts."""
     changed = [pair for pair in pairs if not is_equal(pair[0])]
     copy_back(changed)
-    note_equal(param for param, _ in changed)
+    remember_equal(param for param, _ in changed)
 
 
 @break_graphs("the model's weights are made those of their masters, which a graph does not let pass unseen by autograd")
@@ -219,8 +219,8 @@ def is_equal(param: torch.Tensor) -> bool:
     return found is not None and found.master is not None and found.version == found.master._version
 
 
-def note_equal(params: Iterable[torch.Tensor]) -> None:
-    """Note that ``params`` and their masters are equal now."""
+def remember_equal(params: Iterable[torch.Tensor]) -> None:
+    """Remember that ``params`` and their masters are equal now."""
     for param in params:
         found: _Entry | None = _entries.get(param)
         if found is not None and found.master is not None:
@@ -248,7 +248,7 @@ def reconcile(pairs: Sequence[Pair]) -> None:
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
         else:
             write_quietly(((param, master),))
-        note_equal([param])
+        remember_equal([param])
 
 
 @torch.no_grad()
@@ -256,7 +256,7 @@ def overwrite(param: torch.Tensor, value: torch.Tensor) -> None:
     """Write a loaded value into the master of ``param``. The caller, or torch after the hook, writes the parameter."""
     master: torch.Tensor = _entries[param].master
     master.copy_(value)
-    note_equal([param])
+    remember_equal([param])
 
 
 # ---------------------------------------------------------------- state dicts of models

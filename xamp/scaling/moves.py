@@ -180,8 +180,8 @@ class EarlyMoves:
         """Return whether no master has a gradient: they were cleared, by whichever call."""
         return all(master.grad is None for _, master in self._pairs)
 
-    def note(self, param: nn.Parameter) -> None:
-        """Take in that ``param`` has got its gradient; move a chunk if enough others are waiting."""
+    def add(self, param: nn.Parameter) -> None:
+        """Let ``param``, which has got its gradient, wait; move a chunk first if enough others are waiting."""
         if self._is_moving or self._ended or not self._is_ours():
             return
         if self._size >= self._limit:
@@ -211,11 +211,11 @@ class EarlyMoves:
 
 
 def _hook_of(ref: weakref.ReferenceType[EarlyMoves]) -> Callable[[torch.Tensor], None]:
-    def note(param: Any) -> None:
+    def add(param: Any) -> None:
         if not torch.compiler.is_compiling() and (moves := ref()) is not None:
-            moves.note(param)
+            moves.add(param)
 
-    return note
+    return add
 
 
 def _hooks_on(param: torch.Tensor) -> dict[Any, Any]:

@@ -1,8 +1,8 @@
 """Puts an optimizer under a session by giving it a subclass of its own class.
 
 The ``step`` of the subclass decides whether the step is skipped. Everything else works as before: schedulers made
-before and after find the markers they look for, step hooks and the profiler see one step, and a pickle or a copy is a
-plain torch optimizer.
+before and after find the attributes they need, step hooks and the profiler see one step, and a pickle or a copy is a
+torch optimizer of its own class.
 
 The class's own ``step`` and ``zero_grad`` are called without their entries for the profiler where nobody profiles. Each
 entry takes 15 to 35 us on a CPU, a third of the step of one small parameter. Everything else that torch's wrapper does
@@ -28,7 +28,7 @@ from xamp.ground.containers import CASTABLE
 from xamp.ground.torch_private.autograd import is_profiling
 from xamp.ground.torch_private.modules import optimizer_post_hooks, optimizer_pre_hooks
 from xamp.scaling.masters import LOWER, master_of
-from xamp.scaling.step import OptimizerState, call_step, note_call, unwrapped
+from xamp.scaling.step import OptimizerState, call_step, record_call, unwrapped
 
 __all__ = ["bound_step", "cast_state", "is_zero", "lent_params", "manage", "replace_params", "state_of"]
 
@@ -123,7 +123,7 @@ def _step_of(base: Any) -> Callable[..., Any]:
     @functools.wraps(own)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("_opt_called"):
-            note_call(self)
+            record_call(self)
         return self._xamp.step(self._xamp_own_step or _bind(self, own, inner), args, kwargs)
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it again: two hook calls and profiler entries
@@ -209,7 +209,7 @@ class _Managed:
         """Return the base's, with ``fused`` as the user gave it, so that it loads where there is none."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if "param_groups" not in state:
-            return state  # of an optimizer that keeps another one in it, in a form of its own
+            return state  # of an optimizer that keeps another one in it, in a layout of its own
         groups = self._xamp.fused.as_before(self, state["param_groups"])
         return {**state, "param_groups": self._xamp.saved_groups(groups)}
 
@@ -217,11 +217,11 @@ class _Managed:
         """Load as the base class does, then choose the fused implementation again for this device."""
         base_load = super().load_state_dict  # type: ignore[misc]
         self._xamp.fused.load(self, lambda: base_load(state_dict))
-        _keep_numbers(self, state_dict)
+        _restore_numbers(self, state_dict)
         self._xamp.loaded()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy as a plain torch optimizer, which loads where xamp is not installed."""
+        """Pickle and copy as an optimizer of its own class, which loads where xamp is not installed."""
         state = dict(self.__dict__)
         if hasattr(self._xamp_base, "__getstate__"):  # torch's own has one; object has one since Python 3.11
             state = dict(super().__getstate__())  # type: ignore[misc]
@@ -231,7 +231,7 @@ class _Managed:
         return copyreg._reconstructor, (self._xamp_base, object, None), state  # type: ignore[attr-defined]
 
 
-def _keep_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
+def _restore_numbers(optimizer: Any, saved: dict[str, Any]) -> None:
     """Give single numbers in the state (``mu_product`` of NAdam) their fp32 values back.
 
     torch casts all loaded state but ``step`` to the parameter's dtype. A step keeps such numbers in fp32.

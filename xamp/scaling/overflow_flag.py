@@ -47,13 +47,13 @@ def read_flag(backend: Backend, device: torch.device, one: torch.Tensor | None =
 class FlagWatch:
     """Watches the flag of one device for one session.
 
-    ``note`` takes the flag that was read after a forward: an fp32 scalar on the device.
+    ``record`` takes the flag that was read after a forward: an fp32 scalar on the device.
     """
 
-    def __init__(self, backend: Backend, device: torch.device, note: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, backend: Backend, device: torch.device, record: Callable[[torch.Tensor], None]) -> None:
         self._backend = backend
         self._device = device
-        self._note = note
+        self._record = record
         self._one = torch.ones((), dtype=torch.float32, device=device)
 
     def follow(self, models: Sequence[nn.Module]) -> None:
@@ -81,7 +81,7 @@ class FlagWatch:
             found = read_flag(self._backend, self._device, self._one)
         finally:
             self.close()
-        self._note(found)
+        self._record(found)
         return result
 
 

@@ -165,7 +165,7 @@ class LossScaler:
             state.found_inf_since_step[0] if len(state.scales) == len(state.found_inf_since_step) == 1 else None
         )
         self._use_usual_flag()
-        self._tell_exact()
+        self._set_power_of_two()
         self._losses = len(state.scales)
         self._captures = state.captures
 
@@ -174,12 +174,12 @@ class LossScaler:
         if not self._is_in_graph and self._captures is not None:
             self._is_in_graph = self._captures()
             if self._is_in_graph:
-                self._tell_exact()
+                self._set_power_of_two()
         return self._is_in_graph
 
-    def _tell_exact(self) -> None:
+    def _set_power_of_two(self) -> None:
         """Say of the inverse whether it is a power of two. A graph is right for every scale that is set later."""
-        kernels.mark_power_of_two(self._inverse, self.exact and not self._is_in_graph)
+        kernels.set_power_of_two(self._inverse, self.exact and not self._is_in_graph)
 
     def set(self, scale: float, growth_tracker: int = 0) -> None:
         """Set the scale and the growth tracker. Does not wait for the device."""
@@ -198,12 +198,12 @@ class LossScaler:
         self.changed()
         self.rules = rules
         self.exact = _is_power_of_two(self.host_scale) and rules.keeps_powers_of_two
-        self._tell_exact()
+        self._set_power_of_two()
 
     def changed(self) -> None:
         """Forget what the host knew of the scale. Whoever writes to :attr:`scale` must call this."""
         self.exact = False
-        self._tell_exact()
+        self._set_power_of_two()
         self._known_scale = 0.0
         self._safe_updates_of_known = self._safe_updates = 0  # how many updates cannot leave the bounds
         self._inverse_is_stale = True
@@ -212,7 +212,7 @@ class LossScaler:
     @property
     def inverse(self) -> torch.Tensor:
         """fp32 scalar tensor, 1 / scale."""
-        # Compiled code always computes it: a second form without would be compiled at the next step.
+        # Compiled code always computes it: a second graph without it would be compiled at the next step.
         # A capture is looked for first: what it records must be right for scales that are no power of two.
         if _is_compiling() or (self._captures is not None and self.in_graph()) or self._inverse_is_stale:
             torch.reciprocal(self.scale, out=self._inverse)
@@ -269,7 +269,7 @@ class LossScaler:
         rules = self.rules
         if not rules.dynamic:
             return
-        # Compiled code always clamps: a second form of it without would be compiled again when the scale is set.
+        # Compiled code always clamps: a second graph without would be compiled when the scale is set.
         safe = 0 if _is_compiling() or (self._captures is not None and self.in_graph()) else self._safe_updates
         scale = self.scale
         before = scale._version

@@ -35,7 +35,7 @@ from xamp.scaling.weights import MasterVersions
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine, Scope  # the whole that an OptimizerState is a part of
 
-__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "note_call", "unwrapped"]
+__all__ = ["NOT_STEPPED", "OptimizerState", "call_closure", "call_step", "record_call", "unwrapped"]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -110,9 +110,9 @@ class OptimizerState:
     def find_parameters(self) -> None:
         """Read the optimizer's groups again. Called when they changed."""
         self.gradients.find_parameters(self.optimizer.param_groups, self.engine.pairs())
-        self.fused.look_again(self.optimizer)
-        self._warm.look_again()
-        self.master_versions.note()
+        self.fused.refresh(self.optimizer)
+        self._warm.refresh()
+        self.master_versions.remember()
         if self.fused.one_pass:
             self._choose_one_pass()
 
@@ -169,7 +169,7 @@ class OptimizerState:
         if self.gradients.mixed:
             self.found_inf.addcmul_(self.found_inf, self.found_inf_since_step, value=-1)
 
-    def keep_found_inf(self) -> None:
+    def add_found_inf(self) -> None:
         """Raise ``found_inf_since_step`` if the flag of this backward is raised."""
         torch.maximum(self.found_inf_since_step, self.found_inf, out=self.found_inf_since_step)
         self.fresh = False
@@ -289,12 +289,12 @@ class OptimizerState:
             return in_one_pass(args, kwargs)
         if not policy.checks:
             if self.fused.active and not self._warm.fits_fused():
-                base = self._warm.in_users_form(base)
+                base = self._warm.in_users_implementation(base)
             return self._step_unchecked(base, args, kwargs)
         if self.fused.skips_on_device:
             if self._warm.fits_fused():
                 return self._step_on_device(base, args, kwargs)
-            base = self._warm.in_users_form(base)
+            base = self._warm.in_users_implementation(base)
         if self.outcomes.replays.capturing():
             self._refuse_capture()
         return self._step_on_host(base, args, kwargs)
@@ -321,7 +321,7 @@ class OptimizerState:
                 return own(optimizer, *args, **kwargs)
             result = step(optimizer, *args, **kwargs)
             if step.is_first:
-                self._warm.look_again()
+                self._warm.refresh()
             return result
 
         run = Optimizer.profile_hook_step(inner) if is_hooked else functools.partial(call_step, inner)
@@ -338,7 +338,7 @@ class OptimizerState:
         result = base(*args, **kwargs)
         self.outcomes.last = None
         if self.fused.skips_on_device and not _is_compiling():
-            self._warm.look_again()  # gradients of zeros may have made the state; a run that loads it is warm
+            self._warm.refresh()  # gradients of zeros may have made the state; a run that loads it is warm
         return result
 
     def _clear_found_inf(self) -> None:
@@ -415,8 +415,8 @@ class OptimizerState:
             _take_found_inf_back(optimizer)
             readable = self.outcomes.record(flag)
             self._finish(flag)
-            for note, values in readable:
-                self.outcomes.observe(note, values)
+            for step, values in readable:
+                self.outcomes.observe(step, values)
             return result
         except BaseException as error:
             optimizer.__dict__.pop("grad_scale", None)
@@ -443,9 +443,9 @@ class OptimizerState:
             return
         records = self.outcomes.record(outcome) if records is None else records
         self._finish(outcome)
-        for note, values in records:
+        for step, values in records:
             if self.outcomes.seen is not values:
-                self.outcomes.observe(note, values)
+                self.outcomes.observe(step, values)
 
     def _finish(self, outcome: StepOutcome | torch.Tensor) -> None:
         """End the step: write the masters into the model and lower ``found_inf_since_step``."""
@@ -456,7 +456,7 @@ class OptimizerState:
                 masters.copy_back(gradients.pairs)
             elif written:  # by a script; the pass writes where there is a gradient, and nothing where it is skipped
                 masters.copy_back(written)
-            self.master_versions.note()
+            self.master_versions.remember()
         if self.master_versions.lent:
             self.master_versions.follow()
         checks = self.engine.policy.checks
@@ -488,12 +488,12 @@ class OptimizerState:
             scaler.lower_own_flag()
         self._clear_found_inf()
 
-    def kept(self) -> tuple[Any, ...]:
+    def snapshot(self) -> tuple[Any, ...]:
         """Return what :meth:`resume` changes, for :meth:`put_back`."""
         gradients = self.gradients
         found = [(scaler, scaler.has_own_flag, scaler.found, scaler.found.clone()) for scaler in self.engine.scalers]
         return (
-            self.outcomes.kept(),
+            self.outcomes.snapshot(),
             self.found_inf_since_step.clone(),
             self.fresh,
             gradients.ready,
@@ -501,9 +501,9 @@ class OptimizerState:
             found,
         )
 
-    def put_back(self, kept: tuple[Any, ...]) -> None:
+    def put_back(self, before: tuple[Any, ...]) -> None:
         """Undo :meth:`resume`."""
-        outcomes, found_inf_since_step, self.fresh, self.gradients.ready, self.gradients.used, found = kept
+        outcomes, found_inf_since_step, self.fresh, self.gradients.ready, self.gradients.used, found = before
         for scaler, scaler.has_own_flag, scaler.found, value in found:
             scaler.found.copy_(value)
         self.outcomes.put_back(outcomes)
@@ -604,7 +604,7 @@ def _writes(function: _Function) -> _Function:
 
 
 @_writes
-def note_call(optimizer: Any) -> None:
+def record_call(optimizer: Any) -> None:
     """Let a scheduler see that ``optimizer.step`` was called: it warns of a wrong order elsewhere."""
     optimizer._opt_called = True
 

@@ -70,7 +70,7 @@ def check(
     """Raise ``found_inf`` if one of ``grads`` is not finite, and leave their values."""
     if grads:
         one = torch.ones_like(found_inf)
-        kernels.mark_power_of_two(one, True)
+        kernels.set_power_of_two(one, True)
         unscale_by_group_(grads, found_inf, one, unscale_)
 
 

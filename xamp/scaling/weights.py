@@ -45,7 +45,7 @@ class MasterVersions:
         self._seen: list[int] = []
         self.lent = False
 
-    def note(self) -> None:
+    def remember(self) -> None:
         """Remember the masters' versions: the low-precision parameters have their values."""
         self._seen = [master._version for _, master in self._gradients.pairs]
 
@@ -81,10 +81,10 @@ class MasterVersions:
         if self._seen != [master._version for _, master in self._gradients.pairs]:
             with disable_current_modes():  # as of torch.export: these are the real weights
                 masters.write_changed(self.pairs(changed=True))
-            self.note()
+            self.remember()
         if self.lent:
             self.lent = False
-            followers.look()
+            followers.refresh_graphs()
 
 
 class Weights:
@@ -131,7 +131,7 @@ class Weights:
         """Use the masters for the first time: they follow what was written into the parameters."""
         masters.use(self.pairs)
 
-    def settle(self, fresh: Iterable[DistributedDataParallel], alone: bool) -> None:
+    def reconcile(self, fresh: Iterable[DistributedDataParallel], alone: bool) -> None:
         """Let masters follow what was written into the parameters, and make them equal on the ranks of each new DDP.
 
         This happens at the first use of the masters, and whenever a DDP appears.
@@ -150,11 +150,11 @@ class Weights:
         elif self._model_is_behind():
             return
         elif self.tells_lost_writes and not torch.compiler.is_compiling() and self._lost_writes.is_due(self.pairs):
-            self._look_for_lost_writes()
+            self._find_lost_writes()
         for ddp in fresh:
             self._share(ddp)
         for versions in self._versions():
-            versions.note()
+            versions.remember()
 
     def _share(self, ddp: DistributedDataParallel) -> None:
         """Give all ranks of ``ddp`` the masters that its first rank has of its parameters."""
@@ -164,11 +164,11 @@ class Weights:
             ranks.share_from_rank_zero([m.detach() for _, m in pairs], ddp.process_group)
             masters.write_quietly(pairs)
 
-    def _look_for_lost_writes(self) -> None:
+    def _find_lost_writes(self) -> None:
         """Warn, once, of weights of the model that the next step will overwrite."""
         if self._capturing is not None and self._capturing():
             return
-        lost = self._lost_writes.look([pair for versions in self._versions() for pair in versions.pairs(changed=False)])
+        lost = self._lost_writes.find([pair for versions in self._versions() for pair in versions.pairs(changed=False)])
         if lost:
             _warn_of_lost(self._names_of(lost), self._level)
 
@@ -190,7 +190,7 @@ class Weights:
             return False
         if not self._found_old:
             self._found_old = True
-            followers.look()
+            followers.refresh_graphs()
             _warn_of_old(self._level)
         return True
 
@@ -209,7 +209,7 @@ class LostWrites:
         self._found = False
 
     def is_due(self, pairs: Sequence[masters.Pair]) -> bool:
-        """Return whether to call :meth:`look` now. Called at each ``scale_loss`` after the first."""
+        """Return whether to call :meth:`find` now. Called at each ``scale_loss`` after the first."""
         if self._found:
             return False
         self._count = count = self._count + 1
@@ -222,7 +222,7 @@ class LostWrites:
                 due = True
         return due or self._late is not None
 
-    def look(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
+    def find(self, pairs: Sequence[masters.Pair]) -> list[torch.Tensor]:
         """Return the weights that were found to differ from their masters, once; mostly that is known later.
 
         Args:

@@ -88,8 +88,8 @@ def load(engine: Engine, saved_state: object) -> None:
     stats, counts = engine.stats(), engine.counts  # now, because resume() drops the steps that are not counted yet
     undo = Undo()
     try:
-        undo.steps.append(_keep_tensors(writes))
-        undo.steps.append(_keep_numbers(engine))
+        undo.steps.append(_snapshot_tensors(writes))
+        undo.steps.append(_snapshot_numbers(engine))
         _write(writes)
         for scaler, scale in zip(engine.scalers, moving, strict=False):
             # torch's kernel grows the scale where the tracker equals the interval; a larger one would never grow it.
@@ -105,7 +105,7 @@ def load(engine: Engine, saved_state: object) -> None:
         raise
 
 
-def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
+def _snapshot_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
     """Copy what :func:`_write` will overwrite into host memory; return a function that writes it back."""
     targets = [t for param, _ in writes for t in (param, masters.master_of(param)) if t is not None]
     kept = [(target, _copy(target)) for target in targets]
@@ -115,15 +115,15 @@ def _keep_tensors(writes: Sequence[_Write]) -> Callable[[], None]:
         with torch.no_grad():
             for target, value in kept:
                 target.copy_(value)  # of one dtype, so nothing is allocated on the device
-        masters.note_equal(agreeing)
+        masters.remember_equal(agreeing)
 
     return write_back
 
 
-def _keep_numbers(engine: Engine) -> Callable[[], None]:
+def _snapshot_numbers(engine: Engine) -> Callable[[], None]:
     """Copy the scales and all that the host knows of them and of the steps; return a function that puts it back."""
     scalers = [(scaler, float(scaler.scale), int(scaler.growth_tracker)) for scaler in engine.scalers]
-    counts, states = engine.counts, [(state, state.kept()) for state in engine.states]
+    counts, states = engine.counts, [(state, state.snapshot()) for state in engine.states]
     numbers = counts.runs, counts.applied, counts.skipped
 
     def put_back() -> None:
@@ -181,7 +181,7 @@ def _masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _copies(found: Mapping[str, torch.Tensor], seen: set[int]) -> dict[str, torch.Tensor]:
     """Copy the masters that are not ``seen`` yet into host memory."""
-    # A DTensor is no plain CPU tensor. Its master is in model.state_dict(), which every way of saving shards reads.
+    # A DTensor is in parts on the ranks. Its master is in model.state_dict(), which every way of saving shards reads.
     new = {name: master for name, master in found.items() if not is_dtensor(master) and id(master) not in seen}
     seen.update(map(id, new.values()))
     return {name: _copy(master) for name, master in new.items()}

@@ -85,7 +85,7 @@ def clip_grad_norm_(
         clip_grads_with_norm_(params, max_norm, norm, foreach=in_lists)
     for one in given:
         inner = managed(one)
-        metrics.note_norm(inner, state_of(inner), norm)
+        metrics.record_norm(inner, state_of(inner), norm)
     return norm
 
 

@@ -1,7 +1,7 @@
 """The formats of a saved state: xamp's own, and those of the other loss scalers that users change from or to.
 
 :func:`read` turns a state of any format into a :class:`SessionState`, or says which key is wrong; :func:`write_foreign`
-makes one of another format. Nothing here knows a session. A state holds numbers, strings and CPU tensors in plain dicts
+makes one of another format. Nothing here knows a session. A state holds numbers, strings and CPU tensors in dicts
 and lists, so that ``torch.load(weights_only=True)`` takes it.
 """
 

@@ -100,7 +100,7 @@ class GradScaler(TorchGradScaler):
     """
 
     process_group: Any = None
-    _has_told: ScalerSettings | None = None  # of a scaler that is switched off
+    _published: ScalerSettings | None = None  # of a scaler that is switched off
     _floor: float = Request.min_loss_scale
     _ceiling: float = LARGEST_SCALE
 
@@ -166,7 +166,7 @@ class GradScaler(TorchGradScaler):
             )
         found = self._unscale_grads_(optimizer, engine.scaler.inverse, state.found_inf_since_step, False)
         if found is not use["found_inf_per_device"]:
-            engine.take_flags(state, use, found)
+            engine.record_flags(state, use, found)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Run ``optimizer.step(*args, **kwargs)`` unless its gradients hold inf or nan.
@@ -181,10 +181,10 @@ class GradScaler(TorchGradScaler):
             PolicyError: another rank has a scaler of other settings for the same optimizer.
         """
         if not self._enabled:
-            if ranks.is_running() and self._has_told is None:
-                self._has_told = ScalerSettings()
+            if ranks.is_running() and self._published is None:
+                self._published = ScalerSettings()
                 params = [p for group in optimizer.param_groups for p in group["params"]]
-                self._has_told.tell_off(sharing(self.process_group, params), params)
+                self._published.publish_disabled(sharing(self.process_group, params), params)
             return optimizer.step(*args, **kwargs)
         state, use = self._use(self._require("step"), optimizer, "step")
         if use["stage"] is OptState.STEPPED:
@@ -222,7 +222,7 @@ class GradScaler(TorchGradScaler):
             earlier = self._check_inf_per_device(optimizer)
         self.unscale_(optimizer)
         if earlier:
-            self._require("step").take_flags(state, self._per_optimizer_states[id(optimizer)], earlier)
+            self._require("step").record_flags(state, self._per_optimizer_states[id(optimizer)], earlier)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Back off or grow the scale by the checks since the last update; or set it to ``new_scale``.
@@ -266,7 +266,7 @@ class GradScaler(TorchGradScaler):
         return self._engine.stats()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
-        """Return plain numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
+        """Return Python numbers for a logger, as :meth:`xamp.sessions.session.Session.metrics` does.
 
         Where the device decides on steps and is not waited for (``wait``), growth of the scale shows one step later.
         """
@@ -355,7 +355,7 @@ class GradScaler(TorchGradScaler):
             )
         state = {**self.__dict__, "_engine": None, "_per_optimizer_states": defaultdict(_unused)}
         state.pop("process_group", None)  # exists in this process only
-        state.pop("_has_told", None)
+        state.pop("_published", None)
         if self._engine is not None:
             state.update(_init_scale=self.get_scale(), _init_growth_tracker=self._get_growth_tracker())
         return state

@@ -308,7 +308,7 @@ def _delegate_of(backend: Backend) -> _MakeSession:
 
 
 def _less_than_fp32(backend: Backend, device: torch.device) -> list[str]:
-    """List the settings that make O0 differ from plain fp32 on this device, for whoever compares a level with O0."""
+    """List the settings by which O0 differs from strict fp32 on this device, for whoever compares a level with O0."""
     rows = [row for row in backend.precision_settings(device) if row.narrows_fp32 or not row.expected]
     return [
         f"O0 on {device}: {row.name} is {row.value}: {row.effect}; to undo: {row.undo}"

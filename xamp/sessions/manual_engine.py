@@ -63,7 +63,7 @@ class ManualEngine(Engine):
         self._scaler_settings = ScalerSettings()
         self._sharing: Sequence[Any] | None = None  # process groups, found at the first check
         self._factors = [self.scaler.factor]
-        self._known_version = self.scaler.factor._version  # when the engine last looked at it
+        self._known_version = self.scaler.factor._version  # when the engine last read it
         self.began = False
         self._finished_updates = self.scaler.updates  # moves of the scale of which the iteration has ended
 
@@ -120,24 +120,24 @@ class ManualEngine(Engine):
             for group in self._deciders(state) if ranks.is_running() else ():
                 ranks.share_overflow(state.found_inf_since_step, group)
             state.fresh = False
-            self._note_checked(state, use, {self.device: state.found_inf_since_step} if state.gradients.ready else {})
+            self._record_check(state, use, {self.device: state.found_inf_since_step} if state.gradients.ready else {})
         except BaseException:
             if use["stage"] is OptState.READY:  # nobody can tell which of them are unscaled
                 state.forget_backwards()
                 self.checked.discard(state.index)
             raise
 
-    def take_flags(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
-        """Take in what a method of a user's subclass found, by device. Where it left the gradients scaled, they are."""
+    def record_flags(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
+        """Record what a method of a user's subclass found, by device. Where it left the gradients scaled, they are."""
         since = state.found_inf_since_step
         for flag in (each for each in found.values() if each is not since):
             torch.maximum(since, flag.to(self.device, non_blocking=True), out=since)
         if use["stage"] is OptState.READY:
             state.fresh, state.gradients.ready = False, len(found) > 0
             state.gradients.used[self.scaler.index] = self.scaler.updates
-            self._note_checked(state, use, found)
+            self._record_check(state, use, found)
 
-    def _note_checked(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
+    def _record_check(self, state: OptimizerState, use: Use, found: Mapping[torch.device, torch.Tensor]) -> None:
         if found:
             self.checked.add(state.index)
         use.update(stage=OptState.UNSCALED, found_inf_per_device=dict(found))

@@ -23,7 +23,7 @@ from xamp.scaling.step import OptimizerState
 if TYPE_CHECKING:
     from xamp.scaling.engine import Engine
 
-__all__ = ["collect", "known", "note_norm"]
+__all__ = ["collect", "known", "record_norm"]
 
 # Optimizers that no session manages -> what clip_grad_norm_ last returned for them.
 _norms: Any = WeakIdKeyDictionary()
@@ -31,7 +31,7 @@ _norms: Any = WeakIdKeyDictionary()
 _readers: Any = WeakIdKeyDictionary()
 
 
-def note_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.Tensor) -> None:
+def record_norm(optimizer: Optimizer, state: OptimizerState | None, norm: torch.Tensor) -> None:
     """Remember the norm that ``clip_grad_norm_`` has computed for ``optimizer``. Costs a reference."""
     if state is not None:
         state.norm = norm

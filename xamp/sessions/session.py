@@ -121,7 +121,7 @@ class Session:
         return self.engine.stats()
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
-        """Return plain numbers for a logger, under the same names at every level and for a ``GradScaler``.
+        """Return Python numbers for a logger, under the same names at every level and for a ``GradScaler``.
 
         ``loss_scale`` (``loss_scale_1`` and so on for further losses); ``steps_applied`` and ``steps_skipped``, over
         all optimizers; ``last_step_skipped``, 1 where the last step was skipped, and for the session of a model the
@@ -166,7 +166,7 @@ class Session:
         checkpoint.load(self.engine, state)
 
     def close(self) -> None:
-        """Make the models and optimizers plain fp32 objects again. A second call does nothing.
+        """Give the models and optimizers back in fp32 and in their own classes. A second call does nothing.
 
         If memory runs out, the session stays as it is. Ctrl-C during the call is raised when all is given back. At O2,
         O3 and O5 a DistributedDataParallel around a model reduces no gradients after this call, and a warning says so:
@@ -287,7 +287,7 @@ def state_dict(obj: object = None, format: str = "xamp") -> Any:
             list of such states if ``num_losses`` is above 1, an empty dict if ``enabled=False``.
 
     Returns:
-        Plain dicts and lists of numbers, strings and CPU tensors, which ``torch.load(weights_only=True)`` takes. The
+        Dicts and lists of numbers, strings and CPU tensors, which ``torch.load(weights_only=True)`` takes. The
         tensors are copies: 4 bytes for each parameter that has a master.
 
     Raises:

@@ -32,7 +32,7 @@ from xamp.sessions.foreign import unwrap
 from xamp.sessions.session import forget_sessions, register
 from xamp.sessions.sharding import serve_torch_states
 
-__all__ = ["Arguments", "attach", "fused_forms", "set_up", "take_optimizers"]
+__all__ = ["Arguments", "add_optimizers", "attach", "fused_choices", "set_up"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ def set_up(
         policy, backend, device, arguments.models, process_group=arguments.process_group, verbosity=arguments.verbosity
     )
     engine.prepare_state(len(arguments.optimizers))
-    forms = fused_forms(engine, arguments.models, arguments.optimizers)
+    choices = fused_choices(engine, arguments.models, arguments.optimizers)
     if policy.autocast:
         ops.named(policy.op_policy).install(device.type, backend)
     engine.undo = undo = arguments.undo
@@ -82,7 +82,7 @@ def set_up(
         serve_torch_states()
     for model in arguments.models if policy.master_weights else ():
         followers.follow(model, engine.weights.follow_masters, engine.weights.may_be_behind)
-    take_optimizers(engine, arguments.optimizers, forms, undo)
+    add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)
     if arguments.verbosity > 0:
         _tell_buffers(plan, policy)
@@ -123,23 +123,23 @@ def attach(engine: Engine, policy: Policy, arguments: Arguments) -> None:
     checks.check_optimizers(arguments.optimizers, arguments.models, policy)
     checks.check_not_sharded_since(arguments.optimizers, policy)
     engine.prepare_state(len(arguments.optimizers))
-    forms = fused_forms(engine, arguments.models, arguments.optimizers)
+    choices = fused_choices(engine, arguments.models, arguments.optimizers)
     undo = arguments.undo
     added = [weakref.ref(optimizer) for optimizer in arguments.optimizers]
     undo.weakly(functools.partial(forget_sessions, objects=added), engine)
     engine.undo.steps.append(undo.unwind)  # the list is empty, and this does nothing, where the call fails
     engine.undo.preparing.append(undo.prepare)
-    take_optimizers(engine, arguments.optimizers, forms, undo)
+    add_optimizers(engine, arguments.optimizers, choices, undo)
     register(engine, arguments.objects)
 
 
 # ---------------------------------------------------------------- optimizers come under the engine, and go back
 
 
-def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[FusedChoice]:
+def fused_choices(engine: Engine, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[FusedChoice]:
     """Choose the fused implementation of each optimizer. If this raises, nothing has been changed yet."""
     policy = engine.policy
-    choice = policy.fused if policy.checks or policy.master_weights or policy.fused != "auto" else False
+    setting = policy.fused if policy.checks or policy.master_weights or policy.fused != "auto" else False
     names = engine.backend.capabilities(engine.device).fused_optimizers
     sparse = any(getattr(module, "sparse", False) is True for model in models for module in model.modules())
 
@@ -147,22 +147,22 @@ def fused_forms(engine: Engine, models: Sequence[nn.Module], optimizers: Sequenc
         """The dtype of what the optimizer will step: a half parameter gets a master in fp32."""
         return torch.float32 if policy.master_weights and param.dtype in masters.LOWER else param.dtype
 
-    forms = []
+    choices = []
     for optimizer in optimizers:
         usable = names if checks.is_plain(optimizer, engine.backend) else ()
-        form = FusedChoice(optimizer, choice, usable, sparse=sparse, stepped=stepped)
-        forms.append(form)
+        choice = FusedChoice(optimizer, setting, usable, sparse=sparse, stepped=stepped)
+        choices.append(choice)
         if policy.fused is True:  # what that cannot do is the nearer reason
-            form.check(optimizer)
+            choice.check(optimizer)
         checks.check_stepped_rightly(optimizer, engine.backend, policy)
-        form.check(optimizer)
-    return forms
+        choice.check(optimizer)
+    return choices
 
 
-def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequence[FusedChoice], undo: Undo) -> None:
+def add_optimizers(engine: Engine, optimizers: Sequence[Optimizer], choices: Sequence[FusedChoice], undo: Undo) -> None:
     """Put masters into the optimizers in place of low-precision parameters, and let the engine run the steps."""
     states = []
-    for index, (optimizer, form) in enumerate(zip(optimizers, forms, strict=True)):
+    for index, (optimizer, choice) in enumerate(zip(optimizers, choices, strict=True)):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         alone = [TensorWeakRef(p) for p in params if not masters.is_low_precision(p)]  # outside the models
         undo.steps.append(functools.partial(_forget_masters, alone))
@@ -172,12 +172,12 @@ def take_optimizers(engine: Engine, optimizers: Sequence[Optimizer], forms: Sequ
         replace_params(optimizer, pairs)
         stepped = [m for _, m in pairs] or [p for p in params if p.dtype in masters.LOWER]
         undo.steps.append(cast_state(optimizer, stepped))
-        undo.weakly(form.switch_off, optimizer)
-        form.switch_on(optimizer)
-        state = engine.state_class(engine, optimizer, index, form)
+        undo.weakly(choice.switch_off, optimizer)
+        choice.switch_on(optimizer)
+        state = engine.state_class(engine, optimizer, index, choice)
         undo.steps.append(manage(optimizer, state))
         states.append(state)
-    undo.weakly(functools.partial(_take_out_states, states, undo.before), engine)
+    undo.weakly(functools.partial(_remove_states, states, undo.before), engine)
     engine.add_states(states)
 
 
@@ -193,7 +193,7 @@ def _forget_masters(params: Sequence[TensorWeakRef]) -> None:
             masters.forget_low_precision(param)
 
 
-def _take_out_states(states: Sequence[OptimizerState], before: dict[Any, Any], engine: Engine) -> None:
+def _remove_states(states: Sequence[OptimizerState], before: dict[Any, Any], engine: Engine) -> None:
     """Undo, where the call failed: the engine does not know these. One that was closed still tells its counts."""
     if before:
         engine.remove_states(states)

@@ -134,7 +134,7 @@ def _multiplied(dtype: torch.dtype) -> Any:
     found = [tensors(dtype, seed) for seed in range(3)]
     for each, factor, marked in zip(found, (1 / 3, 0.5, 0.5), (False, False, True), strict=True):
         number = torch.tensor(factor)
-        kernels.mark_power_of_two(number, marked)
+        kernels.set_power_of_two(number, marked)
         kernels.multiply_(each, number)
     kernels.multiply_([], torch.tensor(2.0))
     return found
@@ -155,7 +155,7 @@ def _unscaled(dtype: torch.dtype) -> Any:
     for inverse, marked in ((2.0**-16, True), (2.0**-16, False), (1 / 3, False), (2.0**-130, True), (1.0, True)):
         for spoilt in (None, math.inf, -math.inf, math.nan):
             grads, found, number = tensors(dtype), torch.zeros(()), torch.tensor(inverse)
-            kernels.mark_power_of_two(number, marked)
+            kernels.set_power_of_two(number, marked)
             if spoilt is not None:
                 grads[4][2, 3] = spoilt
             kernels.unscale_(grads, found, number)
@@ -279,7 +279,7 @@ def test_a_scaler_by_hand_multiplies_by_one_kernel_until_its_scale_is_no_power_o
 def test_a_number_on_another_device_is_marked_as_it_was() -> None:
     for is_one in (True, False):
         number = torch.tensor(0.5)
-        kernels.mark_power_of_two(number, is_one)
+        kernels.set_power_of_two(number, is_one)
         assert kernels.on(torch.device("cpu"), number) is number
         assert getattr(kernels.on(torch.device("meta"), number), kernels.POWER_OF_TWO) is is_one
 
@@ -318,7 +318,7 @@ def test_a_scaler_by_hand_trains_bf16_parameters_as_where_the_operator_takes_the
 def test_tensors_of_another_storage_format_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     own = torch.tensor([2.0, 4.0])  # stands for a tensor of a format that operators on lists refuse
     monkeypatch.setattr(kernels, "_formats", {})
-    kernels.note_formats("cpu", lambda tensor: tensor.clone() if tensor is own else tensor)
+    kernels.register_formats("cpu", lambda tensor: tensor.clone() if tensor is own else tensor)
     assert not kernels.is_missing("_foreach_mul_", [torch.ones(2)])
     assert kernels.is_missing("_foreach_mul_", [torch.ones(2), own])
     found, plain = torch.zeros(1), torch.tensor([8.0])

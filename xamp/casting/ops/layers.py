@@ -39,8 +39,8 @@ def join_weights(module: nn.RNNBase, join: Join) -> None:
 def layer_caster(overload: str, device_type: str) -> CastArguments:
     """Return the function that lowers the arguments of ``overload``, a recurrent layer, to the region's dtype."""
     on_device = device_test(device_type)
-    kind, _, form = overload.partition(".")
-    place = 3 if form == "data" else 2  # of the weights, after the input, the lengths of packed sequences, the state
+    kind, _, variant = overload.partition(".")
+    place = 3 if variant == "data" else 2  # of the weights, after the input, the lengths of packed sequences, the state
 
     def cast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         made, kwargs = cast_all(args, kwargs, get_autocast_dtype(device_type), on_device)
@@ -54,7 +54,7 @@ def layer_caster(overload: str, device_type: str) -> CastArguments:
 
 
 def _are_new(made: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether all weights are plain tensors that the cast made: no others may move to another storage."""
+    """Whether all weights are ordinary tensors that the cast made: no others may move to another storage."""
     return all(type(m) is torch.Tensor and m is not g for m, g in zip(made, given, strict=True))
 
 
